@@ -1,0 +1,222 @@
+"""`python -m benchmarks.report`: measures everything, holds it against the bars, writes benchmarks/results/cpu.*."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import bench_linear_logprob, bench_packing, bench_planning
+from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
+from benchmarks.harness import NUM_THREADS, Measurement, Results, environment, measure
+from benchmarks.plot import save_plot
+from benchmarks.ways import OURS
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "triton")
+MAX_EXTRA_MIB = 96
+
+METHOD = """\
+All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
+peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
+four samples). Compiled variants run once before. Extra memory is the median peak of the resident set during the run
+(`VmHWM`, reset before each run) beyond what was resident before and beyond the outputs: log-probabilities, loss, dX, dW.
+The floor of a task is the sum of its bare GEMMs, each walked in its fastest chunks into memory that is there already.
+Its GEMMs: `no grad` logits; `forward + backward` 2 logits, dX, dW; `frozen head` logits, dX; losses logits, dX, dW.
+Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
+upstream gradient is random. Every way computes the same numbers: `pytest benchmarks` compares them to eager PyTorch."""
+
+# How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
+FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
+    "no grad": (1, 0, 0),
+    "forward + backward": (2, 1, 1),
+    "frozen head": (1, 1, 0),
+    "PPO loss": (1, 1, 1),
+    "cross-entropy loss": (1, 1, 1),
+}
+MAX_RATIO = {"no grad": 1.12}
+DEFAULT_MAX_RATIO = 1.15
+
+
+class Bar(NamedTuple):
+    """One number that must hold."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = True
+    unit: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def run_linear_logprob(shape: tuple[int, int, int], rounds: int, peer_rounds: int) -> tuple[Results, Results]:
+    """Results of every variant and its floors, and of the scan for the floors' chunks."""
+    floors, scan = bench_linear_logprob.fastest_floors(shape)
+    variants, unavailable = bench_linear_logprob.suite(shape)
+    results = measure([*floors, *variants], rounds, peer_rounds)
+    results.unavailable |= unavailable
+    return results, scan
+
+
+def floor_s(results: Results, task: str) -> float:
+    gemms = [next(iter(results.ways(f"floor {name}").values())).median_s for name in FLOORS]
+    return sum(count * seconds for count, seconds in zip(FLOOR_COUNTS[task], gemms, strict=True))
+
+
+# ---- bars -----------------------------------------------------------------------------------------------------------
+
+
+def linear_logprob_bars(results: Results) -> Iterator[Bar]:
+    for task in TASKS:
+        for case in (task, f"{task}, flat logits"):
+            if ours := results.ways(case).get(OURS):
+                ratio = ours.median_s / floor_s(results, task)
+                yield Bar(f"{case}: time / floor", ratio, MAX_RATIO.get(task, DEFAULT_MAX_RATIO))
+    for task in ("PPO loss", "cross-entropy loss"):
+        (_, ours), *peers = sorted(results.ways(task).items(), key=lambda row: row[0] != OURS)
+        if peers:
+            name, fastest = peers[0]
+            yield Bar(f"{task}: fastest peer ({name}) / ours", fastest.median_s / ours.median_s, 1, at_most=False)
+    for task in ("forward + backward", "PPO loss"):
+        half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
+        yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
+    largest = max((m.extra_mib, name) for name, m in results.measured.items() if name.endswith(f"| {OURS}"))
+    yield Bar(f"largest extra memory ({largest[1].split(' | ')[0]})", largest[0], MAX_EXTRA_MIB, unit=" MiB")
+
+
+def packing_bars(results: Results) -> Iterator[Bar]:
+    for task in bench_packing.OPERATORS:
+        ways = results.ways(task)
+        share = ways[bench_packing.COPY].median_s / ways[OURS].median_s
+        yield Bar(f"{task}: share of memcpy's bandwidth", share, 0.7, at_most=False)
+
+
+def planning_bars(results: Results) -> Iterator[Bar]:
+    slowest = max(m.median_s for m in results.ways("plan").values())
+    yield Bar("plan of 100,000 sequences", slowest, bench_planning.MAX_SECONDS, unit=" s")
+    qualities = [bench_planning.reported_quality(cost) for cost in (bench_planning.TOKENS, bench_planning.QWEN3_8B)]
+    imbalance = max(float(q["rank_imbalance"]) for q in qualities)
+    yield Bar("plan: imbalance of ranks", 100 * imbalance, 100 * bench_planning.MAX_IMBALANCE, unit=" %")
+    fullest = max(float(q["largest"]) for q in qualities)
+    yield Bar("plan: fullest micro-batch / token cap", fullest, 1)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table whose columns line up; the first is text, the others numbers."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    rule = tuple("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths))
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join(map(line, (header, rule, *rows)))
+
+
+def bar_table(bars: list[Bar]) -> str:
+    rows = [
+        (b.name, f"{b.value:.3g}{b.unit}", f"{'<=' if b.at_most else '>='} {b.limit:g}{b.unit}", "pass" if b.holds else "FAIL")
+        for b in bars
+    ]  # fmt: skip
+    return table(("bar", "measured", "required", "result"), rows)
+
+
+def seconds(m: Measurement) -> str:
+    return f"{m.median_s:.3f} ± {m.iqr_s:.3f}"
+
+
+def task_table(results: Results, task: str) -> str:
+    """All ways of one task, fastest first, beside ours and the floor."""
+    ways, floor = results.ways(task), floor_s(results, task.split(",")[0])
+    ours = ways[OURS]
+    rows = [
+        (
+            way, seconds(m), f"{m.median_s / floor:.2f}", f"{m.median_s / ours.median_s:.2f}",
+            f"{m.extra_mib:.0f}", f"{m.extra_mib / ours.extra_mib:.1f}",
+        )
+        for way, m in ways.items()
+    ]  # fmt: skip
+    missing = {n.split(" | ")[1]: why for n, why in results.unavailable.items() if n.split(" | ")[0] == task}
+    rows += [(way, f"not available: {why}", "", "", "", "") for way, why in missing.items()]
+    return table(("way", "time, s", "time / floor", "time / ours", "extra, MiB", "extra / ours"), rows)
+
+
+def scan_table(scan: Results) -> str:
+    chunks = list(scan.ways("floor logits"))
+    rows = [(way, *(seconds(scan[f"floor {name} | {way}"]) for name in FLOORS)) for way in sorted(chunks)]
+    return table(("rows x columns", *(f"{name}, s" for name in FLOORS)), rows)
+
+
+def small_table(results: Results) -> str:
+    rows = [(name, f"{1e3 * m.median_s:.1f} ± {1e3 * m.iqr_s:.1f}") for name, m in results.measured.items()]
+    return table(("what", "time, ms"), rows)
+
+
+def markdown(
+    facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, small: Results
+) -> str:
+    tasks = dict.fromkeys(n.split(" | ")[0] for n in results.measured if not n.startswith("floor"))
+    parts = ["# Benchmarks on the CPU", "\n".join(f"- {key}: {value}" for key, value in facts.items()), "![](cpu.png)"]
+    parts += ["## Bars", bar_table(bars), "## Method", method]
+    for task in tasks:
+        parts += [f"## {task}", task_table(results, task)]
+    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing and planning", small_table(small)]
+    return "\n\n".join(parts) + "\n"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
+    parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
+    parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of cpu.md, cpu.json and cpu.png")
+    args = parser.parse_args()
+
+    torch.set_num_threads(NUM_THREADS)
+    shape = tuple(args.shape)
+    facts = {"T, D, V": f"{shape}, float32"} | environment() | versions()
+    small = measure([*bench_packing.suite(), *bench_planning.suite()], rounds=9)
+    results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
+    bars = [*linear_logprob_bars(results), *packing_bars(small), *planning_bars(small)]
+    method = METHOD.format(threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds)
+    text = markdown(facts, method, bars, results, scan, small)
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "cpu.md").write_text(text)
+    raw = {name: asdict(part) for name, part in (("linear_logprob", results), ("floor_scan", scan), ("small", small))}
+    raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
+    (args.output / "cpu.json").write_text(json.dumps(raw, indent=1) + "\n")
+    floors = {task: floor_s(results, task) for task in TASKS}
+    save_plot(results, floors, MAX_EXTRA_MIB, args.output / "cpu.png", f"{facts['cpu']}, {facts['date']}, {shape}")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Every way to a token's log-probability, or to a loss of it, that the benchmarks compare.
+
+A way is `way(hidden_TD, weight_VD, problem)` and returns (T,) log-probabilities or a 0-d loss. Loaders import, so that
+a peer that is not installed is known by the reason it gives. Each peer runs with the settings of its own trainers
+unless its other setting is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss
+
+IGNORE_INDEX = -100
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+class Problem(NamedTuple):
+    """One micro-batch at the head. ``hidden_TD`` and ``weight_VD`` require gradients."""
+
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    target_T: Tensor
+    upstream_T: Tensor  # d loss / d logprob
+    old_logprob_T: Tensor
+    advantage_B: Tensor
+
+    @property
+    def advantage_T(self) -> Tensor:
+        return self.advantage_B.repeat_interleave(self.target_T.shape[0] // self.advantage_B.shape[0])
+
+
+Way = Callable[[Tensor, Tensor, Problem], Tensor]
+LogprobFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def make_problem(num_tokens: int, hidden_size: int, vocab: int, *, peaked: bool, num_sequences: int = 8) -> Problem:
+    """Random data with logits as in a trained model (``peaked``: the target has most of the mass) or nearly uniform."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, hidden_size, generator=generator) / hidden_size**0.5
+    target = torch.randint(vocab, (num_tokens,), generator=generator)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator)
+    if peaked:
+        strength = torch.empty(num_tokens, 1).uniform_(5, 20, generator=generator)
+        hidden = hidden + strength * weight[target]
+    logprob = linear_logprob(hidden, weight, target).logprob
+    return Problem(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        target,
+        torch.randn(num_tokens, generator=generator),
+        logprob + 0.1 * torch.randn(num_tokens, generator=generator),
+        torch.randn(num_sequences, generator=generator),
+    )
+
+
+def ignore_half(problem: Problem) -> Problem:
+    """The same problem with a random half of its targets left out."""
+    half = torch.randperm(len(problem.target_T), generator=torch.Generator().manual_seed(0)) % 2 == 0
+    return problem._replace(target_T=problem.target_T.where(half, IGNORE_INDEX))
+
+
+def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+    """PPO's clipped surrogate per token (Schulman et al. 2017), with DAPO's two bounds."""
+    ratio = (logprob - old_logprob).exp()
+    return -torch.min(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+
+
+# ---- log-probabilities ------------------------------------------------------------------------------------------
+
+
+def _ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return linear_logprob(hidden, weight, target).logprob
+
+
+def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _load_cut_cross_entropy() -> LogprobFunction:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, weight, target: (
+        -linear_cross_entropy(hidden, weight, target, reduction="none", impl="torch_compile")
+    )
+
+
+def _load_trl() -> LogprobFunction:
+    import trl.trainer.utils as utils  # its backward imports this module
+
+    def logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+        return utils._ChunkedLogProbFunction.apply(hidden, weight, None, target, 1.0, chunk, None, 1.0, ())[0]
+
+    return logprob
+
+
+def _load_liger_scaled() -> LogprobFunction:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    return lambda hidden, weight, target: -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, target)
+
+
+_LOGPROB_FUNCTIONS: dict[str, Callable[[], LogprobFunction]] = {
+    "rlft_fast": lambda: _ours,
+    "eager PyTorch": lambda: _eager,
+    "torch.compile": lambda: torch.compile(_eager, dynamic=False),
+    "cut-cross-entropy": _load_cut_cross_entropy,
+    "TRL chunked": _load_trl,
+    "Liger scaled CE": _load_liger_scaled,
+}
+
+
+def _logprob_loader(load: Callable[[], LogprobFunction]) -> Callable[[], Way]:
+    def loader() -> Way:
+        function = load()
+        return lambda hidden, weight, problem: function(hidden, weight, problem.target_T)
+
+    return loader
+
+
+# ---- the PPO loss -------------------------------------------------------------------------------------------------
+
+
+def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    per_token = (problem.old_logprob_T, problem.advantage_T)
+    return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token).loss
+
+
+def _ppo_of(function: LogprobFunction) -> Way:
+    def way(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+        logprob_T = function(hidden, weight, problem.target_T)
+        loss_T = ppo_clip(logprob_T, None, problem.old_logprob_T, problem.advantage_T)
+        return loss_T.where(problem.target_T != IGNORE_INDEX, 0).sum()
+
+    return way
+
+
+def _load_liger_grpo() -> Way:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    def way(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+        rows = (len(problem.advantage_B), -1)
+        # One chunk of all sequences: the default, one sequence at a time, adds up a (V, D) gradient per sequence.
+        loss = LigerFusedLinearGRPOLoss(
+            beta=0.0, use_ref_model=False, compiled=False, chunk_size=rows[0], epsilon_low=CLIP_LOW,
+            epsilon_high=CLIP_HIGH, loss_type="dapo",
+        )  # fmt: skip
+        target_BL = problem.target_T.view(rows)
+        return loss(
+            hidden.view(*rows, hidden.shape[-1]), weight, target_BL, torch.ones_like(target_BL), problem.advantage_B,
+            old_per_token_logps=problem.old_logprob_T.view(rows), num_items_in_batch=1,
+        )[0]  # fmt: skip
+
+    return way
+
+
+# ---- the cross-entropy loss ---------------------------------------------------------------------------------------
+
+
+def _our_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    return linear_logprob_loss(hidden, weight, problem.target_T, lambda logprob, _: -logprob).loss
+
+
+def _eager_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, problem.target_T, reduction="sum")
+
+
+def _linear_cross_entropy(options: torch.nn.LinearCrossEntropyOptions | None) -> Way:
+    return lambda hidden, weight, problem: F.linear_cross_entropy(
+        hidden, weight, problem.target_T, reduction="sum", options=options
+    )
+
+
+def _load_cut_cross_entropy_sum() -> Way:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, weight, problem: linear_cross_entropy(
+        hidden, weight, problem.target_T, reduction="sum", impl="torch_compile"
+    )
+
+
+OURS = "rlft_fast"
+COMPILED = ("torch.compile", "cut-cross-entropy")
+
+LOGPROB_WAYS: dict[str, Callable[[], Way]] = {n: _logprob_loader(load) for n, load in _LOGPROB_FUNCTIONS.items()}
+PPO_WAYS: dict[str, Callable[[], Way]] = {
+    OURS: lambda: _our_ppo,
+    "eager PyTorch": lambda: _ppo_of(_eager),
+    "torch.compile": lambda: torch.compile(_ppo_of(_eager), dynamic=False),
+    "cut-cross-entropy": lambda: _ppo_of(_load_cut_cross_entropy()),
+    "TRL chunked": lambda: _ppo_of(_load_trl()),
+    "Liger GRPO": _load_liger_grpo,
+}
+CROSS_ENTROPY_WAYS: dict[str, Callable[[], Way]] = {
+    OURS: lambda: _our_cross_entropy,
+    "eager PyTorch": lambda: _eager_cross_entropy,
+    "F.linear_cross_entropy": lambda: _linear_cross_entropy(None),
+    "F.linear_cross_entropy, chunked": lambda: _linear_cross_entropy(torch.nn.LinearCrossEntropyOptions()),
+    "cut-cross-entropy": _load_cut_cross_entropy_sum,
+}

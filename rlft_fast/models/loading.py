@@ -1,0 +1,73 @@
+"""Loading from local Hugging Face folders: safetensors only, nothing is unpickled and no hub is asked."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rlft_fast.models.attention import PACKED_ATTENTION
+from rlft_fast.models.heads import PolicyModel, ValueModel
+
+
+def load_policy(path: str | Path, workspace_mib: int = 64) -> PolicyModel:
+    """A causal language model in float32 on the CPU, with packed attention and a ``LogprobHead``.
+
+    Raises:
+        ValueError: the folder is missing or unreadable, or its model has no lm_head.
+    """
+    architectures = _read_config(path).architectures or []
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise ValueError(
+            f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} and has no lm_head: "
+            "a policy must be a causal language model (...ForCausalLM)"
+        )
+    return PolicyModel(_load(AutoModelForCausalLM, path), workspace_mib)
+
+
+def load_critic(path: str | Path) -> ValueModel:
+    """The backbone of any text model in float32 on the CPU, with a new value head.
+
+    Raises:
+        ValueError: the folder is missing or unreadable.
+    """
+    _read_config(path)
+    return ValueModel(_load(AutoModel, path))
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ValueError: the folder is missing or holds no tokenizer.
+    """
+    _require_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
+
+
+def _load(auto_class, path: str | Path):
+    try:
+        model = auto_class.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the model in {path}: {error}") from error
+    return model.train()
+
+
+def _read_config(path: str | Path):
+    _require_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a model folder: {error}") from error
+
+
+def _require_folder(path: str | Path) -> None:
+    if not Path(path).is_dir():
+        raise ValueError(
+            f"model folder {path} does not exist: give a local folder with config.json and safetensors files "
+            "(download a hub model first)"
+        )

@@ -1,0 +1,33 @@
+"""Loads the compiled extension. Importing this module is enough to register every operator of `torch.ops.rlft_fast`."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+if find_spec("rlft_fast._C") is None:
+    raise ImportError(
+        "rlft_fast._C is not built: run `pip install --no-build-isolation -e .` in the source tree "
+        "(or `python setup.py build_ext --inplace`), with a C++20 compiler on PATH."
+    )
+import_module("rlft_fast._C")
+
+# A CUDA torch without the CUDA half is a legitimate install (no nvcc where it was built): CPU tensors still work.
+_HAS_CUDA_KERNELS = torch.version.cuda is not None and find_spec("rlft_fast._C_cuda") is not None
+if _HAS_CUDA_KERNELS:
+    import_module("rlft_fast._C_cuda")
+
+
+def check_device(device: torch.device) -> None:
+    """Raises ValueError where `device` has no compiled kernels in this install.
+
+    Args:
+        device: device of the tensors that an operator is about to get.
+    """
+    if device.type == "cuda" and not _HAS_CUDA_KERNELS:
+        raise ValueError(
+            f"got tensors on {device}, but rlft_fast was built without its CUDA kernels: "
+            "install the CUDA toolkit (nvcc), then build rlft_fast again."
+        )
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"got tensors on {device}, expected cpu or cuda: move them to one of those.")

@@ -1,0 +1,310 @@
+"""Gradient norm and clipping over plain tensors and DTensors of any mix of meshes, placements, dtypes and devices.
+
+    norm        = (sum_i |g_i|^p)^(1/p) over every element of every gradient, each counted once
+    coefficient = min(1, max_norm / (norm + 1e-6))                        Pascanu et al. 2013, arXiv:1211.5063
+
+A sharded gradient contributes its local part, and the sums of |g|^p are added over exactly the mesh dimensions that
+shard it; replicas are neither added nor communicated. There is one small all-reduce per process group, and no host
+sync: norm and coefficient stay on the device. Pipeline stages are the caller's to combine.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from rlft_fast.ops._library import check_device
+
+
+class ClipCoefficient(NamedTuple):
+    """What an optimizer needs to clip while it steps. Both are 0-d float32 on the norm's device."""
+
+    coefficient: Tensor
+    """Factor for every gradient, in (0, 1]; 1 where the norm is not finite."""
+    found_inf: Tensor
+    """1 where the norm is not finite (the step should be skipped), else 0."""
+
+
+def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Global norm of the gradients of `parameters`.
+
+    Every rank of a mesh must call this with the same parameters in any order; a rank may lack gradients that others
+    have. A parameter without a gradient counts as 0, a parameter listed twice counts once.
+
+    Args:
+        parameters: a tensor or an iterable of tensors (a generator is consumed once), of which `.grad` is read.
+        norm_type: p > 0, or inf for the largest magnitude.
+
+    Returns:
+        0-d float32 on the device of the first parameter (of its mesh, for a DTensor); 0 for no parameters. A plain
+        tensor, the same on every rank.
+
+    Raises:
+        ValueError: norm_type is not positive, or a gradient has a Partial placement or a sparse layout.
+        TypeError: a gradient is not floating point.
+    """
+    return _global_norm(_gradients(parameters), norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
+    """min(1, max_norm / (norm + 1e-6)) and a flag for a norm that is not finite, without a host sync.
+
+    Args:
+        norm: 0-d float32, from `grad_norm`.
+        max_norm: largest norm allowed. None, 0 and inf measure only: the coefficient is 1.
+
+    Returns:
+        `ClipCoefficient` of two 0-d float32 tensors on the norm's device.
+
+    Raises:
+        ValueError: max_norm is negative or nan.
+    """
+    finite = norm.isfinite()
+    found_inf = finite.logical_not().float()
+    limit = _limit(max_norm)
+    if limit is None:
+        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), found_inf)
+    coefficient = (limit / (norm.float() + 1e-6)).clamp(max=1.0)
+    return ClipCoefficient(torch.where(finite, coefficient, 1.0), found_inf)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales the gradients in place so that their global norm is at most `max_norm`.
+
+    Drop-in for `torch.nn.utils.clip_grad_norm_` with three differences: DTensors of different meshes may be mixed;
+    gradients stay as they are where the norm is not finite (there they would all become nan); and max_norm = 0
+    measures without scaling (there it zeroes the gradients).
+
+    Args:
+        parameters: a tensor or an iterable of tensors (a generator is consumed once), of which `.grad` is scaled.
+        max_norm: largest norm allowed. None, 0 and inf measure only.
+        norm_type: p > 0, or inf.
+        error_if_nonfinite: raise where the norm is not finite. Waits for the device.
+        foreach: ignored, all gradients of a device and dtype always go in one pass. There for the signature's sake.
+
+    Returns:
+        The norm before clipping, 0-d float32, see `grad_norm`.
+
+    Raises:
+        ValueError: as `grad_norm` and `clip_coefficient`.
+        RuntimeError: error_if_nonfinite and the norm is not finite.
+    """
+    limit = _limit(max_norm)
+    gradients = _gradients(parameters)
+    norm = _global_norm(gradients, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the gradient norm is {norm.item()}: skip this step, or pass error_if_nonfinite=False.")
+    if limit is not None:
+        _scale_([g.local for g in gradients if g.local is not None], clip_coefficient(norm, limit).coefficient)
+    return norm
+
+
+def _limit(max_norm: float | None) -> float | None:
+    """max_norm, or None where it only measures."""
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}, expected a positive number, or None, 0 or inf to measure only.")
+    return None if max_norm in (None, 0, math.inf) else max_norm
+
+
+# ---- which gradients, and who else holds parts of them -----------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Identifies a process group over which sums of |g|^p are added.
+
+    Sorting by these fields gives all ranks of a mesh the same order of mesh dimensions, which a sum over two of them
+    needs, and all ranks of a group the same order of groups, without which they would wait for each other.
+    """
+
+    mesh_ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_dim: int
+    device_type: str
+    name: str
+
+
+_Groups = dict[_Group, dist.ProcessGroup]
+
+
+class _Gradient(NamedTuple):
+    local: Tensor | None
+    """This rank's part; None without a gradient."""
+    device: torch.device
+    """Where its sum of |g|^p is reduced."""
+    groups: _Groups
+    """Groups that hold the other parts; empty for plain and replicated tensors."""
+
+
+@torch.no_grad()
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[_Gradient]:
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
+    shard_groups = functools.cache(_shard_groups)  # a model has thousands of parameters and a handful of layouts
+    return [_gradient(index, tensor, shard_groups) for index, tensor in enumerate(tensors)]
+
+
+def _gradient(index: int, parameter: Tensor, shard_groups: Callable[..., _Groups]) -> _Gradient:
+    grad = parameter.grad
+    if grad is not None:
+        _check_gradient(index, grad)
+    # A rank without this gradient still has to join the all-reduce of those that have it.
+    layout = parameter if grad is None else grad
+    if not isinstance(layout, DTensor):
+        return _Gradient(grad, layout.device, {})
+    local = None if grad is None else layout.to_local()
+    return _Gradient(local, _mesh_device(layout), shard_groups(layout.device_mesh, layout.placements))
+
+
+def _check_gradient(index: int, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ValueError(f"gradient {index} has layout {grad.layout}, expected a dense one: use sparse=False.")
+    if grad.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"gradient {index} is {grad.dtype}, expected float64, float32, float16 or bfloat16.")
+    if isinstance(grad, DTensor):
+        _check_placements(index, grad)
+
+
+def _check_placements(index: int, grad: DTensor) -> None:
+    names = grad.device_mesh.mesh_dim_names
+    for mesh_dim, placement in enumerate(grad.placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"gradient {index} of shape {tuple(grad.shape)} has placement {placement} on mesh dimension "
+                f"{names[mesh_dim] if names else mesh_dim}, expected Shard or Replicate: "
+                "redistribute it before clipping."
+            )
+
+
+def _mesh_device(tensor: DTensor) -> torch.device:
+    """The device that the mesh's backend communicates from; an offloaded shard lies elsewhere."""
+    device_type = tensor.device_mesh.device_type
+    return (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
+
+
+def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Groups:
+    mesh_ranks = tuple(mesh.mesh.flatten().tolist())
+    groups = {}
+    for mesh_dim, placement in enumerate(placements):
+        if not placement.is_replicate() and mesh.size(mesh_dim) > 1:
+            group = mesh.get_group(mesh_dim)
+            key = _Group(mesh_ranks, tuple(mesh.shape), mesh_dim, mesh.device_type, group.group_name)
+            groups[key] = group
+    return groups
+
+
+# ---- the norm ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _global_norm(gradients: list[_Gradient], norm_type: float) -> Tensor:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a positive number or inf.")
+    if not gradients:
+        return torch.zeros(())
+    powers = [power.to(gradients[0].device) for power in _reduced_powers(gradients, norm_type)]
+    total = torch.stack(powers)
+    return total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)
+
+
+def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor]:
+    """The sums of |g|^p of all ranks, one 0-d tensor per combination of process groups that gradients are sharded over.
+
+    A gradient sharded over two mesh dimensions is added over one group and then the other. Gradients whose groups
+    coincide share one all-reduce. `_Group` says why every rank runs the same ones, whatever its parameters' order.
+    """
+    groups = {key: group for gradient in gradients for key, group in gradient.groups.items()}
+    by_layout: dict[tuple[_Group, ...], list[_Gradient]] = {}
+    for gradient in gradients:
+        by_layout.setdefault(tuple(sorted(gradient.groups)), []).append(gradient)
+    layouts = sorted(by_layout)
+    powers = [_local_power(by_layout[layout], norm_type) for layout in layouts]
+    for key in sorted(groups):
+        members = [i for i, layout in enumerate(layouts) if key in layout]
+        vector = torch.stack([powers[i] for i in members])
+        _all_reduce(vector, groups[key], norm_type)
+        for i, power in zip(members, vector.unbind(), strict=True):
+            powers[i] = power
+    return powers
+
+
+def _all_reduce(vector: Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
+    if math.isinf(norm_type):
+        vector.nan_to_num_(nan=math.inf, posinf=math.inf)  # the largest of nan and x is x on some backends
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
+    else:
+        dist.all_reduce(vector, group=group)
+
+
+def _local_power(gradients: list[_Gradient], norm_type: float) -> Tensor:
+    """This rank's sum of |g|^p (largest |g| for inf), on the device where it is reduced."""
+    device = gradients[0].device
+    powers = [
+        torch.ops.rlft_fast.multi_tensor_norm_pow([_flat(tensor) for tensor in tensors], norm_type).to(device)
+        for tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None])
+    ]
+    if not powers:
+        return torch.zeros((), device=device)
+    stacked = torch.stack(powers)
+    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+
+
+def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
+    for group in _by_device_and_dtype(tensors):
+        local_coefficient = coefficient.to(group[0].device)
+        dense = [tensor for tensor in group if _is_dense(tensor)]
+        torch.ops.rlft_fast.multi_tensor_scale_([_flat(tensor) for tensor in dense], local_coefficient)
+        for tensor in group:
+            if not _is_dense(tensor):
+                tensor.mul_(local_coefficient)
+
+
+def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors that have elements, in lists of one device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            check_device(tensor.device)
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def _sorted_dims(tensor: Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, in whatever order of dimensions."""
+    return tensor.is_contiguous() or tensor.permute(_sorted_dims(tensor)).is_contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in memory order, as a contiguous view where the tensor is dense, else as a copy."""
+    return tensor if tensor.is_contiguous() else tensor.permute(_sorted_dims(tensor)).contiguous()
+
+
+# ---- fakes -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("rlft_fast::multi_tensor_norm_pow")
+def _(tensors, norm_type):
+    return tensors[0].new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake("rlft_fast::multi_tensor_scale_")
+def _(tensors, coefficient):
+    return None

@@ -1,0 +1,87 @@
+"""Plain PyTorch definitions of the fused ops: what they mean, the ``reference`` backend, and the oracle of every test.
+
+Shapes: T packed tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LinearLogprob(NamedTuple):
+    """Log-probability of each target and, if asked for, the entropy of its distribution; both (T,) float32."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+
+
+class LinearLogprobLoss(NamedTuple):
+    """Sum of a per-token loss, with the detached (T,) float32 statistics it was computed from."""
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor | None
+
+
+LossFunction = Callable[..., Tensor]
+
+
+def softmax_logits(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:
+    """The (T, V) logits z that the softmax sees, in float32 (float64 for float64 inputs)."""
+    dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    z = hidden_TD.to(dtype) @ weight_VD.to(dtype).T
+    if bias_V is not None:
+        z = z + bias_V.to(dtype)
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(dtype).unsqueeze(-1)
+    return z / temperature
+
+
+def linear_logprob(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> LinearLogprob:
+    """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
+    active = target_T != ignore_index
+    z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
+    log_p = torch.log_softmax(z, dim=-1)
+    logprob = log_p.gather(-1, target_T.where(active, 0).unsqueeze(-1)).squeeze(-1)
+    # xlogy's convention 0 log 0 = 0, for logits of -inf
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    zero = logprob.new_zeros(())
+    return LinearLogprob(logprob.where(active, zero), entropy.where(active, zero) if return_entropy else None)
+
+
+def linear_logprob_loss(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    loss_fn: LossFunction,
+    *per_token: Tensor,
+    **options,
+) -> LinearLogprobLoss:
+    """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
+    ignore_index = options.get("ignore_index", -100)
+    logprob, entropy = linear_logprob(hidden_TD, weight_VD, target_T, **options)
+    loss_T = loss_fn(logprob, entropy, *per_token).where(target_T != ignore_index, 0)
+    return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())

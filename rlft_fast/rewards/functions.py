@@ -1,0 +1,133 @@
+"""Reward functions with a checkable answer."""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, cast
+
+from rlft_fast.rewards.scoring import RewardFunction
+
+# A sign belongs to the number unless it stands behind a word, a digit or a bracket: 3-5 is a difference. Commas
+# count only where they separate thousands: 1,234 is one number, 1,2,3 are three.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])[-+\u2212])?"
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
+    r"(?:\.[0-9]+)?"
+)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def last_number(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str | int | float],
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 where the last number in the completion equals the answer, else 0.0.
+
+    Signs, decimals and thousands separators are understood and compared by value: 1,200.0 is 1200. Exponents and
+    fractions are not.
+
+    Args:
+        prompts: Not read.
+        completions: B texts.
+        completion_ids: Not read.
+        answer: B numbers, or texts of which the last number counts (such as GSM8K's "… #### 72").
+        **columns: Not read.
+
+    Returns:
+        B rewards.
+
+    Raises:
+        ValueError: An answer holds no number.
+    """
+    rewards: list[float | None] = []
+    for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+        target = _last_number(expected) if isinstance(expected, str) else Decimal(str(expected))
+        if target is None:
+            raise ValueError(f"answer {expected!r} of sample {i} holds no number")
+        rewards.append(float(_last_number(completion) == target))
+    return rewards
+
+
+def exact_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str],
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 where the completion equals the answer, apart from white space at the ends, else 0.0.
+
+    Args:
+        prompts: Not read.
+        completions: B texts.
+        completion_ids: Not read.
+        answer: B texts.
+        **columns: Not read.
+
+    Returns:
+        B rewards.
+    """
+    return [
+        float(completion.strip() == str(expected).strip())
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def reasoning_gym_reward(task_name: str) -> RewardFunction:
+    """Builds the reward function of a reasoning-gym task (https://github.com/open-thought/reasoning-gym).
+
+    What is scored is the text within the last `<answer>…</answer>`, or the whole completion where there is none. Many
+    tasks give part of the reward to an answer that merely contains the right one.
+
+    Args:
+        task_name: Name of a task, such as "chain_sum".
+
+    Returns:
+        A reward function that reads the column `entry`: B data set entries of that task, as dicts or JSON texts.
+
+    Raises:
+        ImportError: reasoning_gym is not installed.
+        ValueError: There is no such task; close names are suggested.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, get_score_answer_fn
+    except ModuleNotFoundError as error:
+        if error.name != "reasoning_gym":
+            raise
+        raise ImportError("reasoning_gym is not installed: pip install rlft_fast[demo]") from error
+    if task_name not in DATASETS:
+        close = difflib.get_close_matches(task_name, list(DATASETS))
+        raise ValueError(f"reasoning_gym has no task {task_name!r}; close names: {', '.join(close) or 'none'}")
+    # Its annotation there says that it takes no arguments.
+    score_answer = cast(Callable[[str, dict[str, Any]], float], get_score_answer_fn(task_name))
+
+    def reward(
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        entry: Sequence[dict[str, Any] | str],
+        **columns: Any,
+    ) -> list[float | None]:
+        entries = [json.loads(item) if isinstance(item, str) else item for item in entry]
+        return [
+            float(score_answer(_tagged_answer(completion), item))
+            for completion, item in zip(completions, entries, strict=True)
+        ]
+
+    reward.__qualname__ = f"reasoning_gym_reward({task_name!r})"
+    return reward
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
+
+
+def _tagged_answer(completion: str) -> str:
+    tagged = _ANSWER_TAG.findall(completion)
+    return (tagged[-1] if tagged else completion).strip()

@@ -1,0 +1,91 @@
+"""Calling a reward function for a batch, and refusing results that would poison the update."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+# Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
+RewardFunction = Callable[..., Sequence[float | None]]
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+
+
+class RewardError(ValueError):
+    """A reward function failed or returned something that is not a reward."""
+
+
+def compute_rewards(
+    function: RewardFunction,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[float | None]:
+    """Rewards of a batch of samples from one call of `function`.
+
+    Args:
+        function: Called as `f(prompts=, completions=, completion_ids=, **columns)`.
+        prompts: B prompts.
+        completions: B completions.
+        completion_ids: B lists of token ids.
+        columns: The other columns of the data set, each B long; a function takes those it wants and swallows the
+            rest with `**columns`.
+
+    Returns:
+        B finite rewards; None for a sample that the function leaves out.
+
+    Raises:
+        ValueError: The arguments differ in length, or a column has the name of an argument.
+        RewardError: The function raised, or returned another number of rewards, or something that is not a finite
+            number or None; the message names the function and the sample.
+    """
+    _check_arguments(prompts, completions, completion_ids, columns)
+    name = _name(function)
+    try:
+        result = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+    except Exception as error:
+        raise RewardError(
+            f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
+        ) from error
+    values = _as_list(result, name, len(prompts))
+    for i, value in enumerate(values):
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            raise RewardError(
+                f"reward function {name} returned {value!r} for sample {i} (prompt {_shorten(prompts[i])}, completion "
+                f"{_shorten(completions[i])}), expected a finite number, or None to leave the sample out"
+            )
+    return [None if value is None else float(value) for value in values]
+
+
+def _check_arguments(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> None:
+    taken = sorted(set(columns) & set(ARGUMENTS))
+    if taken:
+        raise ValueError(f"the data set has a column named {taken[0]!r}, which reward functions receive: rename it")
+    for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
+        if len(values) != len(prompts):
+            raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(prompts)} prompts")
+
+
+def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
+    """The returned list, tuple, array or tensor as a list of `num_samples` entries."""
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(values, (list, tuple)):
+        raise RewardError(f"reward function {name} returned {type(result).__name__}, expected a list of numbers")
+    if len(values) != num_samples:
+        raise RewardError(f"reward function {name} returned {len(values)} rewards for {num_samples} samples")
+    return list(values)
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    """Both ends of a text: a prompt is known by its beginning, an answer stands at the end."""
+    return repr(text) if len(text) <= limit else repr(f"{text[: limit // 2]} … {text[-limit // 2 :]}")

@@ -1,0 +1,86 @@
+"""KL divergence between the policy and its reference: estimators, and the KL penalty as a reward."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rlft_fast.rl._checks import check_shapes
+from rlft_fast.rl.aggregation import response_lengths
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+# exp(20) = 4.9e8 is far beyond any ratio worth learning from, and its square still fits in fp32: one token whose
+# log-probabilities are damaged then cannot turn the whole sum into inf or NaN.
+MAX_LOG_RATIO = 20.0
+
+
+def kl_estimate(logprob_T: Tensor, ref_logprob_T: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy.
+
+    With x = log π_ref - log π (Schulman, http://joschu.net/blog/kl-approx.html):
+
+    - k1 = -x: unbiased, high variance; its gradient has zero mean, so it suits a reward and not a loss.
+    - k2 = x²/2: biased, low variance.
+    - k3 = eˣ - 1 - x: unbiased, non-negative, low variance.
+
+    In k3, x is clamped at +20 in both terms: clamping the exponent alone would leave -x to push the policy further
+    away. Negative x needs no clamp (eˣ → 0), so its gradient stays exact.
+
+    Args:
+        logprob_T: (T,) log-probability under the policy that sampled the tokens.
+        ref_logprob_T: (T,) log-probability under the reference.
+        kind: "k1", "k2" or "k3".
+
+    Returns:
+        (T,) estimate, differentiable in both log-probabilities.
+
+    Raises:
+        ValueError: Unknown estimator, or the shapes differ.
+    """
+    check_kl_estimator(kind)
+    check_shapes(logprob_T, ref_logprob_T=ref_logprob_T)
+    if kind == "k1":
+        return logprob_T - ref_logprob_T
+    if kind == "k2":
+        return 0.5 * (logprob_T - ref_logprob_T).square()
+    x_T = (ref_logprob_T - logprob_T).clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(x_T) - x_T
+
+
+@torch.no_grad()
+def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, kl_coef: float) -> Tensor:
+    """Per-token reward with the KL penalty in it (arXiv 1909.08593, 2203.02155).
+
+    r_t = -kl_coef·kl_t at every response token, plus the reward of the sequence at its last response token.
+
+    Args:
+        reward_B: (B,) reward of each sequence.
+        kl_T: (T,) KL estimate at each position; ignored outside the mask.
+        loss_mask_T: (T,) bool, True at response tokens.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+        kl_coef: Weight of the penalty.
+
+    Returns:
+        (T,) in the dtype of `kl_T`, zero outside the mask. A sequence without response tokens has no action to
+        reward: its `reward_B` appears nowhere.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: `loss_mask_T` is not bool.
+    """
+    length_B = response_lengths(loss_mask_T, cu_seqlens)
+    check_shapes(loss_mask_T, kl_T=kl_T)
+    check_shapes(length_B, reward_B=reward_B)
+    reward_T = torch.where(loss_mask_T, -kl_coef * kl_T, 0.0)
+    has_response_B = length_B > 0
+    response_index = loss_mask_T.nonzero().squeeze(1)
+    last_index = response_index[length_B.cumsum(0)[has_response_B] - 1]
+    reward_T[last_index] += reward_B[has_response_B].to(reward_T.dtype)
+    return reward_T
+
+
+def check_kl_estimator(kind: str) -> None:
+    """Raises ValueError when `kind` is not a KL estimator."""
+    if kind not in get_args(KLEstimator):
+        raise ValueError(f"KL estimator is {kind!r}, expected one of {', '.join(get_args(KLEstimator))}")

@@ -1,0 +1,118 @@
+"""From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlft_fast.config import AlgorithmConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine.distributed import all_gather_ragged
+from rlft_fast.ops.packing import segment_expand
+from rlft_fast.rl import gae, grpo_advantage, kl_estimate, reward_with_kl, whiten
+from rlft_fast.rollout import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion with its reward and the row of the prompt that it answers."""
+
+    row: int
+    completion: Completion
+    reward: float | None
+
+
+def gather_samples(own: list[Sample]) -> list[Sample]:
+    """The samples of all ranks in rank order, the same list on every rank.
+
+    They travel as tensors: tokens, log-probabilities and a few numbers per sample, never as pickles.
+    """
+    tokens = [token for sample in own for token in sample.completion.token_ids]
+    logprobs = [value for sample in own for value in sample.completion.logprobs]
+    stopped = [sample.completion.finish_reason == "stop" for sample in own]
+    rewards = [float("nan") if sample.reward is None else sample.reward for sample in own]
+    columns = (
+        torch.tensor([sample.row for sample in own], dtype=torch.int64),
+        torch.tensor([len(sample.completion.token_ids) for sample in own], dtype=torch.int64),
+        torch.tensor(stopped, dtype=torch.int64),
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(logprobs, dtype=torch.float64),
+    )
+    rows, lengths, stops, reward, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    samples, end = [], 0
+    for row, length, stop, value in zip(rows, lengths, stops, reward, strict=True):
+        start, end = end, end + length
+        completion = Completion(token[start:end], logprob[start:end], "stop" if stop else "length")
+        samples.append(Sample(row, completion, None if value != value else value))
+    return samples
+
+
+def build_batch(samples: list[Sample], prompt_ids: dict[int, list[int]]) -> Batch:
+    """Packs the samples that have a reward; samples of one prompt form a group."""
+    kept = [sample for sample in samples if sample.reward is not None]
+    return Batch.from_samples(
+        [prompt_ids[sample.row] for sample in kept],
+        [sample.completion.token_ids for sample in kept],
+        rollout_logprobs=[sample.completion.logprobs for sample in kept],
+        rewards=[sample.reward for sample in kept if sample.reward is not None],
+        groups=[sample.row for sample in kept],
+    )
+
+
+def add_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Fills in ``advantage_T`` (and ``return_T`` for GAE) from rewards, values and the divergence from the reference."""
+    assert batch.reward_B is not None
+    assert batch.group_B is not None
+    mask, boundaries = batch.loss_mask_T, batch.cu_seqlens
+    if config.advantage == "grpo":
+        advantage_B = grpo_advantage(batch.reward_B, batch.group_B, scale_by_std=config.scale_by_std)
+        return batch.replace(advantage_T=segment_expand(advantage_B, boundaries, num_tokens=batch.num_tokens) * mask)
+    assert batch.value_T is not None
+    kl_T = torch.zeros_like(batch.value_T)
+    if config.kl_coef and config.kl_in == "reward":
+        assert batch.old_logprob_T is not None
+        assert batch.ref_logprob_T is not None
+        kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
+    reward_T = reward_with_kl(batch.reward_B, kl_T, mask, boundaries, config.kl_coef)
+    advantage_T, return_T = gae(reward_T, batch.value_T, mask, boundaries, gamma=config.gamma, lam=config.lam)
+    return batch.replace(advantage_T=whiten(advantage_T, mask), return_T=return_T)
+
+
+def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch]:
+    """The batch of every optimizer step of a rollout: each epoch shuffles the sequences and cuts them anew."""
+    if config.epochs * config.mini_batches == 1:
+        return [batch]
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[Batch] = []
+    for _ in range(config.epochs):
+        shuffled = torch.randperm(batch.num_sequences, generator=generator).numpy()
+        parts += [batch.select(part) for part in np.array_split(shuffled, config.mini_batches)]
+    return parts
+
+
+def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
+    """What the rollout was like, and why it may teach nothing."""
+    assert batch.reward_B is not None
+    assert batch.group_B is not None
+    rewards, lengths = batch.reward_B, [len(sample.completion.token_ids) for sample in samples]
+    metrics = {
+        "reward_mean": rewards.mean().item() if len(rewards) else 0.0,
+        "reward_std": rewards.std(correction=0).item() if len(rewards) else 0.0,
+        "completion_length_mean": float(np.mean(lengths)),
+        "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+        "left_out_share": 1.0 - len(rewards) / len(samples),
+        "zero_std_group_share": _zero_std_group_share(rewards, batch.group_B),
+    }
+    if batch.old_logprob_T is not None and batch.rollout_logprob_T is not None and batch.loss_mask_T.any():
+        difference = (batch.old_logprob_T - batch.rollout_logprob_T)[batch.loss_mask_T].abs()
+        metrics |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
+    return metrics
+
+
+def _zero_std_group_share(reward_B: Tensor, group_B: Tensor) -> float:
+    """Share of prompts whose samples all got the same reward: they carry no signal for group-relative advantages."""
+    groups = group_B.unique()
+    equal = [bool((reward_B[group_B == g] == reward_B[group_B == g][0]).all()) for g in groups]
+    return float(np.mean(equal)) if equal else 0.0

@@ -1,0 +1,87 @@
+"""Where a run's numbers go: JSON lines on disk, and a live progress bar."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
+
+
+class RunLog:
+    """Writes ``metrics.jsonl`` and ``samples.jsonl`` and shows progress; silent on ranks other than 0.
+
+    Args:
+        directory: the run's folder.
+        num_steps: length of the run.
+        rank: this process's rank.
+    """
+
+    def __init__(self, directory: Path, num_steps: int, rank: int) -> None:
+        self.directory = directory
+        self.active = rank == 0
+        self.console = Console(quiet=not self.active)
+        self.latest: dict[str, float] = {}
+        columns = (
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.progress = Progress(*columns, console=self.console, disable=not self.active)
+        self.task = self.progress.add_task("train", total=num_steps, numbers="")
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def rewind(self, step: int) -> None:
+        """Drops what an interrupted run wrote after the checkpoint that is continued; earlier lines stay."""
+        if self.active:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                path = self.directory / name
+                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+                path.write_text("".join(line for line in lines if _is_at_most(line, step)))
+        self.progress.update(self.task, completed=step)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of numbers; a number that is not finite is written as null, which JSON can hold."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
+        self.latest |= values
+        shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in _SHOWN if name in self.latest)
+        self.progress.update(self.task, completed=step, numbers=shown)
+        if self.active and not self.console.is_terminal:
+            self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)
+
+    def sample(self, step: int, **fields: Any) -> None:
+        self._write("samples.jsonl", {"step": step, **fields})
+
+    def message(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        table = Table(title=title, *columns, show_lines=True)  # noqa: B026 (headers are positional in rich)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table, markup=False)
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        if self.active:
+            with open(self.directory / name, "a") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _is_at_most(line: str, step: int) -> bool:
+    """Whether a line belongs to a step up to ``step``; a line cut short by a kill does not count."""
+    try:
+        return json.loads(line)["step"] <= step
+    except json.JSONDecodeError:
+        return False

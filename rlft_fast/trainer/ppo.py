@@ -1,0 +1,289 @@
+"""The training loop of PPO and GRPO. One step, from top to bottom, is :meth:`PPOTrainer.train_step`.
+
+Every random draw of a step is seeded by (seed, step, rank), and the order of prompts is a function of the step, so a
+run that continues from a checkpoint repeats what the uninterrupted run would have done, bit for bit.
+"""
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rlft_fast.config import Config
+from rlft_fast.data import Batch
+from rlft_fast.data.prompts import Prompts, load_prompts
+from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
+from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rewards import RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
+from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
+from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from rlft_fast.trainer.experience import (
+    Sample,
+    add_advantages,
+    build_batch,
+    gather_samples,
+    mini_batches,
+    rollout_metrics,
+)
+from rlft_fast.trainer.log import RunLog
+
+_SHOWN_EXAMPLES = 3
+
+
+class PPOTrainer:
+    """Trains a policy on verifiable rewards, as the configuration says.
+
+    Everything that can be wrong with the input is checked here, before anything runs.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ValueError: models, data or reward function cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        init_distributed()
+        self.config = config
+        self.directory = Path(config.output_dir)
+        if config.rollout.prompts_per_step % get_world_size():
+            raise ValueError(
+                f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {get_world_size()} processes "
+                "cannot share evenly: make it a multiple of the number of processes"
+            )
+        self.reward_function = _reward_function(config)
+        self.tokenizer = load_tokenizer(config.model)
+        self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
+        self.held_out: Prompts | None = None
+        if config.evaluation is not None:
+            self.held_out = load_prompts(
+                config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
+            )
+        algorithm, temperature = config.algorithm, config.rollout.temperature
+        num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
+        self.actor = FSDPEngine(
+            config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
+        ).initialize()
+        self.engines = {"actor": self.actor}
+        self.critic: FSDPEngine | None = None
+        if config.critic is not None:
+            self.critic = self.engines["critic"] = FSDPEngine(
+                config.critic.model or config.model, config.critic,
+                head="value", num_training_steps=num_training_steps,
+            ).initialize()  # fmt: skip
+            self.value_loss = ValueLoss(clip=config.critic.value_clip, aggregation=algorithm.aggregation)
+        self.reference: FSDPEngine | None = None
+        if algorithm.kl_coef:
+            self.reference = FSDPEngine(config.model, config.actor, temperature=temperature).initialize()
+        self.policy_loss = PolicyLoss(
+            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, entropy_coef=algorithm.entropy_coef,
+            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
+            aggregation=algorithm.aggregation,
+        )  # fmt: skip
+        self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
+        self.checkpoints = CheckpointManager(self.directory / "checkpoints", config.checkpoint.max_num)
+        self.log = RunLog(self.directory, config.steps, get_rank())
+        self.stop_requested = False
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
+        started = time.perf_counter()
+        prompts = self._take_prompts(step)
+        samples = self._rollout(prompts, step)
+        generated = time.perf_counter()
+        batch = build_batch(samples, dict(enumerate(prompts.token_ids)))
+        batch = self._infer(batch)
+        metrics = rollout_metrics(samples, batch)
+        batch = add_advantages(batch, self.config.algorithm)
+        metrics |= self._update(batch, self._seed(step))
+        self._record(step, prompts, samples, metrics)
+        seconds = time.perf_counter() - started
+        return metrics | {
+            "seconds_rollout": generated - started,
+            "seconds": seconds,
+            "tokens_per_second": batch.num_tokens / seconds,
+        }
+
+    def _take_prompts(self, step: int) -> Prompts:
+        count = self.config.rollout.prompts_per_step
+        return self.prompts.select(self.prompts.order(step * count, count, self.config.seed))
+
+    def _rollout(self, prompts: Prompts, step: int) -> list[Sample]:
+        """Each rank samples and scores its share of the prompts; all ranks get all samples."""
+        config = self.config.rollout
+        torch.manual_seed(self._seed(step) + get_rank())
+        rows = range(get_rank(), len(prompts), get_world_size())
+        own = prompts.select(rows)
+        groups = self.rollout.generate(
+            own.token_ids,
+            SamplingParams(
+                n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
+            ),
+        )
+        return gather_samples(self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g]))
+
+    def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
+        asked = prompts.select([row for row, _ in completions])
+        rewards = compute_rewards(
+            self.reward_function,
+            asked.texts,
+            self.tokenizer.batch_decode([c.token_ids for _, c in completions], skip_special_tokens=True),
+            [c.token_ids for _, c in completions],
+            asked.columns,
+        )
+        return [Sample(row, c, reward) for (row, c), reward in zip(completions, rewards, strict=True)]
+
+    def _infer(self, batch: Batch) -> Batch:
+        """Log-probabilities and values under the models as they are before the updates."""
+        batch = batch.replace(old_logprob_T=self.actor.infer(batch, ("logprob",))["logprob"])
+        if self.reference is not None:
+            batch = batch.replace(ref_logprob_T=self.reference.infer(batch, ("logprob",))["logprob"])
+        if self.critic is not None:
+            batch = batch.replace(value_T=self.critic.infer(batch, ("value",))["value"])
+        return batch
+
+    def _update(self, batch: Batch, seed: int) -> dict[str, float]:
+        """One optimizer step per mini-batch, critic first; metrics are averaged over them."""
+        steps: list[dict[str, float]] = []
+        for mini_batch in mini_batches(batch, self.config.algorithm, seed):
+            metrics: dict[str, float] = {}
+            if self.critic is not None:
+                values = self.critic.train_step(mini_batch, self.value_loss)
+                moments = {name: torch.tensor(value) for name, value in values.items()}
+                metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
+                metrics["critic_explained_variance"] = explained_variance(moments).item()
+            steps.append(metrics | self.actor.train_step(mini_batch, self.policy_loss))
+        return {name: sum(metrics[name] for metrics in steps) / len(steps) for name in steps[0]}
+
+    def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
+        texts = self.tokenizer.batch_decode([s.completion.token_ids for s in samples], skip_special_tokens=True)
+        for sample, text in zip(samples, texts, strict=True):
+            self.log.sample(
+                step + 1, prompt=prompts.texts[sample.row], completion=text, reward=sample.reward,
+                finish_reason=sample.completion.finish_reason,
+            )  # fmt: skip
+        if all(sample.reward is None for sample in samples):
+            self.log.message(f"warning: step {step + 1}: the reward function left out every sample; nothing is learned")
+        elif metrics["reward_std"] == 0:
+            self.log.message(
+                f"warning: step {step + 1}: all rewards are {metrics['reward_mean']:g}; there is nothing to learn from "
+                "in this step (is the task too easy, too hard, or the reward function blind?)"
+            )
+
+    def _seed(self, step: int) -> int:
+        return (self.config.seed * 1_000_003 + step) * 1_009
+
+    # ---- evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> tuple[float, list[Sample]]:
+        """Mean reward of greedy answers to the held-out prompts, and the answers."""
+        assert self.held_out is not None
+        assert self.config.evaluation is not None
+        rows = range(get_rank(), len(self.held_out), get_world_size())
+        params = SamplingParams(max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0)
+        groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
+        own = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        samples = sorted(gather_samples(own), key=lambda sample: sample.row)
+        scored = [sample.reward for sample in samples if sample.reward is not None]
+        return (sum(scored) / len(scored) if scored else 0.0), samples
+
+    def _examples(self, samples: list[Sample]) -> list[str]:
+        texts = [sample.completion.token_ids for sample in samples[:_SHOWN_EXAMPLES]]
+        return [text.strip() for text in self.tokenizer.batch_decode(texts, skip_special_tokens=True)]
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def run(self, resume: bool = False) -> dict[str, Any]:
+        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds."""
+        state = self._prepare(resume)
+        handler = signal.signal(signal.SIGINT, self._request_stop)
+        try:
+            with self.log:
+                return self._run(state)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _prepare(self, resume: bool) -> dict[str, Any]:
+        """The folder and the state to start from."""
+        state = self.checkpoints.load(self.engines) if resume else None
+        if get_rank() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.yaml").write_text(self.config.to_yaml())
+        barrier()
+        if resume and state is None:
+            self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
+        state = state or {"step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None}
+        self.log.rewind(state["step"] if resume else -1)
+        return state
+
+    def _run(self, state: dict[str, Any]) -> dict[str, Any]:
+        config = self.config
+        if self.held_out is not None and state["accuracy_before"] is None:
+            state["accuracy_before"], samples = self._evaluate_and_log(0)
+            state["examples_before"] = self._examples(samples)
+        while state["step"] < config.steps and not self.stop_requested:
+            metrics = self.train_step(state["step"])
+            state["step"] += 1
+            state["seconds"] += metrics["seconds"]
+            state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
+            self.log.metrics(state["step"], metrics)
+            step, done = state["step"], state["step"] == config.steps
+            if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
+                self._evaluate_and_log(step)
+            if done or self.stop_requested or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                self.checkpoints.save(step, self.engines, state)
+        if self.stop_requested and state["step"] < config.steps:
+            self.log.message(f"stopped after step {state['step']} and saved; continue with --resume")
+            raise KeyboardInterrupt
+        return self._finish(state)
+
+    def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
+        accuracy, samples = self.evaluate()
+        self.log.metrics(step, {"accuracy": accuracy})
+        return accuracy, samples
+
+    def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
+        export_hf(self.actor, self.directory / "hf")
+        summary: dict[str, Any] = {
+            "steps": state["step"],
+            "minutes": round(state["seconds"] / 60, 3),
+            "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
+        }
+        if self.held_out is not None:
+            accuracy, samples = self._evaluate_and_log(state["step"])
+            summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
+            rows = zip(self.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
+            self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+            self.log.message(
+                f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
+                f"on {len(self.held_out)} problems, {summary['minutes']:.1f} minutes of training"
+            )
+        if get_rank() == 0:
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def _request_stop(self, _signal: int, _frame: FrameType | None) -> None:
+        """The first Ctrl-C finishes the step and saves, the second one stops at once."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
+
+
+def _reward_function(config: Config) -> RewardFunction:
+    if config.reward.function is not None:
+        return load_reward(config.reward.function)
+    assert config.data.task is not None
+    return reasoning_gym_reward(config.data.task)
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Runs the configuration from beginning to end, or from its newest checkpoint; returns the summary."""
+    return PPOTrainer(config).run(resume)

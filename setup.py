@@ -1,0 +1,122 @@
+"""Build of the compiled half: one ninja file for all three libraries, so that everything compiles in parallel.
+
+    rlft_fast/_C.abi3.so         schemas and CPU kernels, LibTorch stable ABI
+    rlft_fast/_C_cuda.abi3.so    CUDA kernels, stable ABI; built wherever an nvcc is found, GPU or not
+    rlft_fast/_planner.*.so      host-side planning, pybind11
+
+torch's own BuildExtension is not used: it refuses to compile CUDA sources against a CPU-only torch and builds
+one extension after the other.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+MINIMUM_TORCH = (2, 11)
+# 0xMMmm000000000000: the oldest torch the binaries must load in. Decimal 11 is 0x0b.
+TARGET_VERSION = f"-DTORCH_TARGET_VERSION=0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000ULL"
+CUDA_ARCHITECTURES = ("80", "90a", "100")
+PTX_ARCHITECTURE = "90"  # for GPUs newer than the list; 90a and 100 carry no forward-compatible PTX
+
+
+def torch_root() -> Path:
+    """Folder of the installed torch, or one sentence that says what to do."""
+    try:
+        import torch
+    except ImportError:
+        sys.exit(
+            f"rlft_fast needs torch >= {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]} installed before it is built: "
+            "install torch, then run pip again with --no-build-isolation."
+        )
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM_TORCH:
+        sys.exit(
+            f"rlft_fast needs torch >= {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]} but found {torch.__version__}: "
+            "upgrade torch, then build again."
+        )
+    return Path(torch.__file__).parent
+
+
+def find(tool: str, advice: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        sys.exit(f"rlft_fast cannot be compiled because '{tool}' was not found: {advice}.")
+    return path
+
+
+def find_nvcc() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if home and (candidate := Path(home) / "bin" / "nvcc").exists():
+            return str(candidate)
+    return shutil.which("nvcc")
+
+
+def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
+    """The whole build as ninja text: one rule per compiler, one edge per source, one link per library."""
+    import pybind11
+
+    torch = torch_root()
+    cxx = find(os.environ.get("CXX", "g++"), "install a C++20 compiler (for example g++) or point CXX at one")
+    python = f"-I{sysconfig.get_path('include')}"
+    stable = f"-I{ROOT / 'csrc'} -I{torch / 'include'} {TARGET_VERSION} -DPy_LIMITED_API=0x030A0000"
+    common = f"-std=c++20 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -Wall {python} {os.environ.get('CXXFLAGS', '')}"
+    lines = [
+        f"rule cxx\n  command = {cxx} -MMD -MF $out.d {common} $flags -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+        f"rule link\n  command = {cxx} -shared $in -o $out $libs {os.environ.get('LDFLAGS', '')}",
+    ]
+
+    def library(name: str, rule: str, sources: list[str], flags: str, libs: str) -> None:
+        compiled = []
+        for source in sources:
+            compiled.append(f"{objects / name / Path(source).relative_to(ROOT / 'csrc')}.o")
+            lines.append(f"build {compiled[-1]}: {rule} {source}\n  flags = {flags}")
+        lines.append(f"build {outputs[name]}: link {' '.join(compiled)}\n  libs = {libs}")
+
+    torch_libs = f"-L{torch / 'lib'} -ltorch_cpu -ltorch"
+    library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
+    library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
+    if "_C_cuda" in outputs:
+        nvcc = find_nvcc()
+        gencode = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES)
+        lines.append(
+            f"rule nvcc\n  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 2 -Xptxas -v -Xcompiler "
+            f"-fPIC,-fvisibility=hidden {python} {gencode} "
+            f"-gencode=arch=compute_{PTX_ARCHITECTURE},code=compute_{PTX_ARCHITECTURE} $flags -c $in -o $out "
+            "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"
+        )
+        # cudart is linked statically: the library then depends on the driver alone, not on torch's CUDA major.
+        # torch's CUDA symbols stay undefined here and are found in the torch that loads the library.
+        cuda_libs = f"{torch_libs} -L{Path(nvcc).resolve().parents[1] / 'lib64'} -lcudart_static -ldl -lrt -lpthread"
+        library("_C_cuda", "nvcc", glob(f"{ROOT}/csrc/cuda/*.cu"), f"{stable} -DUSE_CUDA", cuda_libs)
+    return "\n".join(lines) + "\n"
+
+
+class NinjaBuild(build_ext):
+    def build_extensions(self) -> None:
+        # In an editable install the libraries land beside the sources, in a wheel in the build folder.
+        outputs = {ext.name.split(".")[-1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
+        objects = Path(self.build_temp).resolve()
+        objects.mkdir(parents=True, exist_ok=True)
+        for path in outputs.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        (objects / "build.ninja").write_text(ninja_file(outputs, objects))
+        ninja = find("ninja", "pip install ninja")
+        if subprocess.run([ninja, "-C", str(objects)], check=False).returncode:
+            sys.exit("rlft_fast could not be compiled: the compiler's message is above this line.")
+
+
+extensions = [
+    Extension("rlft_fast._C", [], py_limited_api=True),
+    Extension("rlft_fast._planner", []),
+]
+if find_nvcc() and glob(f"{ROOT}/csrc/cuda/*.cu"):
+    extensions.append(Extension("rlft_fast._C_cuda", [], py_limited_api=True))
+
+setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild})

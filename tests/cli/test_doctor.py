@@ -1,0 +1,57 @@
+import re
+from importlib import metadata
+
+import pytest
+import torch
+
+from rlft_fast.cli import main
+from rlft_fast.cli.doctor import linear_logprob_error
+
+
+@pytest.fixture
+def report(capsys, monkeypatch) -> dict[str, tuple[str, str]]:
+    """What ``rlft-fast doctor`` prints: name -> (yes or no, detail)."""
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["doctor"]) == 0
+    lines = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    return {line[0]: (line[1], line[2]) for line in lines if len(line) == 3}
+
+
+def test_versions(report):
+    for name in ("torch", "transformers"):
+        assert report[name] == ("yes", metadata.version(name))
+
+
+def test_every_part_is_reported(report):
+    assert {
+        "python",
+        "GPU",
+        "triton",
+        "vllm",
+        "rlft_fast._C",
+        "rlft_fast._C_cuda",
+        "rlft_fast._planner",
+        "nvcc",
+    } <= set(report)
+
+
+def test_compiled_parts_that_the_ops_need_are_loaded(report):
+    assert report["rlft_fast._C"][0] == report["rlft_fast._planner"][0] == "yes"
+
+
+def test_backends_are_measured(report):
+    for backend in ("reference, cpu", "native, cpu"):
+        status, detail = report[backend]
+        assert status == "yes"
+        assert float(detail.split()[2]) < 1e-4
+
+
+def test_what_does_not_work_says_why(report):
+    assert all(len(detail) > 10 for status, detail in report.values() if status == "no")
+    if not torch.cuda.is_available():
+        assert report["GPU"][0] == "no"
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="backend"):
+        linear_logprob_error("quantum", "cpu")

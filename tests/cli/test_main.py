@@ -1,0 +1,111 @@
+"""The program itself, in its own process: how fast it answers, what it loads, how it ends."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlft_fast
+from rlft_fast.cli import COMMANDS, main
+
+ROOT = Path(rlft_fast.__file__).parents[1]
+
+
+def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "rlft_fast", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture
+def installed_without_source(tmp_path):
+    """A folder in which ``python -m rlft_fast`` finds the package but no benchmarks beside it."""
+    package = Path(rlft_fast.__file__).parent
+    for part in ("__init__.py", "__main__.py", "config.py"):
+        (tmp_path / "rlft_fast").mkdir(exist_ok=True)
+        shutil.copy(package / part, tmp_path / "rlft_fast" / part)
+    shutil.copytree(package / "cli", tmp_path / "rlft_fast" / "cli", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert all(f"  {name:<10}{summary}" in output for name, summary in COMMANDS.items())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: rlft-fast {command}")
+
+
+# Nothing; a misspelt command; a command without what it needs.
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["export"]])
+def test_wrong_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: rlft-fast" in capsys.readouterr().err
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys\n"
+        "from rlft_fast.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_error_is_one_message_without_traceback(tmp_path):
+    result = run_cli("plot", str(tmp_path / "missing"))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {tmp_path / 'missing'} has no metrics.jsonl")
+    assert "Traceback" not in result.stderr
+
+
+def test_traceback_option_lets_the_error_through(tmp_path):
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
+        main(["--traceback", "plot", str(tmp_path / "missing")])
+
+
+def test_export_of_a_missing_run(tmp_path, capsys):
+    assert main(["export", str(tmp_path / "missing")]) == 1
+    assert f"error: there is no run in {tmp_path / 'missing'}" in capsys.readouterr().err
+
+
+def test_bench_without_source(installed_without_source):
+    result = run_cli("bench", cwd=installed_without_source)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: no benchmarks in {installed_without_source / 'benchmarks'} or ")
+
+
+def test_bench_runs_benchmarks_and_passes_options_on(installed_without_source):
+    folder = installed_without_source / "benchmarks"
+    folder.mkdir()
+    (folder / "bench_sums.py").write_text(
+        "from pathlib import Path\n"
+        "def test_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 3\n"
+        "def test_other(benchmark):\n    Path('other').touch()\n    benchmark(sum, [])\n"
+        "def test_no_benchmark():\n    Path('no_benchmark').touch()\n"
+    )
+    result = run_cli("bench", "-k", "not other", cwd=installed_without_source)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "test_sum" in result.stdout
+    assert not (installed_without_source / "other").exists()
+    assert not (installed_without_source / "no_benchmark").exists()
+
+
+def test_bench_reports_a_failed_benchmark(installed_without_source):
+    folder = installed_without_source / "benchmarks"
+    folder.mkdir()
+    (folder / "bench_sums.py").write_text("def test_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 4\n")
+    assert run_cli("bench", cwd=installed_without_source).returncode == 1

@@ -1,0 +1,119 @@
+import pytest
+import yaml
+
+from rlft_fast.cli import main
+from rlft_fast.cli.train import key_reference, split_overrides
+from rlft_fast.config import Config, ConfigError, sections
+
+MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return str(path)
+
+
+def dry_run(capsys, *arguments: str) -> dict:
+    assert main(["train", "--dry-run", *arguments]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_dry_run_prints_the_resolved_configuration(config_file, capsys):
+    assert dry_run(capsys, config_file) == Config.parse(MINIMAL).model_dump(mode="json")
+
+
+# Both spellings, before and after the file, a key of the top level, a negative-looking and a structured value.
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["{config}", "--rollout.temperature", "0.7"], "rollout.temperature", 0.7),
+        (["{config}", "--rollout.temperature=0.7"], "rollout.temperature", 0.7),
+        (["--steps", "9", "{config}"], "steps", 9),
+        (["--actor.optimizer.learning_rate", "1e-5", "{config}"], "actor.optimizer.learning_rate", 1e-5),
+        (["{config}", "--data.system_prompt=--be-brief"], "data.system_prompt", "--be-brief"),
+        (["{config}", "--data.system_prompt", "a=b"], "data.system_prompt", "a=b"),
+        (["{config}", "--data.task_options", "{min_terms: -2}"], "data.task_options", {"min_terms": -2}),
+        (["{config}", "--actor.optimizer.max_grad_norm", "null"], "actor.optimizer.max_grad_norm", None),
+        (["{config}", "--seed", "1", "--seed", "2"], "seed", 2),  # the last one wins
+    ],
+)
+def test_overrides(arguments, key, value, config_file, capsys):
+    resolved = dry_run(capsys, *[config_file if a == "{config}" else a for a in arguments])
+    for part in key.split("."):
+        resolved = resolved[part]
+    assert resolved == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rollout.temprature", "0.7"], "unknown key rollout.temprature: did you mean rollout.temperature?"),
+        (["--learning_rate=1e-5"], "unknown key learning_rate: did you mean actor.optimizer.learning_rate?"),
+        (["--steps", "0"], "steps: Input should be greater than 0, got 0"),
+        (["--rollout.temperature"], "--rollout.temperature needs a value"),
+        (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
+        (["--data.system_prompt", "[x"], "--data.system_prompt: '[x' is no YAML"),
+    ],
+)
+def test_bad_options_are_status_2_and_one_message(arguments, message, config_file, capsys):
+    assert main(["train", config_file, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {message}")
+
+
+def test_every_wrong_key_is_named(config_file, capsys):
+    assert main(["train", config_file, "--steps", "0", "--rollout.temprature", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:7] for line in lines] == ["error: ", " " * 7]
+    assert {line[7:].split(":")[0] for line in lines} == {"steps", "unknown key rollout.temprature"}
+
+
+@pytest.mark.parametrize("text", [None, "model: [", "- a", ""])
+def test_unusable_file(text, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_split_overrides_keeps_flags_and_order():
+    rest, overrides = split_overrides(["--a.b", "-1", "x.yaml", "--resume", "--c=", "-h", "--dry-run", "--help"])
+    assert rest == ["x.yaml", "--resume", "-h", "--dry-run", "--help"]
+    assert overrides == {"a.b": "-1", "c": ""}
+
+
+def test_split_overrides_names_the_key_without_value():
+    with pytest.raises(ConfigError, match=r"--a\.b needs a value"):
+        split_overrides(["x.yaml", "--a.b"])
+
+
+def test_help_explains_every_key(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for name, field in sections(Config):
+        assert f"{name}: " in words or f"--{name} " in words
+        assert " ".join(field.description.split()) in words
+
+
+def test_help_shows_types_bounds_and_defaults():
+    lines = [line.split(None, 1) for line in key_reference(width=300).splitlines() if line.startswith("  --")]
+    meaning = dict(lines)
+    assert meaning["--model"].endswith("(text; required)")
+    assert meaning["--seed"].endswith("(integer >= 0; default 0)")
+    assert meaning["--data.path"].endswith("(text or null; default null)")
+    assert meaning["--data.chat"].endswith("(true or false; default true)")
+    assert meaning["--algorithm.gamma"].endswith("(number >= 0, <= 1; default 1.0)")
+    assert meaning["--algorithm.advantage"].endswith("(grpo | gae; default grpo)")
+    assert meaning["--actor.optimizer.betas"].endswith("([number, number]; default [0.9, 0.999])")
+    assert meaning["--actor.optimizer.max_grad_norm"].endswith("(number >= 0 or null; default 1.0)")
+
+
+# 80: the narrowest terminal in use; 120: the widest that is filled.
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fits_the_terminal(width):
+    assert max(map(len, key_reference(width).splitlines())) <= width

@@ -1,0 +1,304 @@
+"""Gradient norm and clipping against float64, torch.nn.utils, and unsharded copies of sharded gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from rlft_fast.ops.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
+from tests.distributed import run_distributed
+
+requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# The usual one, the ones with kernels or branches of their own, and one that takes the general path.
+NORM_TYPES = [2.0, 1.0, math.inf, 3.5]
+# Scalar, empty, shorter than a vector, not a multiple of one, and longer than one piece (64 Ki) and one chunk (32 Ki).
+SHAPES = [(), (0,), (3,), (129, 7), (70_001,)]
+
+
+def parameter(gradient: Tensor | None, like: Tensor | None = None) -> Tensor:
+    leaf = torch.zeros_like(gradient if like is None else like).requires_grad_()
+    leaf.grad = gradient
+    return leaf
+
+
+def random_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def exact_norm(gradients: list[Tensor], norm_type: float = 2.0) -> float:
+    flat = torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients])
+    return torch.linalg.vector_norm(flat, norm_type).item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_scaling(dtype, norm_type, device):
+    gradients = random_gradients(SHAPES, dtype, device)
+    originals = [gradient.clone() for gradient in gradients]
+    parameters = [parameter(gradient) for gradient in gradients]
+    expected = exact_norm(originals, norm_type)
+    norm = grad_norm(parameters, norm_type)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+    assert torch.equal(clip_grad_norm_(parameters, expected / 2, norm_type), norm)
+    coefficient = clip_coefficient(norm, expected / 2).coefficient.item()
+    assert coefficient == pytest.approx(0.5, rel=1e-5)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    for gradient, original in zip(gradients, originals, strict=True):
+        assert torch.equal(gradient, (original.to(compute) * coefficient).to(dtype))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(0, 7), st.sampled_from(DTYPES))
+def test_any_sizes_and_alignments(sizes, offset, dtype):
+    buffers = random_gradients([(size + offset,) for size in sizes], dtype)
+    gradients = [buffer[offset:] for buffer in buffers]
+    prefixes = [buffer[:offset].clone() for buffer in buffers]
+    expected = exact_norm([*gradients, torch.zeros(1)])
+    assert clip_grad_norm_([parameter(g) for g in gradients], 1e-2).item() == pytest.approx(expected, rel=1e-6)
+    for buffer, prefix in zip(buffers, prefixes, strict=True):
+        assert torch.equal(buffer[:offset], prefix)
+    assert exact_norm([*gradients, torch.zeros(1)]) == pytest.approx(min(expected, 1e-2), rel=1e-2)
+
+
+@pytest.mark.gpu
+@requires_gpu
+@pytest.mark.parametrize("offset", range(8))
+def test_any_alignment_on_cuda(offset):
+    for dtype in DTYPES:
+        buffer = random_gradients([(40_000 + offset,)], dtype, "cuda")[0]
+        original = buffer.clone()
+        gradient = buffer[offset:]
+        expected = exact_norm([gradient])
+        assert clip_grad_norm_(parameter(gradient), expected / 2).item() == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(buffer[:offset], original[:offset])
+        torch.testing.assert_close(gradient, original[offset:] / 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_agrees_with_torch(device):
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7)).to(device)
+    theirs = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7)).to(device)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 30, device=device)
+    for model in (ours, theirs):
+        model(x).pow(2).sum().backward()
+    # A generator, as model.parameters() is: it must not be consumed twice.
+    norm = clip_grad_norm_(ours.parameters(), 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_mixed_dtypes_missing_gradients_and_duplicates():
+    gradients = [random_gradients([(11,)], dtype)[0] for dtype in DTYPES]
+    parameters = [parameter(gradient) for gradient in gradients]
+    norm = grad_norm([*parameters, parameters[0], torch.ones(5, requires_grad=True), torch.ones(5)])
+    assert norm.item() == pytest.approx(exact_norm(gradients), rel=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+# Dense in another order, with gaps, and a whole row of gaps.
+@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[:, ::2], lambda x: x[::2]])
+def test_gradient_need_not_be_contiguous(view, device):
+    storage = random_gradients([(6, 8)], torch.float32, device)[0]
+    original = storage.clone()
+    gradient = view(storage)
+    expected = exact_norm([gradient])
+    norm = clip_grad_norm_(parameter(gradient), expected / 2)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient, view(original) / 2)
+    view(original).div_(2)
+    torch.testing.assert_close(storage, original)
+
+
+@pytest.mark.parametrize("parameters", [[], [torch.ones(3, requires_grad=True)], iter(())])
+def test_nothing_to_clip(parameters):
+    assert clip_grad_norm_(parameters, 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_gradients_are_left_alone(bad, norm_type, device):
+    gradient = random_gradients([(5000,)], torch.float32, device)[0]
+    gradient[1234] = bad
+    original = gradient.clone()
+    norm = clip_grad_norm_(parameter(gradient), 1.0, norm_type)
+    assert math.isnan(norm.item()) if math.isnan(bad) else norm.item() == math.inf
+    assert torch.equal(gradient.nan_to_num(), original.nan_to_num())
+    coefficient, found_inf = clip_coefficient(norm, 1.0)
+    assert (coefficient.item(), found_inf.item()) == (1.0, 1.0)
+    with pytest.raises(RuntimeError, match="gradient norm is"):
+        clip_grad_norm_(parameter(gradient), 1.0, norm_type, error_if_nonfinite=True)
+
+
+# None, 0 and inf measure only; below, at and above the norm of 5.
+@pytest.mark.parametrize(
+    ("max_norm", "expected"), [(None, 1.0), (0, 1.0), (math.inf, 1.0), (2.5, 0.5), (5.0, 1.0), (10.0, 1.0)]
+)
+def test_clip_coefficient(max_norm, expected):
+    gradient = torch.tensor([3.0, 4.0])
+    coefficient, found_inf = clip_coefficient(torch.tensor(5.0), max_norm)
+    assert coefficient.item() == pytest.approx(expected, rel=1e-6)
+    assert found_inf.item() == 0.0
+    assert clip_grad_norm_(parameter(gradient), max_norm).item() == 5.0
+    torch.testing.assert_close(gradient, torch.tensor([3.0, 4.0]) * expected)
+
+
+def test_result_does_not_depend_on_the_number_of_threads():
+    parameters = [parameter(gradient) for gradient in random_gradients([(300_000,), (1000,), (77,)], torch.float32)]
+    threads = torch.get_num_threads()
+    norms = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        norms.append(grad_norm(parameters))
+    torch.set_num_threads(threads)
+    assert norms[0] == norms[1] == norms[2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device):
+    gradients = random_gradients([(3,), (4, 5)], torch.float32, device)
+    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, 2.0))
+    coefficient = torch.tensor(0.5, device=device)
+    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_scale_.default, (gradients, coefficient))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "arguments", "error", "message"),
+    [
+        (torch.ones(2), {"max_norm": -1.0}, ValueError, "max_norm is -1.0"),
+        (torch.ones(2), {"max_norm": math.nan}, ValueError, "max_norm is nan"),
+        (torch.ones(2), {"max_norm": 1.0, "norm_type": 0.0}, ValueError, "norm_type is 0.0"),
+        (torch.eye(2).to_sparse(), {"max_norm": 1.0}, ValueError, "sparse"),
+        (torch.ones(2, dtype=torch.complex64), {"max_norm": 1.0}, TypeError, "complex64"),
+    ],
+)
+def test_bad_input_is_named(gradient, arguments, error, message):
+    good = torch.ones(2)
+    with pytest.raises(error, match=message):
+        clip_grad_norm_([parameter(good), parameter(gradient)], **arguments)
+    assert torch.equal(good, torch.ones(2))
+
+
+# ---- sharded gradients: the norm and the scaled values are those of the unsharded gradients -------------------------
+
+
+def full_gradients() -> list[Tensor]:
+    """The same on every rank. The last has one row: with Shard(0) all ranks but one hold an empty part."""
+    return random_gradients([(10, 6), (7, 5), (4,), (1, 3)], torch.float32)
+
+
+def check_clipping(parameters: list[Tensor], full: list[Tensor], norm_type: float = 2.0, shift: int = 0) -> None:
+    expected = exact_norm(full, norm_type)
+    norm = clip_grad_norm_(iter(parameters[shift:] + parameters[:shift]), expected / 2, norm_type)
+    assert not isinstance(norm, DTensor)
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    for leaf, original in zip(parameters, full, strict=True):
+        gradient = leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad
+        torch.testing.assert_close(gradient, original / 2, rtol=1e-5, atol=1e-7)
+
+
+def sharded(gradient: Tensor, mesh: DeviceMesh, *placements) -> Tensor:
+    return parameter(distribute_tensor(gradient.clone(), mesh, placements))
+
+
+def two_processes(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    other_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    for norm_type in NORM_TYPES:
+        a, b, c, d = full_gradients()
+        parameters = [
+            sharded(a, mesh, Shard(0)),
+            sharded(b, other_mesh, Shard(1)),  # uneven: 3 and 2 columns
+            sharded(c, mesh, Replicate()),
+            sharded(d, mesh, Shard(0)),  # empty on rank 1
+            parameter(a.clone()),
+        ]
+        # Ranks may list parameters in different orders: the collectives still pair up.
+        check_clipping(parameters, [a, b, c, d, a], norm_type, shift=rank)
+
+    # A rank without gradients joins the all-reduce of those that have them.
+    missing = sharded(a, mesh, Shard(0))
+    if rank == 1:
+        missing.grad = None
+    assert grad_norm(missing).item() == pytest.approx(exact_norm([a[:5]]), rel=1e-6)
+
+    # A nan on one rank is seen by all.
+    for norm_type in NORM_TYPES:
+        broken = sharded(a, mesh, Shard(0))
+        if rank == 1:
+            broken.grad.to_local()[0, 0] = math.nan
+        before = broken.grad.to_local().clone()
+        norm = clip_grad_norm_([broken], 1e-3, norm_type)
+        assert not norm.isfinite()
+        assert torch.equal(broken.grad.to_local().nan_to_num(), before.nan_to_num())
+
+    partial = parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    with pytest.raises(ValueError, match=r"gradient 0 .* placement .*P.* on mesh dimension shard"):
+        grad_norm([partial])
+
+
+def count_all_reduces(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    full = full_gradients()
+    calls = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda tensor, *args, **kwargs: calls.append(tensor.numel()) or original(tensor, *args, **kwargs)
+    grad_norm([sharded(gradient, mesh, Shard(0)) for gradient in full])
+    grad_norm([sharded(gradient, mesh, Replicate()) for gradient in full])
+    dist.all_reduce = original
+    assert calls == [1]
+
+
+def fsdp_model(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+    reference = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+    reference.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(4, 6)
+    for network in (model, reference):
+        network(x).pow(2).sum().backward()
+    check_clipping(list(model.parameters()), [leaf.grad for leaf in reference.parameters()])
+
+
+def four_processes(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for norm_type in (2.0, math.inf):
+        a, b, c, d = full_gradients()
+        parameters = [
+            sharded(a, mesh, Replicate(), Shard(0)),  # hybrid sharding
+            sharded(b, mesh, Shard(0), Shard(1)),
+            sharded(c, mesh, Shard(0), Replicate()),
+            sharded(d, mesh, Shard(0), Shard(0)),  # one row over four ranks
+        ]
+        check_clipping(parameters, [a, b, c, d], norm_type, shift=rank)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("function", [two_processes, count_all_reduces, fsdp_model])
+def test_two_processes(function):
+    run_distributed(function, 2)
+
+
+@pytest.mark.dist
+def test_four_processes():
+    run_distributed(four_processes, 4)

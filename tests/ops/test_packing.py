@@ -1,0 +1,219 @@
+"""Packing ops against plain indexing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlft_fast.ops import packing
+
+requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
+# One dtype per element size (1, 2, 4, 8 bytes), and both 2-byte floats because their fill values differ.
+DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64]
+# Empty batch; one token; only empty sequences; empty ones at both ends and between; a long one beside short ones, with
+# more tokens than one thread's or one thread block's share.
+LENGTHS = [[], [1], [0, 0], [0, 3, 0, 5, 0], [2, 4099, 1, 700]]
+# Rows of one element, of a size that no vector width divides, and of 16-byte vectors; two trailing dimensions.
+TRAILING = [(), (3,), (16,), (2, 5)]
+
+
+def cumulative(lengths: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-9, 9, shape, generator=generator).to(device, dtype)
+
+
+def reference_pad(packed: Tensor, lengths: list[int], max_seqlen: int, side: str, value: float) -> Tensor:
+    padded = packed.new_full((len(lengths), max_seqlen, *packed.shape[1:]), value)
+    for row, sequence in zip(padded, packed.split(lengths) if lengths else [], strict=True):
+        start = max_seqlen - len(sequence) if side == "left" else 0
+        row[start : start + len(sequence)] = sequence
+    return padded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("trailing", TRAILING)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_pad_and_unpad(lengths, trailing, dtype, side, device):
+    cu_seqlens = cumulative(lengths, device)
+    max_seqlen = max(lengths, default=0) + 2
+    packed = random((sum(lengths), *trailing), dtype, device)
+    padded = packing.pad(packed, cu_seqlens, max_seqlen, padding_side=side, value=-100)
+    assert torch.equal(padded, reference_pad(packed, lengths, max_seqlen, side, -100))
+    assert torch.equal(packing.unpad(padded, cu_seqlens, padding_side=side), packed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=8), st.integers(0, 3), st.integers(1, 7), st.sampled_from(["left", "right"])
+)
+def test_pad_and_unpad_any_shape(lengths, slack, width, side):
+    max_seqlen = max(lengths, default=0) + slack
+    packed = random((sum(lengths), width), torch.float32, "cpu")
+    padded = packing.pad(packed, cumulative(lengths), max_seqlen, padding_side=side, value=0.5)
+    assert torch.equal(padded, reference_pad(packed, lengths, max_seqlen, side, 0.5))
+    assert torch.equal(packing.unpad(padded, cumulative(lengths), num_tokens=len(packed), padding_side=side), packed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_payload_need_not_be_contiguous_or_aligned(device):
+    cu_seqlens = cumulative([3, 5], device)
+    transposed = random((4, 8), torch.float32, device).T
+    assert torch.equal(packing.pad(transposed, cu_seqlens, 5), reference_pad(transposed, [3, 5], 5, "right", 0))
+    # 8 floats per row, but the first lies 4 bytes behind a 16-byte boundary.
+    shifted = random((65,), torch.float32, device)[1:].view(8, 8)
+    assert torch.equal(packing.pad(shifted, cu_seqlens, 5), reference_pad(shifted, [3, 5], 5, "right", 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_positions_and_targets(lengths, device):
+    cu_seqlens = cumulative(lengths, device)
+    input_ids_T = random((sum(lengths),), torch.int64, device)
+    sequences = input_ids_T.split(lengths) if lengths else []
+    positions = [torch.arange(length, device=device) for length in lengths]
+    targets = [torch.cat([s[1:], s.new_full((min(len(s), 1),), -7)]) for s in sequences]
+    empty = input_ids_T.new_empty(0)
+    assert torch.equal(packing.position_ids(cu_seqlens), torch.cat([empty, *positions]))
+    assert torch.equal(packing.next_token_targets(input_ids_T, cu_seqlens, -7), torch.cat([empty, *targets]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+# Scalars; fewer and more columns than one block of accumulators.
+@pytest.mark.parametrize("trailing", [(), (5,), (2, 150)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_segment_sum_is_as_exact_as_its_output(lengths, trailing, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn((sum(lengths), *trailing), generator=generator).to(device, dtype)
+    exact = [s.double().sum(0) for s in (values.split(lengths) if lengths else [])]
+    total = packing.segment_sum(values, cumulative(lengths, device))
+    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert total.shape == (len(lengths), *trailing)
+    for got, expected in zip(total, exact, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-4 if device == "cuda" else 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_segment_sum_counts_bools_and_repeats_bitwise(device):
+    mask_T = torch.tensor([True, False, True, True], device=device)
+    assert packing.segment_sum(mask_T, cumulative([2, 0, 2], device)).tolist() == [1.0, 0.0, 2.0]
+    values_T = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device)
+    cu_seqlens = cumulative([60_000, 40_000], device)
+    assert torch.equal(packing.segment_sum(values_T, cu_seqlens), packing.segment_sum(values_T, cu_seqlens))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_segment_expand(device):
+    values_B = random((4, 3), torch.int64, device)
+    lengths = torch.tensor([2, 0, 5, 1], device=device)
+    expected = values_B.repeat_interleave(lengths, 0)
+    assert torch.equal(packing.segment_expand(values_B, cumulative([2, 0, 5, 1], device)), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_segment_mean(device):
+    values_T = torch.tensor([1.0, 2.0, 6.0, torch.nan, 5.0, torch.inf], device=device, requires_grad=True)
+    weight_T = torch.tensor([1.0, 0.5, 0.5, 0.0, 1.0, 0.0], device=device)
+    mean_B = packing.segment_mean(values_T, cumulative([3, 0, 2, 1], device), weight_T)
+    assert mean_B.tolist() == [2.5, 0.0, 5.0, 0.0]
+    mean_B.sum().backward()
+    assert values_T.grad.tolist() == [0.5, 0.25, 0.25, 0.0, 1.0, 0.0]
+    plain = torch.tensor([1.0, 2.0, 6.0], device=device, dtype=torch.bfloat16)
+    assert packing.segment_mean(plain, cumulative([1, 2], device)).tolist() == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_match_finite_differences(side):
+    cu_seqlens = cumulative([2, 0, 3])
+    packed = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    padded = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    values_B = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    weight_T = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    gradgradcheck, gradcheck = torch.autograd.gradgradcheck, torch.autograd.gradcheck
+    for check in (gradcheck, gradgradcheck):
+        assert check(lambda x: packing.pad(x, cu_seqlens, 4, padding_side=side, value=3.0), packed)
+        assert check(lambda x: packing.unpad(x, cu_seqlens, padding_side=side), padded)
+        assert check(lambda x: packing.segment_sum(x, cu_seqlens), packed)
+        assert check(lambda x: packing.segment_expand(x, cu_seqlens), values_B)
+        assert check(lambda v, w: packing.segment_mean(v[:, 0], cu_seqlens, w), (packed, weight_T))
+
+
+def test_gradient_keeps_the_dtype_of_the_input():
+    values_T = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    packing.segment_sum(values_T, cumulative([1, 2])).mul(torch.tensor([2.0, 3.0])).sum().backward()
+    assert values_T.grad.dtype == torch.bfloat16
+    assert values_T.grad.tolist() == [2.0, 3.0, 3.0]
+
+
+def op_samples(device: str) -> dict[str, tuple]:
+    cu_seqlens = cumulative([2, 0, 3], device)
+    packed = torch.randn(5, 4, device=device, requires_grad=True)
+    padded = torch.randn(3, 4, 2, device=device, requires_grad=True)
+    values_B = torch.randn(3, device=device, requires_grad=True)
+    return {
+        "unpad": (padded, cu_seqlens, 5, True),
+        "pad": (packed, cu_seqlens, 6, False, 1.5),
+        "position_ids": (cu_seqlens, 5),
+        "next_token_targets": (torch.arange(5, device=device), cu_seqlens, -100),
+        "segment_sum": (packed, cu_seqlens),
+        "segment_expand": (values_B, cu_seqlens, 5),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", op_samples("cpu"))
+def test_opcheck(name, device):
+    torch.library.opcheck(getattr(torch.ops.rlft_fast, name).default, op_samples(device)[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_once_for_all_lengths(device):
+    def loss(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+        packed = packing.unpad(x, cu_seqlens, num_tokens=num_tokens, padding_side="left")
+        mean = packing.segment_mean(packed[:, 0], cu_seqlens)
+        return packing.pad(packed * 2, cu_seqlens, x.shape[1]).sum() + mean.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ([2, 3, 4], [1, 2, 6]):
+        x = random((3, sum(lengths), 5), torch.float32, device).requires_grad_()
+        cu_seqlens, num_tokens = cumulative(lengths, device), sum(lengths)
+        with torch.compiler.set_stance("default" if lengths[0] == 2 else "fail_on_recompile"):
+            got = compiled(x, cu_seqlens, num_tokens)
+        expected = loss(x, cu_seqlens, num_tokens)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, x)[0] for value in (got, expected)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, cu: packing.pad(x, cu.long(), 4), TypeError, "expected torch.int32"),
+        (lambda x, cu: packing.pad(x, cu[::2], 4), ValueError, "contiguous"),
+        (lambda x, cu: packing.pad(x, cu, 1), ValueError, "more than the padded length 1"),
+        (lambda x, cu: packing.pad(x, cu, -1), ValueError, "max_seqlen is -1"),
+        (lambda x, cu: packing.pad(x[:4], cu, 4), ValueError, "ends at 5, but the packed side has 4"),
+        (lambda x, cu: packing.pad(x, cu + 1, 4), ValueError, "does not start with 0"),
+        (lambda x, cu: packing.pad(x, cumulative([3, -1, 3]), 4), ValueError, "must not decrease"),
+        (lambda x, cu: packing.pad(x, cu, 4, padding_side="up"), ValueError, "expected 'right' or 'left'"),
+        (lambda x, cu: packing.pad(x.long(), cu, 4, value=float("inf")), ValueError, "non-finite"),
+        (lambda x, cu: packing.pad(x.to("meta"), cu, 4), ValueError, "move both to one device"),
+        (lambda x, cu: packing.unpad(x.view(1, 5, 2), cu), ValueError, "expected .B, L"),
+        (lambda x, cu: packing.unpad(x.new_ones(2, 4), cu, num_tokens=4), ValueError, "ends at 5"),
+        (lambda x, cu: packing.position_ids(cu, 6), ValueError, "ends at 5"),
+        (lambda x, cu: packing.next_token_targets(x[:, 0], cu), TypeError, "expected torch.int64"),
+        (lambda x, cu: packing.next_token_targets(x.long(), cu), ValueError, "expected .T,."),
+        (lambda x, cu: packing.segment_expand(x, cu), ValueError, "values_B has 5 rows"),
+        (lambda x, cu: packing.segment_mean(x[:, 0], cu, x[:4, 0]), ValueError, "expected .T,. for both"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.ones(5, 2), cumulative([2, 3]))

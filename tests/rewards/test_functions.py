@@ -1,0 +1,88 @@
+import json
+import sys
+
+import pytest
+import reasoning_gym
+
+from rlft_fast.rewards import exact_match, last_number, reasoning_gym_reward
+
+
+def score(function, completions: list[str], **columns) -> list[float | None]:
+    return function([""] * len(completions), completions, [[]] * len(completions), **columns)
+
+
+# What language models write around a number, and numbers that look like another one.
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("3 + 4 = 7", "7", 1.0),
+        ("7, or rather 8", "7", 0.0),
+        ("The answer is 7.", 7, 1.0),
+        ("$1,234,567.50", "1234567.5", 1.0),
+        ("7.000", 7.0, 1.0),
+        ("007", "7", 1.0),
+        ("-4", "-4", 1.0),
+        ("-4", "4", 0.0),
+        ("\u22124", -4, 1.0),
+        ("+4", "4", 1.0),
+        ("\\boxed{-4}", "-4", 1.0),
+        ("9-4", "4", 1.0),
+        ("1,2,3", "3", 1.0),
+        ("1,2345", "2345", 1.0),
+        ("it is .5", "0.5", 1.0),
+        ("version 1.2.3", "3", 1.0),
+        ("0.1", 0.1, 1.0),
+        ("12345678901234567890", "12345678901234567891", 0.0),
+        ("I do not know", "0", 0.0),
+        ("", "0", 0.0),
+        ("so 72", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
+        ("1200", "1,200", 1.0),
+    ],
+)
+def test_last_number(completion, answer, expected):
+    assert score(last_number, [completion], answer=[answer], question=["unused"]) == [expected]
+
+
+def test_last_number_scores_each_sample():
+    assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
+
+
+def test_last_number_refuses_an_answer_without_a_number():
+    with pytest.raises(ValueError, match="answer 'seven' of sample 1 holds no number"):
+        score(last_number, ["7", "7"], answer=["7", "seven"])
+
+
+def test_exact_match():
+    assert score(exact_match, [" Paris\n", "paris", "Paris."], answer=["Paris"] * 3) == [1.0, 0.0, 0.0]
+
+
+# chain_sum compares numbers, countdown evaluates the expression with the entry's metadata.
+@pytest.mark.parametrize("task", ["chain_sum", "countdown"])
+# A data set read from JSON lines may hold its entries as text.
+@pytest.mark.parametrize("convert", [lambda entry: entry, json.dumps], ids=["dict", "json"])
+def test_reasoning_gym_reward(task, convert):
+    entries = [reasoning_gym.create_dataset(task, seed=3, size=4)[i] for i in range(4)]
+    answers = [entry["answer"] for entry in entries]
+    completions = [
+        answers[0],
+        f"<think>hm</think><answer> {answers[1]} </answer>",
+        f"<answer>0</answer> no: <answer>\n{answers[2]}\n</answer> done",
+        "<answer>no idea</answer>",
+    ]
+    rewards = score(reasoning_gym_reward(task), completions, entry=[convert(entry) for entry in entries], other=[0] * 4)
+    assert rewards[:3] == [1.0, 1.0, 1.0]
+    assert rewards[3] < 0.1
+
+
+def test_unknown_reasoning_gym_task_suggests_names():
+    with pytest.raises(ValueError, match=r"no task 'chain_sums'; close names: chain_sum"):
+        reasoning_gym_reward("chain_sums")
+
+
+def test_missing_reasoning_gym_names_the_extra(monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(ImportError, match=r"pip install rlft_fast\[demo\]"):
+        reasoning_gym_reward("chain_sum")

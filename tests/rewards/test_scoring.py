@@ -1,0 +1,107 @@
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from rlft_fast.rewards import RewardError, compute_rewards, last_number
+
+PROMPTS, COMPLETIONS, COMPLETION_IDS = ["1 + 1 =", "2 + 2 ="], ["2", "5"], [[17], [20]]
+
+
+def returning(result):
+    def made_reward(prompts, completions, completion_ids, **columns):
+        return result
+
+    return made_reward
+
+
+def compute(function, **columns) -> list[float | None]:
+    return compute_rewards(function, PROMPTS, COMPLETIONS, COMPLETION_IDS, columns)
+
+
+def test_function_receives_the_batch_and_the_columns():
+    def reward(prompts, completions, completion_ids, level, **columns):
+        assert (prompts, completions, completion_ids) == (PROMPTS, COMPLETIONS, COMPLETION_IDS)
+        assert columns == {"answer": ["2", "4"]}
+        return level
+
+    assert compute(reward, level=[0.25, 0.5], answer=["2", "4"]) == [0.25, 0.5]
+    assert compute(last_number, answer=["2", "4"]) == [1.0, 0.0]
+
+
+# Everything that user code plausibly returns for "one number per sample".
+@pytest.mark.parametrize(
+    "result",
+    [[1, None], (True, None), [np.float32(1), None], [Fraction(1), None]],
+    ids=["int", "tuple of bool", "numpy scalar", "fraction"],
+)
+def test_numbers_become_floats_and_none_stays(result):
+    rewards = compute(returning(result))
+    assert rewards == [1.0, None]
+    assert type(rewards[0]) is float
+
+
+@pytest.mark.parametrize("result", [np.array([1.0, 0.0]), torch.tensor([1.0, 0.0])], ids=["array", "tensor"])
+def test_arrays_are_accepted(result):
+    assert compute(returning(result)) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j])
+def test_a_bad_reward_names_function_and_sample(value):
+    message = r"made_reward returned .* for sample 1 \(prompt '2 \+ 2 =', completion '5'\)"
+    with pytest.raises(RewardError, match=message):
+        compute(returning([1.0, value]))
+
+
+def test_long_texts_are_shortened_in_the_message():
+    with pytest.raises(RewardError) as error:
+        compute_rewards(returning([math.nan]), ["begin" + "x" * 5000 + "end"], ["y" * 5000], [[1]], {})
+    assert len(str(error.value)) < 500
+    assert "begin" in str(error.value)
+    assert "xend" in str(error.value)
+
+
+def test_an_exception_is_chained():
+    with pytest.raises(RewardError, match=r"last_number raised TypeError on a batch of 2 samples: .*'answer'") as error:
+        compute(last_number)
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+# One number for the batch, none at all, a text, and a generator that was not turned into a list.
+@pytest.mark.parametrize("result", [1.0, None, "11", (x for x in [1.0, 1.0]), torch.tensor(1.0)])
+def test_other_types_are_refused(result):
+    with pytest.raises(RewardError, match=r"made_reward returned \w+, expected a list"):
+        compute(returning(result))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_an_async_function_is_refused():
+    async def reward(**columns):
+        return [1.0, 1.0]
+
+    with pytest.raises(RewardError, match="returned coroutine, expected a list"):
+        compute(reward)
+
+
+@pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3])
+def test_a_wrong_number_of_rewards_is_refused(result):
+    with pytest.raises(RewardError, match=f"returned {len(result)} rewards for 2 samples"):
+        compute(returning(result))
+
+
+def test_bad_arguments_are_refused_before_the_call():
+    def never(**columns):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="answer has 1 entries, expected one for each of the 2 prompts"):
+        compute(never, answer=["2"])
+    with pytest.raises(ValueError, match="completions has 1 entries"):
+        compute_rewards(never, PROMPTS, ["2"], COMPLETION_IDS, {})
+    with pytest.raises(ValueError, match="column named 'prompts'"):
+        compute_rewards(never, PROMPTS, COMPLETIONS, COMPLETION_IDS, {"prompts": PROMPTS})
+
+
+def test_an_empty_batch():
+    assert compute_rewards(returning([]), [], [], [], {}) == []

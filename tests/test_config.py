@@ -1,0 +1,248 @@
+"""Configuration: what is accepted, what is refused, how it says so, and that nothing in it is ignored."""
+
+import ast
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+import rlft_fast
+from rlft_fast.config import Config, ConfigError, sections
+
+MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
+FULL = MINIMAL | {
+    "data": {"path": "train.jsonl", "system_prompt": "Only the number: 1e5"},
+    "reward": {"function": "rewards.py:score"},
+    "algorithm": {"advantage": "gae", "kl_in": "reward", "kl_coef": 0.05},
+    "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}},
+    "evaluation": {"path": "test.jsonl", "every": 5},
+}
+
+
+def with_value(key: str, value: Any, base: dict = MINIMAL) -> dict:
+    """``base`` with one dotted key set."""
+    values = section = copy.deepcopy(base)
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = value
+    return values
+
+
+def get(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+# ---- accepted -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [MINIMAL, FULL], ids=["minimal", "full"])
+def test_resolved_yaml_loads_to_the_same_configuration(values, tmp_path):
+    config = Config.parse(values)
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert Config.load(tmp_path / "resolved.yaml") == config
+
+
+def test_resolved_yaml_holds_every_key():
+    resolved = yaml.safe_load(Config.parse(FULL).to_yaml())
+    for key, _ in sections(Config):
+        value = resolved
+        for part in key.split("."):
+            assert part in value, key
+            value = value[part]
+
+
+def test_given_values_replace_defaults():
+    config = Config.parse(FULL)
+    assert config.critic is not None
+    assert config.critic.optimizer.learning_rate == 1e-5
+    assert config.critic.optimizer.eps == config.actor.optimizer.eps == 1e-8
+    assert config.actor.optimizer.learning_rate == 1e-6
+
+
+def test_parsing_leaves_its_input_alone():
+    values = copy.deepcopy(FULL)
+    Config.parse(values)
+    assert values == FULL
+
+
+def test_configuration_is_immutable():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config.parse(MINIMAL).rollout.temperature = 0.5  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("seed", "7", 7),
+        ("rollout.temperature", "0.7", 0.7),
+        ("actor.optimizer.betas", "[0.8, 0.95]", (0.8, 0.95)),
+        ("actor.optimizer.max_grad_norm", "null", None),
+        ("data.chat", "false", False),
+        ("algorithm.kl_estimator", "k1", "k1"),
+        ("data.task_options", "{min_terms: 2}", {"min_terms": 2}),  # keys inside are the task's, not ours
+        ("evaluation.path", "test.jsonl", "test.jsonl"),  # a section that is not in the file
+    ],
+)
+def test_dotted_overrides(key, text, value, config_file):
+    config = Config.load(config_file, {key: text})
+    assert get(config, key) == value
+    assert get(Config.load(config_file), "steps") == 3
+
+
+# YAML 1.1 reads the first two as texts, the last two as numbers.
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001"])
+def test_scientific_notation(text, tmp_path, config_file):
+    assert Config.load(config_file, {"actor.optimizer.learning_rate": text}).actor.optimizer.learning_rate == 1e-6
+    path = tmp_path / "in_file.yaml"
+    path.write_text(f"{config_file.read_text()}actor:\n  optimizer:\n    learning_rate: {text}\n")
+    assert Config.load(path).actor.optimizer.learning_rate == 1e-6
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("rollout.temprature", "rollout.temperature"),
+        ("rolout.temperature", "rollout"),
+        ("temperature", "rollout.temperature"),  # right name, section forgotten
+        ("actor.learning_rate", "actor.optimizer.learning_rate"),  # right name, wrong section
+        ("checkpoint.max_nun", "checkpoint.max_num"),
+    ],
+)
+def test_unknown_key_suggests_the_right_one(key, suggestion, config_file):
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        Config.load(config_file, {key: "1"})
+    assert str(error.value).endswith(f"did you mean {suggestion}?")
+
+
+def test_unknown_key_that_resembles_nothing():
+    with pytest.raises(ConfigError, match=r"^unknown key zzzzqqqq$"):
+        Config.parse(with_value("zzzzqqqq", 1))
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ConfigError) as error:
+        Config.parse({"model": "m", "data": {"task": "t", "chatt": 1}, "rollout": {"temperature": 0}})
+    problems = str(error.value).splitlines()
+    assert {problem.split(" ")[0] for problem in problems} == {"output_dir", "steps", "unknown", "rollout.temperature:"}
+
+
+# Each bound from outside, at its edge where the edge is excluded; wrong types; a choice that is none.
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", 0),
+        ("steps", 1.5),
+        ("steps", "many"),
+        ("seed", -1),
+        ("data", None),
+        ("data.chat", "perhaps"),
+        ("rollout.temperature", 0),
+        ("rollout.temperature", float("nan")),
+        ("rollout.max_new_tokens", -1),
+        ("algorithm.gamma", 1.01),
+        ("algorithm.lam", -0.01),
+        ("algorithm.clip_low", 1.5),
+        ("algorithm.clip_high", -0.1),
+        ("algorithm.kl_coef", -1),
+        ("algorithm.kl_estimator", "k4"),
+        ("actor.compute_dtype", "float8"),
+        ("actor.optimizer.learning_rate", 0),
+        ("actor.optimizer.betas", 0.9),
+        ("actor.optimizer.max_grad_norm", -1),
+        ("actor.optimizer.warmup_steps", -1),
+        ("checkpoint.max_num", 0),
+    ],
+)
+def test_value_of_wrong_type_or_range(key, value):
+    with pytest.raises(ConfigError) as error:
+        Config.parse(with_value(key, value))
+    assert str(error.value).startswith(f"{key}: ")
+    assert f"got {value!r}" in str(error.value)
+
+
+# Combinations that no single key can refuse.
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.advantage": "gae"}, "needs a critic"),
+        ({"critic": {}}, "grpo takes none"),
+        ({"algorithm.kl_in": "reward"}, "use kl_in: loss"),
+        ({"rollout.samples_per_prompt": 1}, "must be >= 2"),
+        ({"rollout.prompts_per_step": 1, "algorithm.mini_batches": 9}, "larger than the number of samples"),
+        ({"data.path": "train.jsonl"}, "not both"),
+        ({"data.task": None}, "give either path"),
+        ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
+        ({"actor.max_tokens": 639}, "may have 640 tokens"),
+    ],
+)
+def test_inconsistent_values(changes, message):
+    values = MINIMAL
+    for key, value in changes.items():
+        values = with_value(key, value, values)
+    with pytest.raises(ConfigError, match=message):
+        Config.parse(values)
+
+
+def test_limits_that_are_just_met():
+    Config.parse(with_value("actor.max_tokens", 640))  # 512 prompt + 128 new tokens
+    Config.parse(with_value("algorithm.mini_batches", 64))  # 8 prompts x 8 samples
+
+
+def test_critic_must_hold_the_longest_sequence_too():
+    with pytest.raises(ConfigError, match=r"critic\.max_tokens is 639"):
+        Config.parse(with_value("critic.max_tokens", 639, FULL))
+
+
+def test_override_into_a_value(config_file):
+    with pytest.raises(ConfigError, match="steps is a value, not a section"):
+        Config.load(config_file, {"steps.warmup": "1"})
+
+
+@pytest.mark.parametrize("text", [None, "model: [", "- a list", "just text", ""])
+def test_unreadable_file(text, tmp_path):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        Config.load(path)
+
+
+# ---- nothing is ignored ---------------------------------------------------------------------------------------------
+
+
+def attributes_read() -> set[str]:
+    """Every ``x`` of an expression ``something.x`` that the package reads, outside the configuration itself."""
+    package = Path(rlft_fast.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path != package / "config.py"]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+def test_every_field_is_read_somewhere():
+    keys = [key for key, _ in sections(Config)]
+    leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    read = attributes_read()
+    unread = [key for key in leaves if key.rpartition(".")[2] not in read]
+    assert not unread, f"no code reads these configuration keys: {', '.join(unread)}"
+    assert "no_such_field" not in read
+
+
+def test_every_key_has_a_help_text():
+    assert [key for key, field in sections(Config) if not field.description] == []
