@@ -79,7 +79,7 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
             lines.append(f"build {compiled[-1]}: {rule} {source}\n  flags = {flags}")
         lines.append(f"build {outputs[name]}: link {' '.join(compiled)}\n  libs = {libs}")
 
-    torch_libs = f"-L{torch / 'lib'} -ltorch_cpu -ltorch"
+    torch_libs = f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu -ltorch"
     library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
     library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
     if "_C_cuda" in outputs:

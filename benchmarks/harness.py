@@ -4,8 +4,8 @@ Every round runs every variant once, so that a slow phase of the machine hits al
 over the rounds. A run's memory is the peak of the resident set during the run (VmHWM, reset through
 /proc/self/clear_refs) less the resident set before it and less what the run returned: exactly the scratch memory a
 training step must have free. Freed heap is given back to the system before each run, outside the timer, or a run could
-hide its scratch in what an earlier one left behind. Buffers that the BLAS keeps for the life of the process count in
-the first round at most, and fall out of the median.
+hide its scratch in what an earlier one left behind. Buffers that the BLAS keeps for the life of the process are no
+one's scratch: the report runs bare GEMMs first, so that they are there before anything is compared.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def environment() -> dict[str, str]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": git.stdout.strip() or "not committed",
         "cpu": cpu[1] if cpu else platform.processor(),
-        "cores": f"{len(os.sched_getaffinity(0))}, {torch.get_num_threads()} threads used, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": f"{len(os.sched_getaffinity(0))}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": str(torch.get_num_threads()),
         "load": f"{os.getloadavg()[0]:.1f} at the start",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -62,7 +62,9 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
 def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], label: str) -> None:
     colors = [_OURS_COLOR if way == OURS else _PEER_COLOR for way in ways]
     bars = axes.barh(list(ways), list(values.values()), color=colors, height=0.72)
-    axes.bar_label(bars, [label.format(value) for value in values.values()], padding=4, fontsize=8)
+    labels = axes.bar_label(bars, [label.format(value) for value in values.values()], padding=4, fontsize=8)
+    for text in labels:  # readable where a line passes behind it
+        text.set(bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8}, zorder=4)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     for tick, way in zip(axes.get_yticklabels(), ways, strict=True):

@@ -1,8 +1,8 @@
 """Every way to a token's log-probability, or to a loss of it, that the benchmarks compare.
 
 A way is `way(hidden_TD, weight_VD, problem)` and returns (T,) log-probabilities or a 0-d loss. Loaders import, so that
-a peer that is not installed is known by the reason it gives. Each peer runs with the settings of its own trainers
-unless its other setting is faster.
+a peer that is not installed is known by the reason it gives. Peers run with their own defaults, TRL's with the tile of
+its trainers; the one exception is said where it is made.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
 
@@ -168,11 +168,11 @@ def _our_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tens
 
 
 def _eager_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
-    return F.cross_entropy(hidden @ weight.T, problem.target_T, reduction="sum")
+    return functional.cross_entropy(hidden @ weight.T, problem.target_T, reduction="sum")
 
 
 def _linear_cross_entropy(options: torch.nn.LinearCrossEntropyOptions | None) -> Way:
-    return lambda hidden, weight, problem: F.linear_cross_entropy(
+    return lambda hidden, weight, problem: functional.linear_cross_entropy(
         hidden, weight, problem.target_T, reduction="sum", options=options
     )
 

@@ -22,7 +22,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
       "Tensor(d!) target_logit) -> ()");
   m.def(
       "logprob_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
-      "float softcap, float scale, Tensor lse, Tensor? entropy, Tensor grad_logprob, Tensor? grad_entropy) -> ()");
+      "float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, Tensor grad_logprob, Tensor? grad_entropy) -> ()");
 
   // packing: padded (B, L, *) <-> packed (T, *), and what is derived from cu_seqlens (B + 1) int32.
   m.def("unpad(Tensor padded, Tensor cu_seqlens, SymInt num_tokens, bool left) -> Tensor");

@@ -18,9 +18,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
-
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -90,7 +90,7 @@ class DataConfig(Section):
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages."""
     system_prompt: str | None = None
-    """System message put before prompts that are texts; null: none, not even the chat template's own."""
+    """System message put before prompts that are texts; null: none, but a chat template may bring its own."""
     chat: bool = True
     """Send text prompts through the chat template; false: tokenize them as they are."""
 
@@ -203,6 +203,11 @@ class Config(Section):
     """Held-out accuracy."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
+
+    @field_validator("model", "output_dir")
+    @classmethod
+    def _expand_home(cls, path: str) -> str:
+        return str(Path(path).expanduser())
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

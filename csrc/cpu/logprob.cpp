@@ -2,8 +2,9 @@
 //
 //   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
 //   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),  x_target
-//            -> logprob = x_target - m - log s,  entropy = log s - q / s         (m cancels: exact when p -> 1)
-//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  p = exp(x - lse), in place of z
+//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s
+//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s, in place of z
+//   m + log s is never rounded to one number: at m = -150 that alone would cost p five digits.
 //            g, h: upstream gradients of logprob and entropy
 //
 // Memory: a tile is read twice by stats (the second time from cache) and read and written once by grad.
@@ -49,10 +50,10 @@ struct Tile {
   Transform transform;
 };
 
-// exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so. NaN stays NaN; the comparison is
-// written so that NaN fails it.
-RLFT_INLINE float exp_nonpositive(float x) {
-  x = x < kMinExponent ? kMinExponent : x;
+// exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
+// stays NaN: the comparisons are written so that NaN fails them.
+RLFT_INLINE float exp_nonpositive(float exponent) {
+  const float x = exponent < kMinExponent ? kMinExponent : exponent;
   const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // round to nearest, vectorises everywhere
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
@@ -62,7 +63,8 @@ RLFT_INLINE float exp_nonpositive(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  const float result = p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  return exponent < kMinExponent ? 0.0f : result;
 }
 
 // Writes the softmax's logits of columns [begin, begin + count) into out, and returns nothing else.
@@ -96,7 +98,7 @@ struct RowStats {
     const float top = std::max(max, other.max);
     const float shift = top == kMinusInf ? 0.0f : top;  // -inf - -inf is NaN; an empty set must stay empty
     const float a = std::max(max - shift, kMinExponent), b = std::max(other.max - shift, kMinExponent);
-    const float wa = sum_exp == 0 ? 0.0f : std::exp(a), wb = other.sum_exp == 0 ? 0.0f : std::exp(b);
+    const float wa = exp_nonpositive(max - shift), wb = exp_nonpositive(other.max - shift);
     sum_exp_shift = wa * (sum_exp_shift + a * sum_exp) + wb * (other.sum_exp_shift + b * other.sum_exp);
     sum_exp = wa * sum_exp + wb * other.sum_exp;
     max = top;
@@ -116,11 +118,10 @@ RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
   for (int l = 0; l < kLanes; ++l) lanes[l] = 0;
   for (int64_t j = 0; j < count; j += kLanes) {
     for (int l = 0; l < kLanes; ++l) {
-      const float d = x[j + l] - shift < kMinExponent ? kMinExponent : x[j + l] - shift;
-      // A padded or impossible column (-inf) counts nothing, not even exp(-87).
-      const float e = x[j + l] == kMinusInf ? 0.0f : exp_nonpositive(d);
+      const float d = x[j + l] - shift;
+      const float e = exp_nonpositive(d);
       lanes[l] += e;
-      if (kEntropy) entropy_lanes[l] += e * d;
+      if (kEntropy) entropy_lanes[l] += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
     }
   }
   stats.sum_exp = lane_sum(lanes);
@@ -158,7 +159,7 @@ RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t
 }
 
 struct Upstream {
-  const float *lse, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy and grad_entropy may be null
+  const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy, grad_entropy may be null
 };
 
 RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i) {
@@ -167,7 +168,7 @@ RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i)
   const Transform& t = tile.transform;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
-  const float g = upstream.grad_logprob[i], lse = upstream.lse[i];
+  const float g = upstream.grad_logprob[i], max = upstream.max[i], log_sum = upstream.log_sum[i];
   const float h = upstream.grad_entropy != nullptr ? upstream.grad_entropy[i] : 0.0f;
   const float entropy = upstream.grad_entropy != nullptr ? upstream.entropy[i] : 0.0f;
   const float dx_dz = t.scale * inv_temperature;
@@ -177,11 +178,12 @@ RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i)
     transform_block(t, z + begin, begin, count, inv_temperature, x);
     const int64_t hit = target >= begin && target < begin + count ? target - begin : -1;
     if (h == 0) {
-      for (int64_t j = 0; j < count; ++j) z[begin + j] = -g * exp_nonpositive(x[j] - lse);
+      for (int64_t j = 0; j < count; ++j) z[begin + j] = -g * exp_nonpositive((x[j] - max) - log_sum);
     } else {
       for (int64_t j = 0; j < count; ++j) {
-        const float log_p = x[j] - lse < kMinExponent ? kMinExponent : x[j] - lse;
-        z[begin + j] = -exp_nonpositive(log_p) * (g + h * (log_p + entropy));
+        const float log_p = (x[j] - max) - log_sum;
+        const float finite = log_p < kMinExponent ? kMinExponent : log_p;  // 0 * -inf would be NaN
+        z[begin + j] = -exp_nonpositive(log_p) * (g + h * (finite + entropy));
       }
     }
     if (hit >= 0) z[begin + hit] += g;
@@ -236,10 +238,11 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
 }
 
 void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                   double softcap, double scale, Tensor lse, std::optional<Tensor> entropy, Tensor grad_logprob,
-                   std::optional<Tensor> grad_entropy) {
+                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
+                   Tensor grad_logprob, std::optional<Tensor> grad_entropy) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  const Upstream upstream{static_cast<const float*>(lse.const_data_ptr()), float_or_null(entropy),
+  const Upstream upstream{static_cast<const float*>(max.const_data_ptr()),
+                          static_cast<const float*>(log_sum.const_data_ptr()), float_or_null(entropy),
                           static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
 }

@@ -5,6 +5,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -22,8 +23,15 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         print(config.to_yaml(), end="")
         return 0
+    from rlft_fast.engine import CheckpointManager
     from rlft_fast.trainer import train
 
+    checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
+    if checkpoint is not None and not options.resume:
+        raise ValueError(
+            f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
+            "or set another output_dir, or delete the folder"
+        )
     train(config, resume=options.resume)
     return 0
 

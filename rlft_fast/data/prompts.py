@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from jinja2 import TemplateError
 
 from rlft_fast.config import DataConfig
 
@@ -51,7 +52,8 @@ class Prompts:
         indices: list[int] = []
         while len(indices) < count:
             epoch, offset = divmod(start + len(indices), len(self))
-            shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            shuffled = torch.randperm(len(self), generator=generator)
             indices += shuffled[offset : offset + count - len(indices)].tolist()
         return indices
 
@@ -71,34 +73,57 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_tokens: int, path
     source = path or config.path
     rows = _read(source) if source is not None else _make_task(config)
     column = config.prompt_column if source is not None else "question"
-    if not rows:
-        raise ValueError(f"{source or config.task} holds no rows: there is nothing to train on")
-    empty = [i for i, row in enumerate(rows) if not row.get(column)]
-    if empty:
-        raise ValueError(
-            f"{source}: {_name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
-            "fill them in, or set data.prompt_column"
-        )
-    texts = [_text(row[column], config, tokenizer) for row in rows]
-    token_ids = [tokenizer.encode(text, add_special_tokens=not config.chat) for text in texts]
-    long = [i for i, ids in enumerate(token_ids) if len(ids) > max_tokens]
-    if long:
+    name = source or f"task {config.task}"
+    _check_rows(rows, column, name)
+    pairs = [_tokenize(i, row[column], config, tokenizer, name) for i, row in enumerate(rows)]
+    texts, token_ids = [text for text, _ in pairs], [ids for _, ids in pairs]
+    if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_tokens]:
         worst = max(long, key=lambda i: len(token_ids[i]))
         raise ValueError(
-            f"{source or config.task}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_tokens} "
+            f"{name}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_tokens} "
             f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
         )
-    names = {name for row in rows for name in row} - {column}
-    return Prompts(texts, token_ids, {name: [row.get(name) for row in rows] for name in sorted(names)})
+    others = sorted({key for row in rows for key in row} - {column})
+    return Prompts(texts, token_ids, {key: [row.get(key) for row in rows] for key in others})
 
 
-def _text(prompt: Any, config: DataConfig, tokenizer: Tokenizer) -> str:
+def _check_rows(rows: list[dict[str, Any]], column: str, name: str) -> None:
+    if not rows:
+        raise ValueError(f"{name} holds no rows: there is nothing to train on")
+    if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
+        raise ValueError(
+            f"{name}: {_name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
+            "fill them in, or set data.prompt_column"
+        )
+    if other := [i for i, row in enumerate(rows) if not _is_prompt(row[column])]:
+        raise ValueError(
+            f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
+            f"and content, for example {rows[other[0]][column]!r}"
+        )
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+    return isinstance(value, str)
+
+
+def _tokenize(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, list[int]]:
+    """A prompt as the model reads it, as text and as tokens."""
     if isinstance(prompt, str) and not config.chat:
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if config.system_prompt is not None:
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return prompt, tokenizer.encode(prompt)
+    messages = prompt
+    if isinstance(prompt, str):
+        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+        messages = [*system, {"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (ValueError, TemplateError) as error:
+        raise ValueError(
+            f"{name}: the tokenizer's chat template cannot be applied to row {row} (counted from 0): {error} "
+            "(data.chat: false sends texts without a template)"
+        ) from error
+    return text, tokenizer.encode(text, add_special_tokens=False)  # a template writes its special tokens itself
 
 
 def _read(source: str) -> list[dict[str, Any]]:
@@ -106,11 +131,11 @@ def _read(source: str) -> list[dict[str, Any]]:
     if path.is_dir():
         return _read_dataset(path)
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the data {source}: {error}") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 within a text
         if line.strip():
             try:
                 row = json.loads(line)
@@ -141,6 +166,7 @@ def _make_task(config: DataConfig) -> list[dict[str, Any]]:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ValueError("data.task needs reasoning-gym: pip install rlft_fast[demo]") from error
+    assert config.task is not None
     try:
         dataset = reasoning_gym.create_dataset(config.task, size=config.task_size, seed=0, **config.task_options)
     except (ValueError, TypeError, AssertionError) as error:

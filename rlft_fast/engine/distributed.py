@@ -12,7 +12,17 @@ def init_distributed() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(_backend())
+
+
+def ensure_process_group() -> None:
+    """A group for FSDP, which needs one even where a single process runs alone; it lives in this process's memory."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def get_rank() -> int:

@@ -11,12 +11,24 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_micro_batches
-from rlft_fast.engine.distributed import all_gather_ragged, all_reduce, get_device, get_rank, get_world_size
+from rlft_fast.engine.distributed import (
+    all_gather_ragged,
+    all_reduce,
+    ensure_process_group,
+    get_device,
+    get_rank,
+    get_world_size,
+)
 from rlft_fast.engine.forward import active_fields, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
 from rlft_fast.models import PolicyModel, ValueModel, load_critic, load_policy
@@ -94,15 +106,21 @@ class FSDPEngine:
 
     def _shard(self) -> None:
         """One FSDP unit per decoder block, the rest (embedding, norm, head: tied weights stay one parameter) the root."""
+        ensure_process_group()
         mesh = init_device_mesh(self.device.type, (get_world_size(),), mesh_dim_names=("shard",))
         dtype = getattr(torch, self.config.compute_dtype)
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            # Inputs keep their dtype: hidden states are in `dtype` already, and the loss needs its fields in float32.
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
         }
         for block in decoder_blocks(self.model):
             fully_shard(block, **options)
         fully_shard(self.model, **options)
+        if isinstance(self.model, PolicyModel):
+            register_fsdp_forward_method(self.model, "generate")
 
     # ---- inference ----------------------------------------------------------------------------------------------
 
@@ -135,6 +153,8 @@ class FSDPEngine:
                 )._asdict()
             for name in outputs:
                 parts[name].append(prepare_model_outputs(results[name], micro_batch))
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # the root keeps its weights gathered for a backward pass, which does not come here
         return {name: self._gather(torch.cat(parts[name]), batch, plan) for name in outputs}
 
     def _gather(self, own_T: Tensor, batch: Batch, plan: MicroBatchPlan) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss
@@ -38,7 +39,7 @@ class ModelInputs:
     target: Tensor
 
 
-class LogprobHead(nn.Linear):
+class LogprobHead(nn.Module):
     """An ``lm_head`` that answers with log-probabilities when it is told the targets, and with logits otherwise.
 
     Args:
@@ -53,14 +54,14 @@ class LogprobHead(nn.Linear):
         self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float | None, logit_scale: float,
         workspace_mib: int,
     ) -> None:  # fmt: skip
-        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        super().__init__()
         self.weight = weight
-        self.bias = bias
+        self.register_parameter("bias", bias)
         self.options: dict[str, Any] = {
             "softcap": softcap, "logit_scale": logit_scale, "workspace_mib": workspace_mib,
         }  # fmt: skip
 
-    def forward(  # type: ignore[override]  # logits alone, as nn.Linear, are one of the three answers
+    def forward(
         self,
         hidden: Tensor,
         target_A: Tensor | None = None,
@@ -72,7 +73,7 @@ class LogprobHead(nn.Linear):
     ) -> Tensor | LinearLogprob | LinearLogprobLoss:
         """Logits (without ``target_A``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``)."""
         if target_A is None:
-            return super().forward(hidden)
+            return linear(hidden, self.weight, self.bias)
         options = self.options | {
             "bias_V": self.bias, "temperature": temperature, "return_entropy": return_entropy,
             "active_index": torch.arange(len(target_A), device=target_A.device),
@@ -91,13 +92,14 @@ class PolicyModel(nn.Module):
         if head is None:
             raise ValueError(f"{type(model).__name__} has no lm_head: a policy must be a causal language model")
         softcap, logit_scale = logit_transform(model.config)
-        model.set_output_embeddings(LogprobHead(head.weight, head.bias, softcap, logit_scale, workspace_mib))
         self.model = model
+        self.head = LogprobHead(head.weight, head.bias, softcap, logit_scale, workspace_mib)
+        model.set_output_embeddings(self.head)  # one module under both names
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
         hidden_TD = packed_hidden(self.model.base_model, inputs)
-        return self.model.get_output_embeddings()(hidden_TD.index_select(0, inputs.active_index), inputs.target, **head)
+        return self.head(hidden_TD.index_select(0, inputs.active_index), inputs.target, **head)
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any

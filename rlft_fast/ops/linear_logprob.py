@@ -4,7 +4,7 @@ The (T, V) logits are by far the largest tensor of a policy update. Here they ex
 the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob.cpp`` holds the equations).
 
     no grad              1 GEMM    logits tile -> online softmax statistics
-    with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved lse, so every row
+    with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so every row
                                    of dW is reduced over all tokens at once and written once
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   the loss is known per token, so logits become dlogits in place in the forward
@@ -80,9 +80,9 @@ def linear_logprob(
         ValueError: shapes, devices or option values that do not fit.
         TypeError: unsupported or mixed dtypes.
     """
-    head = (bias_V, temperature, softcap, logit_scale)
-    _check(hidden_TD, weight_VD, target_T, *head, active_index, workspace_mib)
-    if _resolve_backend(backend) == "reference":
+    _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
+    _check_targets(target_T, weight_VD.shape[0], ignore_index)
+    if _resolve_backend(backend, hidden_TD.device) == "reference":
         return reference.linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
@@ -146,15 +146,15 @@ def linear_logprob_loss(
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
         TypeError: unsupported or mixed dtypes.
     """
-    head = (bias_V, temperature, softcap, logit_scale)
-    _check(hidden_TD, weight_VD, target_T, *head, active_index, workspace_mib)
+    _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
+    _check_targets(target_T, weight_VD.shape[0], ignore_index)
     for i, values in enumerate(per_token):
         if values.shape != target_T.shape or values.device != target_T.device:
             raise ValueError(
                 f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
                 f"got {tuple(values.shape)} on {values.device}"
             )
-    if _resolve_backend(backend) == "reference":
+    if _resolve_backend(backend, hidden_TD.device) == "reference":
         return reference.linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
@@ -186,7 +186,7 @@ def linear_logprob_loss(
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(hidden, weight, target, bias, temperature, softcap, logit_scale, active_index, workspace_mib) -> None:
+def _check(hidden, weight, target, bias, temperature, softcap, active_index, workspace_mib) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
@@ -225,10 +225,26 @@ def _check(hidden, weight, target, bias, temperature, softcap, logit_scale, acti
             raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden.device}; move them together")
 
 
-def _resolve_backend(backend: str) -> str:
-    if backend in ("auto", "native", "reference"):
-        return "native" if backend == "auto" else backend
-    raise ValueError(f"backend must be 'auto', 'native' or 'reference', got {backend!r}")
+def _check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
+    """Only on the CPU, where looking costs nothing; a device would have to be waited for."""
+    if target_T.device.type != "cpu" or torch.compiler.is_compiling() or target_T.numel() == 0:
+        return
+    known = target_T.where(target_T != ignore_index, 0)
+    if known.min() < 0 or known.max() >= vocab:
+        row = int(((known < 0) | (known >= vocab)).nonzero()[0])
+        raise ValueError(
+            f"target_T[{row}] is {int(target_T[row])}, outside the vocabulary of {vocab} tokens and not "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def _resolve_backend(backend: str, device: torch.device) -> str:
+    if backend not in ("auto", "native", "reference"):
+        raise ValueError(f"backend must be 'auto', 'native' or 'reference', got {backend!r}")
+    has_native = device.type in ("cpu", "meta")
+    if backend == "native" and not has_native:
+        raise ValueError(f"linear_logprob has no compiled kernels for {device} yet: use backend='auto' or 'reference'")
+    return backend if backend != "auto" else "native" if has_native else "reference"
 
 
 def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:
@@ -314,9 +330,12 @@ class _Rows(NamedTuple):
 
 
 class _Stats(NamedTuple):
+    """Per row; the log-normaliser is ``maximum + log_sum``, kept apart because rounding their sum costs digits of p."""
+
     logprob: Tensor
     entropy: Tensor | None
-    lse: Tensor
+    maximum: Tensor
+    log_sum: Tensor
 
 
 def _forward_chunk(head: _Head, rows: _Rows, logits_RV: Tensor | None, return_entropy: bool) -> _Stats:
@@ -325,9 +344,9 @@ def _forward_chunk(head: _Head, rows: _Rows, logits_RV: Tensor | None, return_en
     maximum, sum_exp, target_logit = rows.hidden_RD.new_zeros(3, num_rows, dtype=torch.float32)
     maximum.fill_(-torch.inf)
     sum_exp_shift = torch.zeros_like(sum_exp) if return_entropy else None
-    scratch = None if logits_RV is not None else rows.hidden_RD.new_empty(num_rows, _TILE_COLUMNS, dtype=torch.float32)
+    scratch = rows.hidden_RD.new_empty(num_rows if logits_RV is None else 0, _TILE_COLUMNS, dtype=torch.float32)
     for tile, weight, bias in head.tiles(_TILE_COLUMNS):
-        z = logits_RV[:, tile] if logits_RV is not None else scratch[:, : weight.shape[0]]
+        z = scratch[:, : weight.shape[0]] if logits_RV is None else logits_RV[:, tile]
         _multiply(rows.hidden_RD, weight.T, out=z)
         torch.ops.rlft_fast.logprob_stats_(
             z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
@@ -335,8 +354,8 @@ def _forward_chunk(head: _Head, rows: _Rows, logits_RV: Tensor | None, return_en
         )  # fmt: skip
     log_sum = sum_exp.log()
     logprob = (target_logit - maximum) - log_sum
-    entropy = log_sum - sum_exp_shift / sum_exp if return_entropy else None
-    return _Stats(logprob, entropy, maximum + log_sum)
+    entropy = None if sum_exp_shift is None else log_sum - sum_exp_shift / sum_exp
+    return _Stats(logprob, entropy, maximum, log_sum)
 
 
 def _logits_to_gradients(
@@ -345,7 +364,7 @@ def _logits_to_gradients(
 ) -> None:  # fmt: skip
     torch.ops.rlft_fast.logprob_grad_(
         z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
-        stats.lse, stats.entropy, grad_logprob, grad_entropy,
+        stats.maximum, stats.log_sum, stats.entropy, grad_logprob, grad_entropy,
     )  # fmt: skip
 
 
@@ -357,19 +376,19 @@ def _linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
     softcap: float, scale: float, workspace_mib: int, return_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logprob (T,), entropy (T,) or empty, lse (A,))."""
+    """(logprob (T,), entropy (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
     head = _Head(weight, bias, softcap, scale)
     logprob, entropy = _per_token_results(hidden, return_entropy)
-    lse = hidden.new_empty(active_index.shape, dtype=torch.float32)
+    normalizer = hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
     for chunk in _row_chunks(active_index.shape[0], weight.shape[0], workspace_mib):
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
         stats = _forward_chunk(head, rows, None, return_entropy)
         logprob[index] = stats.logprob
-        lse[chunk] = stats.lse
-        if return_entropy:
+        normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
+        if stats.entropy is not None:
             entropy[index] = stats.entropy
-    return logprob, entropy, lse
+    return logprob, entropy, normalizer
 
 
 def _per_token_results(hidden: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -387,14 +406,14 @@ def _row_chunks(num_rows: int, vocab: int, workspace_mib: int) -> Iterator[slice
 
 @_linear_logprob.register_fake
 def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, return_entropy):
-    return *_per_token_results(hidden, return_entropy), hidden.new_empty(active_index.shape, dtype=torch.float32)
+    return *_per_token_results(hidden, return_entropy), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
 def _linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
     softcap: float, scale: float, workspace_mib: int,
-    lse: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
+    normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
     head = _Head(weight, bias, softcap, scale)
@@ -404,10 +423,11 @@ def _linear_logprob_backward(
     if not hidden.is_cuda:  # rows that the loss does not see (clipped, zero advantage) cost nothing
         seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
         keep = seen.nonzero().squeeze(-1)
-        active_index, lse, upstream = active_index[keep], lse[keep], upstream[keep]
+        active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
         upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
     rows = _Rows.gather(hidden, target, inv_temperature, active_index)
-    stats = _Stats(upstream, entropy[active_index] if grad_entropy is not None else None, lse)
+    row_entropy = None if grad_entropy is None else entropy[active_index]
+    stats = _Stats(upstream, row_entropy, *normalizer.contiguous())
     num_rows = active_index.shape[0]
     columns = max(min(workspace_mib * 2**20 // (4 * max(num_rows, 1)), _TILE_COLUMNS), 1)
     buffer = hidden.new_empty(num_rows * columns, dtype=torch.float32)
@@ -427,14 +447,16 @@ def _linear_logprob_backward(
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, lse, entropy,
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, normalizer, entropy,
       grad_logprob, grad_entropy, needs_grad):  # fmt: skip
     return _empty_gradients(hidden, weight, bias, needs_grad)
 
 
 def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: list[bool]) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else hidden.new_empty(0)
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if tensor is not None and needed
+        else hidden.new_empty(0)
         for tensor, needed in zip((hidden, weight, bias), needs_grad, strict=True)
     )
 
@@ -487,17 +509,17 @@ class _Gradients(NamedTuple):
 
 def _save_for_recompute(ctx, inputs, output) -> None:
     hidden, weight, target, active_index, bias, inv_temperature, *ctx.options, ctx.return_entropy = inputs
-    _, entropy, lse = output
-    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, lse, entropy)
-    ctx.mark_non_differentiable(lse)
+    _, entropy, normalizer = output
+    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy)
+    ctx.mark_non_differentiable(normalizer)
 
 
-def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_lse):
-    hidden, weight, target, active_index, bias, inv_temperature, lse, entropy = ctx.saved_tensors
+def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
+    hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy = ctx.saved_tensors
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
         hidden, weight, target, active_index, bias, inv_temperature, *ctx.options,
-        lse, entropy, grad_logprob.contiguous(), grad_entropy.contiguous() if ctx.return_entropy else None, needs,
+        normalizer, entropy, grad_logprob.contiguous(), grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
     return _scatter_gradients(grads, needs, num_inputs=10)
 
@@ -532,7 +554,7 @@ def _linear_logprob_frozen(
         stats = _forward_chunk(head, rows, logits, return_entropy=False)
         grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
         for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
-            _logits_to_gradients(logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.lse), None)
+            _logits_to_gradients(logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.logprob), None)
             _multiply(logits[:, tile].to(weight_tile.dtype), weight_tile, out=grad_rows, accumulate=True)
         logprob[index] = stats.logprob
         jacobian[index] = grad_rows.to(hidden.dtype)
@@ -548,6 +570,7 @@ def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scal
 def _save_jacobian(ctx, inputs, output) -> None:
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _frozen_backward(ctx, grad_logprob, _grad_jacobian):
@@ -638,6 +661,7 @@ def _save_gradients(ctx, inputs, output) -> None:
     ctx.needs, ctx.num_per_token = inputs[-1], len(inputs[6])
     ctx.save_for_backward(d_hidden, d_weight, d_bias)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or backward is handed zeros of dweight's size for the outputs without gradient
 
 
 def _scale_gradients(ctx, grad_loss, *_):

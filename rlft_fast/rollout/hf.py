@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlft_fast.models import PACKED_ATTENTION, PolicyModel
@@ -43,7 +44,7 @@ class HFRollout:
         """
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with _generation_mode(self.model):
+        with _generation_mode(self.model), _gathered(self.model):
             for start in range(0, len(prompts), prompts_at_once):
                 flat = self._generate(prompts[start : start + prompts_at_once], params)
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
@@ -106,13 +107,37 @@ class _LogprobRecorder(LogitsProcessor):
 
 @contextmanager
 def _generation_mode(model: PolicyModel) -> Iterator[None]:
-    """Padded attention while generating; packed attention again afterwards."""
+    """Padded attention while generating, without the sampling defaults that come with the model; then all as before.
+
+    A repetition penalty or a temperature among these defaults would change the distribution that is sampled from.
+    """
     model.eval()
+    defaults, model.model.generation_config = model.model.generation_config, GenerationConfig()
     model.model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
         model.model.set_attn_implementation(PACKED_ATTENTION)
+        model.model.generation_config = defaults
+
+
+@contextmanager
+def _gathered(model: PolicyModel) -> Iterator[None]:
+    """Whole weights on every rank while generating, where they are sharded.
+
+    They are gathered once and not once per token, and no collective runs meanwhile: ranks may have different numbers
+    of prompts and stop at different lengths.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's backward needs it at once
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

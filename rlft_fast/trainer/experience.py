@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine.distributed import all_gather_ragged
+from rlft_fast.engine.distributed import all_gather_ragged, all_reduce
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import gae, grpo_advantage, kl_estimate, reward_with_kl, whiten
 from rlft_fast.rollout import Completion
@@ -21,6 +21,11 @@ class Sample:
     row: int
     completion: Completion
     reward: float | None
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank."""
+    return bool(all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
 
 
 def gather_samples(own: list[Sample]) -> list[Sample]:
@@ -62,7 +67,7 @@ def build_batch(samples: list[Sample], prompt_ids: dict[int, list[int]]) -> Batc
 
 
 def add_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
-    """Fills in ``advantage_T`` (and ``return_T`` for GAE) from rewards, values and the divergence from the reference."""
+    """Fills in ``advantage_T`` (GAE: ``return_T`` too) from rewards, values and the divergence from the reference."""
     assert batch.reward_B is not None
     assert batch.group_B is not None
     mask, boundaries = batch.loss_mask_T, batch.cu_seqlens
@@ -81,15 +86,27 @@ def add_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
 
 
 def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch]:
-    """The batch of every optimizer step of a rollout: each epoch shuffles the sequences and cuts them anew."""
+    """The batch of every optimizer step of a rollout: each epoch shuffles the sequences and cuts them anew.
+
+    None is empty: where samples were left out, there may be fewer mini-batches than configured, or none.
+    """
     if config.epochs * config.mini_batches == 1:
-        return [batch]
+        return [batch] if batch.num_sequences else []
     generator = torch.Generator().manual_seed(seed)
     parts: list[Batch] = []
     for _ in range(config.epochs):
         shuffled = torch.randperm(batch.num_sequences, generator=generator).numpy()
-        parts += [batch.select(part) for part in np.array_split(shuffled, config.mini_batches)]
+        parts += [batch.select(part) for part in np.array_split(shuffled, config.mini_batches) if len(part)]
     return parts
+
+
+def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a rollout from those of its optimizer steps: means, but maxima and counts as they stand at the end."""
+    merged = {}
+    for name in steps[0] if steps else ():
+        values = [metrics[name] for metrics in steps]
+        merged[name] = max(values) if name.endswith(("_max", "skipped_steps")) else sum(values) / len(values)
+    return merged
 
 
 def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
@@ -108,6 +125,9 @@ def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
     if batch.old_logprob_T is not None and batch.rollout_logprob_T is not None and batch.loss_mask_T.any():
         difference = (batch.old_logprob_T - batch.rollout_logprob_T)[batch.loss_mask_T].abs()
         metrics |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
+    if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
+        ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
+        metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()
     return metrics
 
 

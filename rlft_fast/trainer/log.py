@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+_FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
 
 
@@ -42,13 +43,16 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def rewind(self, step: int) -> None:
-        """Drops what an interrupted run wrote after the checkpoint that is continued; earlier lines stay."""
+    def num_bytes(self) -> dict[str, int]:
+        """Sizes of the files now, for `rewind`."""
+        return {name: path.stat().st_size for name in _FILES if (path := self.directory / name).exists()}
+
+    def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
+        """Cuts off what an interrupted run wrote after its checkpoint of ``step``, when the files had ``num_bytes``."""
         if self.active:
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                path = self.directory / name
-                lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-                path.write_text("".join(line for line in lines if _is_at_most(line, step)))
+            for name in _FILES:
+                with open(self.directory / name, "ab") as file:
+                    file.truncate(min(num_bytes.get(name, 0), file.tell()))
         self.progress.update(self.task, completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -75,13 +79,5 @@ class RunLog:
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         if self.active:
-            with open(self.directory / name, "a") as file:
+            with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _is_at_most(line: str, step: int) -> bool:
-    """Whether a line belongs to a step up to ``step``; a line cut short by a kill does not count."""
-    try:
-        return json.loads(line)["step"] <= step
-    except json.JSONDecodeError:
-        return False

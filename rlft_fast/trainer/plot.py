@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 _PANELS = {
     "reward_mean": "Reward, mean",
     "accuracy": "Held-out accuracy",
-    "kl": "KL divergence",
+    "ref_kl": "KL from the initial model",
+    "approx_kl": "KL of an update",
     "entropy": "Entropy [nats/token]",
     "completion_length_mean": "Completion length [tokens]",
     "tokens_per_second": "Throughput [tokens/s]",
@@ -24,7 +25,7 @@ Series = tuple[list[int], list[float]]
 
 
 def plot_runs(runs: list[Path], output: Path) -> None:
-    """Draws reward, held-out accuracy, KL, entropy, completion length and throughput over the steps.
+    """Draws reward, held-out accuracy, divergences, entropy, completion length and throughput over the steps.
 
     A panel is left out where no run has its series. Several runs share the panels, told apart by a legend.
 

@@ -4,7 +4,9 @@ Every random draw of a step is seeded by (seed, step, rank), and the order of pr
 run that continues from a checkpoint repeats what the uninterrupted run would have done, bit for bit.
 """
 
+import importlib.util
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,19 +20,22 @@ from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
-from rlft_fast.models import load_tokenizer
-from rlft_fast.rewards import RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
+from rlft_fast.models import PolicyModel, load_tokenizer
+from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
 from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
 from rlft_fast.trainer.experience import (
     Sample,
     add_advantages,
+    any_rank,
     build_batch,
     gather_samples,
+    merge_metrics,
     mini_batches,
     rollout_metrics,
 )
 from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.plot import plot_runs
 
 _SHOWN_EXAMPLES = 3
 
@@ -85,9 +90,11 @@ class PPOTrainer:
             kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
             aggregation=algorithm.aggregation,
         )  # fmt: skip
+        assert isinstance(self.actor.model, PolicyModel)
         self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
         self.checkpoints = CheckpointManager(self.directory / "checkpoints", config.checkpoint.max_num)
         self.log = RunLog(self.directory, config.steps, get_rank())
+        self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.stop_requested = False
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -127,9 +134,19 @@ class PPOTrainer:
                 n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
             ),
         )
-        return gather_samples(self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g]))
+        return self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
 
     def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
+        """The samples of all ranks, each scored by the rank that made it."""
+        try:
+            own, failure = self._score_own(prompts, completions), None
+        except RewardError as error:
+            own, failure = [], error
+        if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
+            raise failure or RewardError("the reward function failed in another process, which says why")
+        return gather_samples(own)
+
+    def _score_own(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
         asked = prompts.select([row for row, _ in completions])
         rewards = compute_rewards(
             self.reward_function,
@@ -150,7 +167,7 @@ class PPOTrainer:
         return batch
 
     def _update(self, batch: Batch, seed: int) -> dict[str, float]:
-        """One optimizer step per mini-batch, critic first; metrics are averaged over them."""
+        """One optimizer step per mini-batch, critic first."""
         steps: list[dict[str, float]] = []
         for mini_batch in mini_batches(batch, self.config.algorithm, seed):
             metrics: dict[str, float] = {}
@@ -160,7 +177,7 @@ class PPOTrainer:
                 metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
                 metrics["critic_explained_variance"] = explained_variance(moments).item()
             steps.append(metrics | self.actor.train_step(mini_batch, self.policy_loss))
-        return {name: sum(metrics[name] for metrics in steps) / len(steps) for name in steps[0]}
+        return merge_metrics(steps)
 
     def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
         texts = self.tokenizer.batch_decode([s.completion.token_ids for s in samples], skip_special_tokens=True)
@@ -178,7 +195,7 @@ class PPOTrainer:
             )
 
     def _seed(self, step: int) -> int:
-        return (self.config.seed * 1_000_003 + step) * 1_009
+        return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -189,8 +206,8 @@ class PPOTrainer:
         rows = range(get_rank(), len(self.held_out), get_world_size())
         params = SamplingParams(max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0)
         groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
-        own = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
-        samples = sorted(gather_samples(own), key=lambda sample: sample.row)
+        samples = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         return (sum(scored) / len(scored) if scored else 0.0), samples
 
@@ -207,20 +224,29 @@ class PPOTrainer:
         try:
             with self.log:
                 return self._run(state)
+        except RewardError:  # comes from a rollout or an evaluation: the models are as the last complete step left them
+            self._save(state)
+            self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
+            raise
         finally:
             signal.signal(signal.SIGINT, handler)
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
-        """The folder and the state to start from."""
+        """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
         state = self.checkpoints.load(self.engines) if resume else None
         if get_rank() == 0:
+            if not resume:
+                shutil.rmtree(self.checkpoints.directory, ignore_errors=True)
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
         barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
-        state = state or {"step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None}
-        self.log.rewind(state["step"] if resume else -1)
+        state = state or {
+            "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
+        }  # fmt: skip
+        self.saved_step = state["step"]
+        self.log.rewind(state["step"], state["log_bytes"])
         return state
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +254,8 @@ class PPOTrainer:
         if self.held_out is not None and state["accuracy_before"] is None:
             state["accuracy_before"], samples = self._evaluate_and_log(0)
             state["examples_before"] = self._examples(samples)
-        while state["step"] < config.steps and not self.stop_requested:
+        stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
+        while state["step"] < config.steps and not stop:
             metrics = self.train_step(state["step"])
             state["step"] += 1
             state["seconds"] += metrics["seconds"]
@@ -237,12 +264,25 @@ class PPOTrainer:
             step, done = state["step"], state["step"] == config.steps
             if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
                 self._evaluate_and_log(step)
-            if done or self.stop_requested or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                self.checkpoints.save(step, self.engines, state)
-        if self.stop_requested and state["step"] < config.steps:
-            self.log.message(f"stopped after step {state['step']} and saved; continue with --resume")
+            stop = any_rank(self.stop_requested)
+            if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                self._save(state)
+        if stop and state["step"] < config.steps:
+            self.log.message(f"stopped after step {state['step']}: {self._saved()}")
             raise KeyboardInterrupt
         return self._finish(state)
+
+    def _save(self, state: dict[str, Any]) -> None:
+        """A checkpoint of the last complete step, unless there is one."""
+        if state["step"] != self.saved_step:
+            state["log_bytes"] = self.log.num_bytes()
+            self.checkpoints.save(state["step"], self.engines, state)
+            self.saved_step = state["step"]
+
+    def _saved(self) -> str:
+        if self.saved_step == 0:
+            return "nothing was learned yet, so nothing is saved"
+        return f"step {self.saved_step} is saved, continue with --resume"
 
     def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
         accuracy, samples = self.evaluate()
@@ -267,6 +307,8 @@ class PPOTrainer:
             )
         if get_rank() == 0:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            if importlib.util.find_spec("matplotlib") is not None:
+                plot_runs([self.directory], self.directory / "curve.png")
         return summary
 
     def _request_stop(self, _signal: int, _frame: FrameType | None) -> None:
@@ -285,5 +327,8 @@ def _reward_function(config: Config) -> RewardFunction:
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    """Runs the configuration from beginning to end, or from its newest checkpoint; returns the summary."""
+    """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
+
+    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
+    """
     return PPOTrainer(config).run(resume)

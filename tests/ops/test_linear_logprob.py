@@ -1,0 +1,407 @@
+"""linear_logprob and linear_logprob_loss against their float64 definition, and their contracts."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from tests.numerics import assert_no_further_from_truth
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def make_problem(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, seed: int = 0):
+    """(hidden, weight, target, options) whose logits have a certain character."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, D, generator=g)
+    weight = torch.randn(V, D, generator=g) / D**0.5
+    target = torch.randint(0, V, (T,), generator=g)
+    options: dict[str, Any] = {}
+    if logits == "peaked":  # softmax(target) -> 1
+        weight[target] += 4 * hidden
+    elif logits == "flat":
+        weight *= 1e-3
+    elif logits == "low":  # everything far below 0: a maximum that starts at 0 underflows
+        options["bias_V"] = torch.full((V,), -150.0)
+    elif logits == "extreme":
+        weight *= 10
+    return hidden.to(dtype), weight.to(dtype), target, options
+
+
+def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype, *, train_weight=True, entropy=True):
+    """[logprob, entropy, dhidden, dweight] for random upstream gradients, in ``dtype``."""
+    h = hidden.to(dtype).detach().clone().requires_grad_()
+    w = weight.to(dtype).detach().clone().requires_grad_(train_weight)
+    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in options.items()}
+    result = function(h, w, target, return_entropy=entropy, **cast)
+    g = torch.Generator().manual_seed(1)
+    loss = (result.logprob * torch.randn(target.shape, generator=g)).sum()
+    if entropy:
+        loss = loss + (result.entropy * torch.randn(target.shape, generator=g)).sum()
+    loss.backward()
+    outputs = [result.logprob.detach(), h.grad]
+    return outputs + ([result.entropy.detach()] if entropy else []) + ([w.grad] if train_weight else [])
+
+
+def check(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, **how) -> None:
+    """Errors are compared over several problems where one has few rows: a single number is right or wrong by luck."""
+    problems = [make_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in range(-(-64 // T))]
+
+    def results(function, dtype):
+        runs = [run(function, *problem, dtype, **how) for problem in problems]
+        return [torch.cat(values) for values in zip(*runs, strict=True)]
+
+    ours, eager = results(linear_logprob, dtype), results(reference.linear_logprob, dtype)
+    for o, e, t in zip(ours, eager, results(reference.linear_logprob, torch.float64), strict=True):
+        assert o.isfinite().all()
+        assert_no_further_from_truth(o, e, t)
+
+
+# V: one below and above a lane multiple (17, 257), an odd one below a block (37), just over a tile (2049), several
+# tiles with a ragged end (5003). T: a single row, odd, more than one row multiple.
+@pytest.mark.parametrize("logits", ["normal", "peaked", "flat", "low", "extreme"])
+@pytest.mark.parametrize("V", [17, 37, 257, 2049, 5003])
+@pytest.mark.parametrize("T", [1, 7, 100])
+def test_no_further_from_truth_than_pytorch(T, V, logits):
+    check(T, 64, V, logits=logits)
+
+
+@pytest.mark.parametrize("how", [{"train_weight": False}, {"train_weight": False, "entropy": False}, {"entropy": False}])
+def test_frozen_weight_and_no_entropy(how):
+    check(100, 64, 5003, **how)
+
+
+@pytest.mark.parametrize("logits", ["normal", "peaked", "flat"])
+@pytest.mark.parametrize("how", [{}, {"train_weight": False, "entropy": False}])
+def test_bfloat16(logits, how):
+    check(100, 64, 5003, logits=logits, dtype=BF16, **how)
+
+
+def test_bfloat16_statistics_are_float32():
+    hidden, weight, target, _ = make_problem(10, 64, 257, dtype=BF16)
+    result = linear_logprob(hidden, weight, target, return_entropy=True)
+    assert result.logprob.dtype == result.entropy.dtype == F32
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(0, 40), D=st.integers(1, 40), V=st.integers(1, 3000), softcap=st.sampled_from([None, 2.0, 30.0]),
+    scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(), workspace_mib=st.sampled_from([1, 64]),
+    ignored=st.floats(0, 1), seed=st.integers(0, 5),
+)  # fmt: skip
+def test_any_shape_and_option(T, D, V, softcap, scale, bias, per_token, workspace_mib, ignored, seed):
+    hidden, weight, target, _ = make_problem(T, D, V, seed=seed)
+    target[torch.rand(T) < ignored] = -100
+    options: dict[str, Any] = {"softcap": softcap, "logit_scale": scale, "temperature": 0.7}
+    if bias:
+        options["bias_V"] = torch.randn(V)
+    if per_token:
+        options["temperature"] = torch.rand(T) + 0.5
+    ours = run(
+        lambda *a, **k: linear_logprob(*a, workspace_mib=workspace_mib, **k), hidden, weight, target, options, F32
+    )
+    truth = run(reference.linear_logprob, hidden, weight, target, options, torch.float64)
+    for o, t in zip(ours, truth, strict=True):
+        torch.testing.assert_close(o.double(), t, rtol=2e-4, atol=2e-5)
+
+
+def test_bias_gradient():
+    hidden, weight, target, _ = make_problem(50, 64, 5003)
+    grads = []
+    for function, dtype in ((linear_logprob, F32), (reference.linear_logprob, torch.float64)):
+        bias = torch.linspace(-1, 1, 5003, dtype=dtype, requires_grad=True)
+        function(hidden.to(dtype), weight.to(dtype), target, bias_V=bias).logprob.square().sum().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-6)
+
+
+def test_ignored_rows_are_zero_and_without_gradient():
+    hidden, weight, target, _ = make_problem(20, 16, 300)
+    hidden[5] = torch.nan  # even what stands in an ignored row must not matter
+    target[[0, 5, 19]] = -100
+    hidden.requires_grad_()
+    result = linear_logprob(hidden, weight.requires_grad_(), target, return_entropy=True)
+    (result.logprob.sum() + result.entropy.sum()).backward()
+    for values in (result.logprob, result.entropy, hidden.grad):
+        assert (values[[0, 5, 19]] == 0).all()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("T", [0, 5])
+def test_nothing_to_do(T):
+    """No rows, or every row ignored: zeros everywhere, also in gradients."""
+    hidden, weight = torch.randn(T, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    target = torch.full((T,), -100)
+    linear_logprob(hidden, weight, target).logprob.sum().backward()
+    assert (weight.grad == 0).all()
+    weight.grad = None
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob).loss.backward()
+    assert (weight.grad == 0).all()
+    assert hidden.grad.shape == (T, 8)
+    assert (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_numbers_stay_in_their_row(bad):
+    hidden, weight, target, _ = make_problem(8, 16, 300)
+    clean = linear_logprob(hidden, weight, target).logprob
+    hidden[3, 2] = bad
+    broken = linear_logprob(hidden, weight, target).logprob
+    assert not broken[3].isfinite()
+    others = torch.arange(8) != 3
+    assert torch.equal(broken[others], clean[others])
+
+
+def test_impossible_tokens():
+    """A logit of -inf has probability 0, adds nothing to the entropy, and gets no gradient."""
+    hidden, weight, target, _ = make_problem(6, 16, 40)
+    target = target % 20
+    bias = torch.zeros(40)
+    bias[20:] = -torch.inf
+    hidden.requires_grad_()
+    result = linear_logprob(hidden, weight, target, bias_V=bias, return_entropy=True)
+    expected = linear_logprob(hidden, weight[:20], target, return_entropy=True)
+    torch.testing.assert_close(result.logprob, expected.logprob)
+    torch.testing.assert_close(result.entropy, expected.entropy)
+    ours, theirs = (torch.autograd.grad(r.entropy.sum(), hidden)[0] for r in (result, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_strided_and_expanded_upstream_gradients():
+    hidden, weight, target, _ = make_problem(12, 16, 300)
+    grads = []
+    for upstream in (torch.arange(24.0)[::2], torch.tensor(3.0).expand(12)):
+        for g in (upstream, upstream.contiguous()):
+            h = hidden.clone().requires_grad_()
+            linear_logprob(h, weight.clone().requires_grad_(), target).logprob.backward(g)
+            grads.append(h.grad)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[2], grads[3])
+
+
+def test_transposed_inputs():
+    hidden, weight, target, _ = make_problem(12, 16, 300)
+    expected = linear_logprob(hidden, weight, target).logprob
+    assert torch.allclose(linear_logprob(hidden.T.contiguous().T, weight.T.contiguous().T, target).logprob, expected)
+
+
+def test_same_bits_in_every_path_and_run():
+    """No grad, recomputing backward, frozen weight, loss: the same log-probabilities, so a ratio of exactly 1."""
+    hidden, weight, target, _ = make_problem(333, 64, 5003)
+    hidden.requires_grad_()
+    trainable = weight.clone().requires_grad_()
+    with torch.no_grad():
+        expected = linear_logprob(hidden, weight, target).logprob
+    assert torch.equal(linear_logprob(hidden, weight, target, return_entropy=True).logprob, expected)
+    assert torch.equal(linear_logprob(hidden, trainable, target).logprob, expected)
+    assert torch.equal(linear_logprob(hidden, weight, target).logprob, expected)
+    first = linear_logprob_loss(hidden, trainable, target, ppo_clip, expected, expected)
+    assert torch.equal(first.logprob, expected)
+    again = linear_logprob_loss(hidden, trainable, target, ppo_clip, expected, expected)
+    grads = [torch.autograd.grad(result.loss, [hidden, trainable]) for result in (first, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# ---- linear_logprob_loss --------------------------------------------------------------------------------------------
+
+
+def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+    ratio = (logprob - old_logprob).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return loss if entropy is None else loss - 0.1 * entropy
+
+
+def loss_problem(T=300, D=64, V=5003, dtype=F32):
+    hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype)
+    target[::7] = -100
+    old = reference.linear_logprob(hidden, weight, target).logprob + 0.3 * torch.randn(T)
+    return hidden, weight, target, old, torch.randn(T)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # six chunks, and one
+def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, workspace_mib):
+    hidden, weight, target, old, advantage = loss_problem(dtype=dtype)
+    results = []
+    for function, to in (
+        (linear_logprob_loss, dtype), (reference.linear_logprob_loss, dtype), (reference.linear_logprob_loss, torch.float64),
+    ):  # fmt: skip
+        options = {"workspace_mib": workspace_mib} if function is linear_logprob_loss else {}
+        h, w = hidden.to(to).clone().requires_grad_(), weight.to(to).clone().requires_grad_()
+        out = function(h, w, target, ppo_clip, old, advantage, temperature=0.8, return_entropy=entropy, **options)
+        (2 * out.loss).backward()
+        results.append([out.loss.detach(), out.logprob, h.grad, w.grad] + ([out.entropy] if entropy else []))
+        assert not out.logprob.requires_grad
+    losses = [values.pop(0).double() for values in results]
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-6, atol=0)  # one number: its error has no statistics
+    for ours, eager, truth in zip(*results, strict=True):
+        assert_no_further_from_truth(ours, eager, truth)
+
+
+def test_loss_gradients_only_where_needed():
+    hidden, weight, target, old, advantage = loss_problem()
+    hidden.requires_grad_()
+    linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss.backward()
+    with_weight = hidden.grad.clone()
+    hidden.grad = None
+    linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss.backward()
+    assert torch.equal(hidden.grad, with_weight)
+    with torch.no_grad():
+        assert not linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss.requires_grad
+
+
+def test_constant_loss_has_zero_gradient():
+    hidden, weight, target, *_ = loss_problem()
+    weight.requires_grad_()
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: torch.ones_like(logprob)).loss.backward()
+    assert (weight.grad == 0).all()
+
+
+def test_second_backward_is_an_error_not_a_wrong_number():
+    hidden, weight, target, old, advantage = loss_problem()
+    loss = linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+# ---- torch's own checks -----------------------------------------------------------------------------------------------
+
+
+def op_arguments(requires_grad: bool):
+    hidden, weight, target, _ = make_problem(6, 8, 50)
+    index = torch.arange(6)
+    tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
+    return [*tensors, torch.ones(1), 0.0, 1.0, 64]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    ops = torch.ops.rlft_fast
+    torch.library.opcheck(ops.linear_logprob, (*op_arguments(requires_grad), True), test_utils=tests)
+    torch.library.opcheck(ops.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
+
+
+def test_opcheck_epilogues():
+    z, row = torch.randn(4, 9), torch.zeros(4)
+    common = (z, torch.tensor([0, 3, 8, 1]), 0, None, torch.ones(1), 0.0, 1.0)
+    stats = (torch.full((4,), -torch.inf), row.clone(), row.clone(), row.clone())
+    torch.library.opcheck(torch.ops.rlft_fast.logprob_stats_, (*common, *stats))
+    torch.library.opcheck(torch.ops.rlft_fast.logprob_grad_, (*common, row + 1, row + 2, row + 1, row + 1, row + 1))
+
+
+def test_gradcheck_of_the_reference():
+    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    bias, target = torch.randn(7, dtype=torch.float64), torch.tensor([0, 6, -100, 3, 3])
+
+    def function(h, w, b):
+        return tuple(reference.linear_logprob(h, w, target, bias_V=b, softcap=3.0, temperature=0.7, return_entropy=True))
+
+    assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (hidden, weight, bias)])
+
+
+def test_compiles_to_one_graph():
+    hidden, weight, target, old, advantage = loss_problem(T=40, V=300)
+
+    def step(h: Tensor, w: Tensor) -> Tensor:
+        result = linear_logprob(h * 1.0, w, target, return_entropy=True)
+        fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage)
+        return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss
+
+    grads = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        function(h, w).backward()
+        grads.append((h.grad, w.grad))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+_PEAK = """
+import re, torch
+from rlft_fast.ops import linear_logprob, linear_logprob_loss
+torch.set_num_threads(1)
+hidden, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(49152, 64, requires_grad=True)
+target, g = torch.randint(0, 49152, (1024,)), torch.randn(1024)
+def step():
+    hidden.grad = weight.grad = None
+    {step}
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+step()
+hidden.grad = weight.grad = None
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+step()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+@pytest.mark.parametrize(
+    "step",
+    [
+        "(linear_logprob(hidden, weight, target, workspace_mib=16).logprob * g).sum().backward()",
+        "linear_logprob_loss(hidden, weight, target, lambda lp, _, g: lp * g, g, workspace_mib=16).loss.backward()",
+    ],
+)
+def test_peak_memory(step):
+    """The logits alone would take 192 MiB; the weight gradient takes 12 MiB, and the workspace may take 16."""
+    code = _PEAK.replace("{step}", step)
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert float(output) < 12 + 16 + 8
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------------
+
+H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((H.unsqueeze(0), W, Y), {}, ValueError, r"hidden_TD \(T, D\).*flatten"),
+        ((H, torch.zeros(10, 7), Y), {}, ValueError, r"\(10, 7\)"),
+        ((H, W[:0], Y), {}, ValueError, "no rows"),
+        ((H, W, Y[:3]), {}, ValueError, r"target_T of shape \(4,\)"),
+        ((H, W, Y.int()), {}, TypeError, "int64"),
+        ((H, W.bfloat16(), Y), {}, TypeError, "bfloat16"),
+        ((H.int(), W.int(), Y), {}, TypeError, "int32"),
+        ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
+        ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
+        ((H, W, Y), {"softcap": -1.0}, ValueError, "softcap"),
+        ((H, W, Y), {"workspace_mib": 0}, ValueError, "workspace_mib"),
+        ((H, W, Y), {"backend": "cuda"}, ValueError, "backend must be"),
+        ((H, W.to("meta"), Y), {}, ValueError, "weight_VD is on meta"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        linear_logprob(*arguments, **options)
+    with pytest.raises(error, match=message):
+        linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
+
+
+@pytest.mark.parametrize("bad_target", [10, -1])
+def test_target_outside_the_vocabulary(bad_target):
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        linear_logprob(H, W, torch.tensor([0, 1, bad_target, 2]))
+
+
+def test_bad_loss_function():
+    with pytest.raises(ValueError, match="one loss per token"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _: logprob.sum())
+    with pytest.raises(ValueError, match=r"per_token\[0\]"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))

@@ -1,0 +1,168 @@
+import json
+import math
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlft_fast.config import AlgorithmConfig
+from rlft_fast.data import Batch
+from rlft_fast.rollout import Completion
+from rlft_fast.trainer.experience import (
+    Sample,
+    add_advantages,
+    any_rank,
+    build_batch,
+    gather_samples,
+    merge_metrics,
+    mini_batches,
+    rollout_metrics,
+)
+
+# Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
+SAMPLES = [
+    Sample(0, Completion([5, 6, 9], [-0.5, -1.25, -0.125], "stop"), 1.0),
+    Sample(0, Completion([7], [-2.0], "stop"), None),
+    Sample(0, Completion([7, 8], [-1.0, -3.0], "length"), 0.0),
+    Sample(1, Completion([4], [-0.75], "stop"), 0.5),
+    Sample(1, Completion([4, 4], [-0.75, -0.25], "length"), 0.5),
+]
+PROMPTS = {0: [1, 2], 1: [3]}
+
+
+def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, which starts processes anyway
+    own = {0: SAMPLES[:3], 1: SAMPLES[3:]}[rank]
+    assert gather_samples(own) == SAMPLES
+    assert gather_samples(own if rank == 0 else []) == SAMPLES[:3]  # fewer prompts than ranks
+    assert any_rank(rank == 1)
+    assert not any_rank(False)
+
+
+def test_samples_survive_the_way_through_tensors():
+    assert gather_samples(SAMPLES) == SAMPLES
+    assert gather_samples([]) == []
+
+
+def test_any_rank_alone():
+    assert any_rank(True)
+    assert not any_rank(False)
+
+
+def test_build_batch_leaves_out_samples_without_a_reward():
+    batch = build_batch(SAMPLES, PROMPTS)
+    assert batch.input_ids_T.tolist() == [1, 2, 5, 6, 9, 1, 2, 7, 8, 3, 4, 3, 4, 4]
+    assert batch.cu_seqlens.tolist() == [0, 5, 9, 11, 14]
+    assert batch.reward_B.tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert batch.group_B.tolist() == [0, 0, 1, 1]
+    sampled = batch.rollout_logprob_T[batch.loss_mask_T]
+    assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
+
+
+def test_rollout_metrics():
+    batch = build_batch(SAMPLES, PROMPTS)
+    off_T = torch.where(batch.loss_mask_T, torch.arange(14.0) / 10, 0.0)  # positions 1-3, 6-7, 9, 11-12
+    batch = batch.replace(old_logprob_T=batch.rollout_logprob_T + off_T)
+    batch = batch.replace(ref_logprob_T=batch.old_logprob_T + off_T)
+    metrics = rollout_metrics(SAMPLES, batch)
+    off = np.array([1, 2, 3, 6, 7, 9, 11, 12]) / 10
+    assert metrics == pytest.approx(
+        {
+            "reward_mean": 0.5,
+            "reward_std": np.std([1.0, 0.0, 0.5, 0.5]),
+            "completion_length_mean": 9 / 5,
+            "truncated_share": 2 / 5,
+            "left_out_share": 1 / 5,
+            "zero_std_group_share": 1 / 2,
+            "mismatch_mean": off.mean(),
+            "mismatch_max": 1.2,
+            "ref_kl": (np.exp(off) - off - 1).mean(),  # k3
+        },
+        rel=1e-5,
+    )
+
+
+def test_rollout_metrics_of_nothing_are_numbers():
+    nothing = [Sample(s.row, s.completion, None) for s in SAMPLES]
+    metrics = rollout_metrics(nothing, build_batch(nothing, PROMPTS))
+    assert metrics["left_out_share"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
+    json.dumps(metrics)
+
+
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_grpo_advantages_stand_at_sampled_positions(scale_by_std):
+    batch = add_advantages(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(scale_by_std=scale_by_std))
+    scale = 1 / math.sqrt(0.5) if scale_by_std else 1.0  # the sample deviation of 1 and 0
+    expected = [0, 1, 1, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0]
+    assert batch.advantage_T.tolist() == pytest.approx([0.5 * scale * x for x in expected], abs=1e-5)
+
+
+def gae_in_fp64(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    advantages = [0.0] * len(rewards)
+    for t in reversed(range(len(rewards))):
+        last = t == len(rewards) - 1
+        delta = rewards[t] + (0.0 if last else gamma * values[t + 1]) - values[t]
+        advantages[t] = delta + (0.0 if last else gamma * lam * advantages[t + 1])
+    return advantages
+
+
+# KL in the reward, KL elsewhere: only the first changes rewards.
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_gae_advantages(kl_in):
+    config = AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8, kl_coef=0.5, kl_estimator="k1", kl_in=kl_in)
+    batch = build_batch(SAMPLES, PROMPTS)
+    generator = torch.Generator().manual_seed(0)
+    value_T, old_T, ref_T = (torch.randn(14, generator=generator) * batch.loss_mask_T for _ in range(3))
+    batch = add_advantages(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)
+
+    kl = 0.5 * (old_T - ref_T).double() if kl_in == "reward" else torch.zeros(14)
+    rewards = (-kl).tolist()
+    for position, reward in ((3, 1.0), (7, 0.0), (9, 0.5), (12, 0.5)):  # the last sampled position of each
+        rewards[position] += reward
+    advantages = np.zeros(14)
+    for positions in ([1, 2, 3], [6, 7], [9], [11, 12]):
+        advantages[positions] = gae_in_fp64(
+            [rewards[t] for t in positions], [value_T[t].item() for t in positions], gamma=0.9, lam=0.8
+        )
+    mask = batch.loss_mask_T.numpy()
+    white = np.where(mask, (advantages - advantages[mask].mean()) / advantages[mask].std(ddof=1), 0.0)
+    assert batch.return_T.tolist() == pytest.approx((advantages + value_T.numpy()) * mask, abs=1e-5)
+    assert batch.advantage_T.tolist() == pytest.approx(white, abs=1e-5)
+
+
+def numbered_batch(num_sequences: int) -> Batch:
+    return Batch.from_samples([[i] for i in range(num_sequences)], [[0]] * num_sequences)
+
+
+@given(
+    num_sequences=st.integers(0, 12), epochs=st.integers(1, 3), count=st.integers(1, 5), seed=st.integers(0, 2**63 - 1)
+)
+def test_every_epoch_sees_every_sequence_once(num_sequences, epochs, count, seed):
+    config = AlgorithmConfig(epochs=epochs, mini_batches=count)
+    batch = numbered_batch(num_sequences)
+    parts = [part.input_ids_T[::2].tolist() for part in mini_batches(batch, config, seed)]
+    assert all(parts)
+    per_epoch = min(count, num_sequences)
+    assert len(parts) == epochs * per_epoch
+    for epoch in range(epochs if num_sequences else 0):
+        cut = parts[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(chain.from_iterable(cut)) == list(range(num_sequences))
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    assert parts == [part.input_ids_T[::2].tolist() for part in mini_batches(batch, config, seed)]
+
+
+def test_epochs_and_seeds_shuffle_differently():
+    config = AlgorithmConfig(epochs=2)
+    orders = [
+        part.input_ids_T[::2].tolist() for seed in (0, 1) for part in mini_batches(numbered_batch(30), config, seed)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_merge_metrics():
+    steps = [{"loss": 1.0, "ratio_max": 3.0, "skipped_steps": 0}, {"loss": 2.0, "ratio_max": 2.0, "skipped_steps": 1}]
+    assert merge_metrics(steps) == {"loss": 1.5, "ratio_max": 3.0, "skipped_steps": 1}
+    assert merge_metrics([]) == {}

@@ -1,0 +1,223 @@
+"""Whole runs of a tiny random model on a toy task: they learn, and their numbers are those of the equations."""
+
+import json
+import math
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlft_fast.config import Config
+from rlft_fast.trainer import PPOTrainer, train
+from tests.tiny_models import save_tiny_model
+from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
+
+GAE = {"algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}}}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def grpo(model, tmp_path_factory):
+    """Folder, configuration and summary of a GRPO run with evaluations."""
+    folder = tmp_path_factory.mktemp("grpo")
+    held_out = write_rows(folder / "held_out.jsonl", [{"prompt": word} for word in ("sea", "ice", "fog", "sand")])
+    config = toy_config(
+        model, folder, steps=16, rollout__samples_per_prompt=8, checkpoint__every=6,
+        evaluation={"path": str(held_out), "max_new_tokens": 6, "every": 8},
+    )  # fmt: skip
+    return folder / "run", config, train(config)
+
+
+@pytest.fixture(scope="module")
+def ppo(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    train(toy_config(model, folder, steps=16, rollout__samples_per_prompt=8, **GAE))
+    return folder / "run"
+
+
+def rewards(run) -> list[float]:
+    return [row["reward_mean"] for row in comparable(run) if "reward_mean" in row]
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+
+def test_grpo_learns(grpo):
+    run, _, summary = grpo
+    assert abs(np.mean(rewards(run)[:2]) - 0.5) < 0.1
+    assert np.mean(rewards(run)[-3:]) > 0.75
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+
+
+def test_ppo_with_a_critic_learns(ppo):
+    assert abs(np.mean(rewards(ppo)[:2]) - 0.5) < 0.1
+    assert np.mean(rewards(ppo)[-3:]) > 0.75
+
+
+def test_the_first_step_is_on_policy(grpo, ppo):
+    for run in (grpo[0], ppo):
+        first = next(row for row in comparable(run) if row["step"] == 1)
+        assert first["ratio_max"] == 1.0
+        assert first["approx_kl"] == 0.0
+        assert first["clip_share"] == 0.0
+
+
+def test_every_step_is_on_policy_with_one_mini_batch(grpo):
+    steps = [row for row in comparable(grpo[0]) if "ratio_max" in row]
+    assert {row["ratio_max"] for row in steps} == {1.0}
+    assert all(row["mismatch_max"] < 1e-4 for row in steps)  # generation with a cache, in other shapes
+
+
+# ---- what a run leaves behind ---------------------------------------------------------------------------------------
+
+
+def test_configuration_is_complete(grpo):
+    run, config, _ = grpo
+    assert Config.load(run / "config.yaml") == config
+
+
+def test_metrics(grpo):
+    rows = read_lines(grpo[0] / "metrics.jsonl")
+    steps = [row for row in rows if "accuracy" not in row]
+    assert [row["step"] for row in steps] == list(range(1, 17))
+    assert [row["step"] for row in rows if "accuracy" in row] == [0, 8, 16]
+    assert all(a["time"] <= b["time"] for a, b in pairwise(rows))
+    assert len({frozenset(row) for row in steps}) == 1
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(row["seconds"] > row["seconds_rollout"] > 0 and row["tokens_per_second"] > 0 for row in steps)
+
+
+def test_samples(grpo):
+    rows = read_lines(grpo[0] / "samples.jsonl")
+    assert {frozenset(row) for row in rows} == {
+        frozenset(("step", "prompt", "completion", "reward", "finish_reason"))
+    }  # fmt: skip
+    by_step = [rows[i : i + 32] for i in range(0, len(rows), 32)]
+    assert [{row["step"] for row in step} for step in by_step] == [{i} for i in range(1, 17)]
+    assert [np.mean([row["reward"] for row in step]) for step in by_step] == pytest.approx(rewards(grpo[0]), abs=1e-6)
+    # 10 prompts, 4 a step: 5 steps are two passes.
+    visits = [row["prompt"] for row in rows[: 5 * 32 : 8]]
+    assert sorted(visits[:10]) == sorted(visits[10:]) == sorted(WORDS)
+
+
+def test_summary(grpo):
+    run, _, returned = grpo
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary == returned
+    assert set(summary) == {"accuracy_before", "accuracy_after", "steps", "minutes", "tokens_per_second"}
+    accuracies = [row["accuracy"] for row in comparable(run) if "accuracy" in row]
+    assert [summary["accuracy_before"], summary["accuracy_after"]] == [accuracies[0], accuracies[-1]]
+    assert summary["steps"] == 16
+    seconds = sum(row.get("seconds", 0.0) for row in read_lines(run / "metrics.jsonl"))
+    assert summary["minutes"] == pytest.approx(seconds / 60, abs=1e-3)
+
+
+def test_plain_transformers_loads_the_export_and_scores_the_same(grpo):
+    run, _, summary = grpo
+    model, tokenizer = (cls.from_pretrained(run / "hf") for cls in (AutoModelForCausalLM, AutoTokenizer))
+    completions = []
+    for row in read_lines(run.parent / "held_out.jsonl"):
+        prompt = tokenizer(row["prompt"], return_tensors="pt")
+        output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+        completions.append(output[0, prompt.input_ids.shape[1] :].tolist())
+    assert np.mean(even_share(completions)) == pytest.approx(summary["accuracy_after"])
+
+
+def test_checkpoints_and_curve(grpo):
+    run = grpo[0]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000012", "step_00000016"]
+    assert find_spec("matplotlib")
+    assert imread(run / "curve.png").std() > 0.01  # a blank picture has none
+
+
+# ---- the terms of the loss ------------------------------------------------------------------------------------------
+
+
+def short_run(model, folder, **changes) -> list[dict]:
+    train(toy_config(model, folder, **({"steps": 4} | changes)))
+    return comparable(folder / "run")
+
+
+def test_kl_in_the_loss(model, tmp_path):
+    free = short_run(model, tmp_path / "free", algorithm__kl_coef=1e-9)
+    held = short_run(model, tmp_path / "held", algorithm__kl_coef=3.0)
+    assert free[0]["ref_kl"] == held[0]["ref_kl"] == 0.0  # the policy is still the initial model
+    assert held[-1]["ref_kl"] < 0.5 * free[-1]["ref_kl"]
+    for row in held:
+        assert row["loss"] == pytest.approx(row["policy_loss"] + 3.0 * row["ref_kl"], abs=1e-5)
+
+
+def test_kl_in_the_reward(model, tmp_path):
+    options = GAE | {"steps": 6, "algorithm__kl_in": "reward", "algorithm__kl_estimator": "k1"}
+    free = short_run(model, tmp_path / "free", **options, algorithm__kl_coef=1e-9)
+    held = short_run(model, tmp_path / "held", **options, algorithm__kl_coef=3.0)
+    assert free[0]["ref_kl"] == held[0]["ref_kl"] == 0.0
+    assert held[-1]["ref_kl"] < 0.5 * free[-1]["ref_kl"]
+    assert all(row["loss"] == row["policy_loss"] for row in held)
+
+
+def test_entropy_bonus(model, tmp_path):
+    plain = short_run(model, tmp_path / "plain")
+    bonus = short_run(model, tmp_path / "bonus", algorithm__entropy_coef=1.0)
+    assert bonus[-1]["entropy"] > plain[-1]["entropy"] + 0.1
+    for row in bonus:
+        assert row["loss"] == pytest.approx(row["policy_loss"] - row["entropy"], abs=1e-5)
+
+
+def test_epochs_and_mini_batches(model, tmp_path):
+    trainer = PPOTrainer(toy_config(model, tmp_path, algorithm__epochs=2, algorithm__mini_batches=2))
+    trainer.run()
+    assert trainer.actor.step == 3 * 4
+    for row in comparable(tmp_path / "run"):
+        assert row["ratio_max"] > 1.0
+        assert row["approx_kl"] > 0.0
+        assert row["skipped_steps"] == 0
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A model that ends its completions at very different lengths."""
+    return save_tiny_model("llama", tmp_path_factory.mktemp("uneven") / "model", eos_token_id=[256, *range(60)])
+
+
+# In the first step every ratio is 1, so the loss of a token is minus its advantage; the reward tells the length.
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_aggregation(aggregation, uneven, tmp_path):
+    function = f"{HERE}:length"
+    row = short_run(uneven, tmp_path, steps=1, reward__function=function, algorithm__aggregation=aggregation)[0]
+    reward_B = np.array([sample["reward"] for sample in read_lines(tmp_path / "run" / "samples.jsonl")])
+    length_B = np.rint(10 * reward_B)
+    assert len(set(length_B)) > 2
+    reward_GN = reward_B.reshape(4, 4)
+    std_G = reward_GN.std(axis=1, ddof=1, keepdims=True)
+    advantage_B = ((reward_GN - reward_GN.mean(axis=1, keepdims=True)) / (std_G + 1e-6)).flatten()
+    weight_B = length_B / length_B.sum() if aggregation == "token-mean" else np.full(16, 1 / 16)
+    assert row["policy_loss"] == pytest.approx(-(weight_B * advantage_B).sum(), abs=1e-5)
+    assert row["completion_length_mean"] == pytest.approx(length_B.mean())
+
+
+def test_a_new_critic_expects_nothing(model, tmp_path):
+    row = short_run(model, tmp_path, steps=1, **GAE, algorithm__lam=1.0)[0]
+    reward_B = np.array([sample["reward"] for sample in read_lines(tmp_path / "run" / "samples.jsonl")])
+    assert row["completion_length_mean"] == 6.0  # so that sequences weigh alike
+    assert row["critic_value_loss"] == pytest.approx(0.5 * np.square(reward_B).mean(), rel=1e-5)
+    assert row["critic_explained_variance"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_seeds(model, tmp_path):
+    runs = [short_run(model, tmp_path / str(i), steps=2, seed=seed) for i, seed in enumerate((1, 1, 10**15))]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_bfloat16(model, tmp_path):
+    rows = short_run(model, tmp_path, actor__compute_dtype="bfloat16")
+    assert rows[0]["ratio_max"] == 1.0
+    assert all(row["grad_norm"] > 0 and row["skipped_steps"] == 0 for row in rows)
