@@ -66,7 +66,10 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
     cxx = find(os.environ.get("CXX", "g++"), "install a C++20 compiler (for example g++) or point CXX at one")
     python = f"-I{sysconfig.get_path('include')}"
     stable = f"-I{ROOT / 'csrc'} -I{torch / 'include'} {TARGET_VERSION} -DPy_LIMITED_API=0x030A0000"
-    common = f"-std=c++20 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -Wall {python} {os.environ.get('CXXFLAGS', '')}"
+    common = (
+        "-std=c++20 -O3 -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden -Wall "
+        f"{python} {os.environ.get('CXXFLAGS', '')}"
+    )
     lines = [
         f"rule cxx\n  command = {cxx} -MMD -MF $out.d {common} $flags -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {cxx} -shared $in -o $out $libs {os.environ.get('LDFLAGS', '')}",

@@ -103,5 +103,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.is_quantized = False
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.incomplete")
     model.save_pretrained(temporary)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(temporary)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    assert tokenizer is not None
+    tokenizer.save_pretrained(temporary)
     temporary.rename(folder)

@@ -4,7 +4,6 @@ Sequences lie one behind the other in 1-D tensors, delimited by `cu_seqlens`. Ev
 positions: index t speaks about the prediction made *at* position t, that is, about token t + 1 of the same sequence.
 """
 
-# ruff: noqa: N815 (the shape suffixes are the house style)
 import copy
 import dataclasses
 from collections.abc import Iterable, Sequence

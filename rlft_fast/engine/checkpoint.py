@@ -20,15 +20,17 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlft_fast.config import Config
 from rlft_fast.engine.distributed import barrier, get_rank, get_world_size
 from rlft_fast.engine.fsdp import FSDPEngine
 
 _TEMPORARY = ".incomplete"
+_STORAGE_ERRORS = (Exception, CheckpointException)  # DCP raises many kinds, and wraps them in a BaseException
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint could not be written or read; the message says what is left."""
 
 
@@ -69,7 +71,7 @@ class CheckpointManager:
             if get_rank() == 0:
                 counters = {name: engine.counters() for name, engine in engines.items()}
                 (temporary / "state.json").write_text(json.dumps({"engines": counters, "trainer": dict(state)}))
-        except Exception as error:  # whatever the storage raises: the half-written folder must go, the rest must stay
+        except _STORAGE_ERRORS as error:  # the half-written folder must go, the rest must stay
             shutil.rmtree(temporary, ignore_errors=True)
             kept = self.latest()
             raise CheckpointError(
@@ -105,7 +107,7 @@ class CheckpointManager:
             for name, engine in engines.items():
                 _load_tensors(engine.state_tensors(), folder / name)
                 engine.load_counters(saved["engines"][name])
-        except Exception as error:  # DCP raises many kinds; the user needs the folder's name with each
+        except _STORAGE_ERRORS as error:  # the user needs the folder's name with each
             raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
         return saved["trainer"]
 

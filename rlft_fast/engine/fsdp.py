@@ -105,16 +105,14 @@ class FSDPEngine:
         return self
 
     def _shard(self) -> None:
-        """One FSDP unit per decoder block, the rest (embedding, norm, head: tied weights stay one parameter) the root."""
+        """One FSDP unit per decoder block; the root holds the rest, so tied embedding and head stay one parameter."""
         ensure_process_group()
         mesh = init_device_mesh(self.device.type, (get_world_size(),), mesh_dim_names=("shard",))
         dtype = getattr(torch, self.config.compute_dtype)
         options: dict[str, Any] = {
             "mesh": mesh,
             # Inputs keep their dtype: hidden states are in `dtype` already, and the loss needs its fields in float32.
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         }
         for block in decoder_blocks(self.model):
             fully_shard(block, **options)
@@ -161,7 +159,9 @@ class FSDPEngine:
         """Puts the ranks' results together and back into the order of the batch."""
         sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
         planned_T = torch.cat([part.cpu() for part in all_gather_ragged(own_T, sizes)])
-        return batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
+        restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
+        assert restored_T is not None
+        return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
         return plan_micro_batches(batch.lengths, self.config.max_tokens, world_size=get_world_size())
@@ -252,7 +252,7 @@ class FSDPEngine:
             yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Parameters and AdamW moments by name, (sharded) tensors that alias the engine's own: save or load in place."""
+        """Parameters and AdamW moments by name. They alias the engine's own (sharded) tensors: save or load in place."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         if self.optimizer is not None:
             for name, parameter in self.model.named_parameters():

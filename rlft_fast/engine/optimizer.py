@@ -9,9 +9,7 @@ from torch import nn
 from rlft_fast.config import OptimizerConfig
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
-) -> torch.optim.AdamW:
+def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW (decoupled weight decay, arXiv 1711.05101). Only matrices decay: never biases, norms or scalars."""
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
@@ -25,7 +23,7 @@ def build_optimizer(
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    """Share of the peak learning rate at optimizer step ``step`` of ``num_steps``: linear warm-up, then the schedule."""
+    """Share of the peak learning rate at optimizer step ``step``: linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     progress = min((step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1), 1.0)

@@ -78,13 +78,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float
 def _varlen(q, k, v, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    packed = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, heads, head_dim)
-    left = -1 if window is None else window - 1
-    enable_gqa = q.shape[1] != k.shape[1]
+    packed_q, packed_k, packed_v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, heads, head_dim)
     out = varlen_attn(
-        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        scale=scale, window_size=(left, 0), enable_gqa=enable_gqa,
+        packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+    assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
 

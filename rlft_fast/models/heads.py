@@ -7,7 +7,7 @@ Shapes: T packed tokens, A active positions (those whose next token was sampled)
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class PolicyModel(nn.Module):
             )  # fmt: skip
             cache = prefill.past_key_values
             cache.batch_repeat_interleave(num_samples)
-        sequences = self.model.generate(
+        sequences = cast(Any, self.model).generate(
             prompt_ids.repeat_interleave(num_samples, 0),
             attention_mask=attention_mask.repeat_interleave(num_samples, 0),
             past_key_values=cache,

@@ -1,9 +1,18 @@
 """Loading from local Hugging Face folders: safetensors only, nothing is unpickled and no hub is asked."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, ValueModel
@@ -42,18 +51,24 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     _require_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, local_files_only=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
-def _load(auto_class, path: str | Path):
+def _load(auto_class: Any, path: str | Path) -> PreTrainedModel:
     try:
-        model = auto_class.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
+        model, report = auto_class.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True,
+            local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load the model in {path}: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the weights in {path} lack {len(missing)} tensors that the model needs ({', '.join(missing[:3])}, ...): "
+            "they would be random; save or download the model again"
+        )
     return model.train()
 
 

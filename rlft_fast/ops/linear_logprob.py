@@ -4,8 +4,8 @@ The (T, V) logits are by far the largest tensor of a policy update. Here they ex
 the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob.cpp`` holds the equations).
 
     no grad              1 GEMM    logits tile -> online softmax statistics
-    with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so every row
-                                   of dW is reduced over all tokens at once and written once
+    with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so
+                                   every row of dW is reduced over all tokens at once and written once
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   the loss is known per token, so logits become dlogits in place in the forward
 
@@ -202,14 +202,16 @@ def _check(hidden, weight, target, bias, temperature, softcap, active_index, wor
         raise TypeError(f"target_T must hold int64 vocabulary ids, got {target.dtype}")
     if hidden.dtype != weight.dtype or hidden.dtype not in (*_DTYPES, torch.float64):
         raise TypeError(
-            f"hidden_TD and weight_VD must share one of float32, bfloat16, float16; got {hidden.dtype} and {weight.dtype}"
+            f"hidden_TD and weight_VD must share one of float32, bfloat16, float16; "
+            f"got {hidden.dtype} and {weight.dtype}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias_V of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if isinstance(temperature, Tensor):
         if temperature.shape != target.shape:
             raise ValueError(
-                f"a temperature tensor must have one value per token {tuple(target.shape)}, got {tuple(temperature.shape)}"
+                f"a temperature tensor must have one value per token {tuple(target.shape)}, "
+                f"got {tuple(temperature.shape)}"
             )
     elif not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}; greedy decoding has no log-probabilities")
@@ -288,7 +290,7 @@ class _Head(NamedTuple):
 
 
 def _operand(x: Tensor) -> Tensor:
-    """What the GEMM multiplies: CPUs have no fast half-precision GEMM, so tiles are widened there as they are needed."""
+    """What the GEMM multiplies: CPUs have no fast half-precision GEMM, so tiles are widened there as needed."""
     return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
@@ -519,7 +521,8 @@ def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
         hidden, weight, target, active_index, bias, inv_temperature, *ctx.options,
-        normalizer, entropy, grad_logprob.contiguous(), grad_entropy.contiguous() if ctx.return_entropy else None, needs,
+        normalizer, entropy, grad_logprob.contiguous(),
+        grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
     return _scatter_gradients(grads, needs, num_inputs=10)
 
@@ -554,7 +557,9 @@ def _linear_logprob_frozen(
         stats = _forward_chunk(head, rows, logits, return_entropy=False)
         grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
         for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
-            _logits_to_gradients(logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.logprob), None)
+            _logits_to_gradients(
+                logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.logprob), None
+            )
             _multiply(logits[:, tile].to(weight_tile.dtype), weight_tile, out=grad_rows, accumulate=True)
         logprob[index] = stats.logprob
         jacobian[index] = grad_rows.to(hidden.dtype)

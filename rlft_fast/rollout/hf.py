@@ -6,7 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlft_fast.models import PACKED_ATTENTION, PolicyModel
 from rlft_fast.rollout.types import Completion, SamplingParams
@@ -55,6 +61,7 @@ class HFRollout:
         sequences, prompt_length = self.model.generate(
             *self._pad(prompts),
             num_samples=params.n,
+            synced_gpus=False,  # weights are gathered: ranks need not wait for each other
             logits_processor=LogitsProcessorList([recorder]),
             generation_config=GenerationConfig(
                 max_new_tokens=params.max_new_tokens,

@@ -72,7 +72,9 @@ def test_no_further_from_truth_than_pytorch(T, V, logits):
     check(T, 64, V, logits=logits)
 
 
-@pytest.mark.parametrize("how", [{"train_weight": False}, {"train_weight": False, "entropy": False}, {"entropy": False}])
+@pytest.mark.parametrize(
+    "how", [{"train_weight": False}, {"train_weight": False, "entropy": False}, {"entropy": False}]
+)
 def test_frozen_weight_and_no_entropy(how):
     check(100, 64, 5003, **how)
 
@@ -92,8 +94,8 @@ def test_bfloat16_statistics_are_float32():
 @settings(max_examples=40, deadline=None)
 @given(
     T=st.integers(0, 40), D=st.integers(1, 40), V=st.integers(1, 3000), softcap=st.sampled_from([None, 2.0, 30.0]),
-    scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(), workspace_mib=st.sampled_from([1, 64]),
-    ignored=st.floats(0, 1), seed=st.integers(0, 5),
+    scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(),
+    workspace_mib=st.sampled_from([1, 64]), ignored=st.floats(0, 1), seed=st.integers(0, 5),
 )  # fmt: skip
 def test_any_shape_and_option(T, D, V, softcap, scale, bias, per_token, workspace_mib, ignored, seed):
     hidden, weight, target, _ = make_problem(T, D, V, seed=seed)
@@ -232,7 +234,9 @@ def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, workspace_mib):
     hidden, weight, target, old, advantage = loss_problem(dtype=dtype)
     results = []
     for function, to in (
-        (linear_logprob_loss, dtype), (reference.linear_logprob_loss, dtype), (reference.linear_logprob_loss, torch.float64),
+        (linear_logprob_loss, dtype),
+        (reference.linear_logprob_loss, dtype),
+        (reference.linear_logprob_loss, torch.float64),
     ):  # fmt: skip
         options = {"workspace_mib": workspace_mib} if function is linear_logprob_loss else {}
         h, w = hidden.to(to).clone().requires_grad_(), weight.to(to).clone().requires_grad_()
@@ -273,7 +277,7 @@ def test_second_backward_is_an_error_not_a_wrong_number():
         loss.backward()
 
 
-# ---- torch's own checks -----------------------------------------------------------------------------------------------
+# ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
 def op_arguments(requires_grad: bool):
@@ -304,7 +308,9 @@ def test_gradcheck_of_the_reference():
     bias, target = torch.randn(7, dtype=torch.float64), torch.tensor([0, 6, -100, 3, 3])
 
     def function(h, w, b):
-        return tuple(reference.linear_logprob(h, w, target, bias_V=b, softcap=3.0, temperature=0.7, return_entropy=True))
+        return tuple(
+            reference.linear_logprob(h, w, target, bias_V=b, softcap=3.0, temperature=0.7, return_entropy=True)
+        )
 
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (hidden, weight, bias)])
 
@@ -363,7 +369,7 @@ def test_peak_memory(step):
     assert float(output) < 12 + 16 + 8
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------
+# ---- bad input ------------------------------------------------------------------------------------------------------
 
 H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
 

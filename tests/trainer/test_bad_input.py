@@ -47,10 +47,6 @@ def test_missing_model(run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def not_yet(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(reason=reason, strict=True)
-
-
 def without_config(folder):
     (folder / "config.json").unlink()
 
@@ -93,9 +89,9 @@ def with_headless_weights(folder):
     "damage",
     [
         without_config, with_broken_config, with_unknown_type, without_weights, without_tokenizer,
-        pytest.param(with_cut_off_weights, marks=not_yet("SafetensorError is neither ValueError nor OSError")),
-        pytest.param(with_missing_layer, marks=not_yet("missing weights are drawn at random")),
-        pytest.param(with_headless_weights, marks=not_yet("missing weights are drawn at random")),
+        with_cut_off_weights,
+        with_missing_layer,
+        with_headless_weights,
     ],
 )  # fmt: skip
 def test_unreadable_model(damage, run, tmp_path):
@@ -274,7 +270,6 @@ def test_output_folder_that_cannot_be_made(run, tmp_path):
     assert str(tmp_path / "run") in error
 
 
-@not_yet("DCP's CheckpointException is a BaseException, and CheckpointError no error that the command line reports")
 def test_checkpoint_that_cannot_be_written(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
