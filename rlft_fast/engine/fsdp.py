@@ -137,7 +137,6 @@ class FSDPEngine:
             ValueError: a sequence is longer than the token cap, or the head does not give an output.
         """
         self._check_outputs(outputs)
-        self.model.eval()
         plan = self._plan(batch)
         parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
         for indices in plan.micro_batches(get_rank()):
@@ -191,7 +190,6 @@ class FSDPEngine:
         """
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")
-        self.model.train()
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
         micro_batches = self._plan(batch).micro_batches(get_rank())
         totals: dict[str, Tensor] = {}
@@ -252,7 +250,7 @@ class FSDPEngine:
             yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Parameters and AdamW moments by name. They alias the engine's own (sharded) tensors: save or load in place."""
+        """Parameters and AdamW moments by name; they alias the engine's own (sharded) tensors."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         if self.optimizer is not None:
             for name, parameter in self.model.named_parameters():

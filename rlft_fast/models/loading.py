@@ -21,8 +21,11 @@ from rlft_fast.models.heads import PolicyModel, ValueModel
 def load_policy(path: str | Path, workspace_mib: int = 64) -> PolicyModel:
     """A causal language model in float32 on the CPU, with packed attention and a ``LogprobHead``.
 
+    It is in eval mode and is trained so: with dropout the policy of an update would be another one than that which
+    sampled and inferred, and the ratio between them not 1.
+
     Raises:
-        ValueError: the folder is missing or unreadable, or its model has no lm_head.
+        ValueError: the folder is missing or unreadable, its weights are damaged or incomplete, or it has no lm_head.
     """
     architectures = _read_config(path).architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
@@ -34,10 +37,10 @@ def load_policy(path: str | Path, workspace_mib: int = 64) -> PolicyModel:
 
 
 def load_critic(path: str | Path) -> ValueModel:
-    """The backbone of any text model in float32 on the CPU, with a new value head.
+    """The backbone of any text model in float32 on the CPU, with a new value head; in eval mode like the policy.
 
     Raises:
-        ValueError: the folder is missing or unreadable.
+        ValueError: the folder is missing or unreadable, or its weights are damaged or incomplete.
     """
     _read_config(path)
     return ValueModel(_load(AutoModel, path))
@@ -60,16 +63,16 @@ def _load(auto_class: Any, path: str | Path) -> PreTrainedModel:
     try:
         model, report = auto_class.from_pretrained(
             path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True,
-            local_files_only=True, output_loading_info=True,
+            local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"cannot load the model in {path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):
+    if unfit := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise ValueError(
-            f"the weights in {path} lack {len(missing)} tensors that the model needs ({', '.join(missing[:3])}, ...): "
-            "they would be random; save or download the model again"
+            f"the weights in {path} lack {len(unfit)} tensors of the shape that config.json asks for "
+            f"({', '.join(unfit[:3])}, ...): they would be random; save or download the model again"
         )
-    return model.train()
+    return model.eval()
 
 
 def _read_config(path: str | Path):

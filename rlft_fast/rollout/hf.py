@@ -118,7 +118,6 @@ def _generation_mode(model: PolicyModel) -> Iterator[None]:
 
     A repetition penalty or a temperature among these defaults would change the distribution that is sampled from.
     """
-    model.eval()
     defaults, model.model.generation_config = model.model.generation_config, GenerationConfig()
     model.model.set_attn_implementation("sdpa")
     try:

@@ -1,0 +1,453 @@
+"""The algorithms behind `linear_logprob`: GEMMs over tiles of the logits, and what happens between them.
+
+The (T, V) logits are by far the largest tensor of a policy update. Here they exist one tile at a time: the GEMMs are
+the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob.cpp`` holds the equations).
+Callers have checked every argument.
+
+    no grad              1 GEMM    logits tile -> online softmax statistics
+    with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so
+                                   every row of dW is reduced over all tokens at once and written once
+    frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
+    linear_logprob_loss  3 GEMMs   the loss is known per token, so logits become dlogits in place in the forward
+
+The forward of all four walks the same tiles, so their log-probabilities are equal bit for bit: a policy ratio between
+a no-grad pass and the first gradient pass is exactly 1.
+
+Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
+from rlft_fast.ops.reference import LossFunction
+
+# A tile of 2048 columns keeps logits and their weight rows in L2/L3 between the GEMM and the epilogue, and costs the
+# GEMM nothing (benchmarks/results, "tile width"). Rows per chunk follow from the workspace.
+_TILE_COLUMNS = 2048
+_ROW_MULTIPLE = 16
+
+loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
+
+
+@torch.compiler.assume_constant_result
+def compiled_handle(loss_fn: LossFunction) -> int:
+    """A handle that lives as long as the process, as the compiled graph that holds it may."""
+    handle = id(loss_fn)
+    loss_functions[handle] = loss_fn
+    return handle
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+class _Head(NamedTuple):
+    """The projection and what is done to its logits before the softmax."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    softcap: float
+    scale: float
+
+    def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
+        bias = None if self.bias_V is None else self.bias_V.to(torch.float32)
+        for start in range(0, self.weight_VD.shape[0], columns):
+            tile = slice(start, min(start + columns, self.weight_VD.shape[0]))
+            yield tile, _operand(self.weight_VD[tile]), None if bias is None else bias[tile]
+
+
+def _operand(x: Tensor) -> Tensor:
+    """What the GEMM multiplies: CPUs have no fast half-precision GEMM, so tiles are widened there as needed."""
+    return x.to(torch.float32) if x.device.type == "cpu" else x
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """``out (+)= a @ b`` in float32, whatever dtype the operands have."""
+    if a.dtype != torch.float32:
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        out.add_(product) if accumulate else out.copy_(product)
+    elif accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def _chunk_rows(num_rows: int, vocab: int, workspace_mib: int) -> int:
+    """Rows whose complete logits fit the workspace, evenly divided and rounded for the GEMM's register tiles."""
+    limit = max(workspace_mib * 2**20 // (4 * vocab), 1)
+    if limit > _ROW_MULTIPLE:
+        limit -= limit % _ROW_MULTIPLE
+    num_chunks = -(-num_rows // limit)
+    even = -(-num_rows // max(num_chunks, 1))
+    return max(min(limit, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE), 1)
+
+
+class _Rows(NamedTuple):
+    """Some rows of the problem, gathered: all that a chunk needs besides the head."""
+
+    hidden_RD: Tensor
+    target_R: Tensor
+    inv_temperature: Tensor  # (R,) or (1,)
+
+    @staticmethod
+    def gather(hidden: Tensor, target: Tensor, inv_temperature: Tensor, index: Tensor) -> _Rows:
+        whole = index.shape[0] == hidden.shape[0]
+        if whole and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
+            return _Rows(_operand(hidden), target.contiguous(), inv_temperature)
+        per_row = inv_temperature if inv_temperature.shape[0] == 1 else inv_temperature[index]
+        return _Rows(_operand(hidden[index]), target[index], per_row)
+
+
+class _Stats(NamedTuple):
+    """Per row; the log-normaliser is ``maximum + log_sum``, kept apart because rounding their sum costs digits of p."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    maximum: Tensor
+    log_sum: Tensor
+
+
+def _forward_chunk(head: _Head, rows: _Rows, logits_RV: Tensor | None, return_entropy: bool) -> _Stats:
+    """Statistics of one chunk; keeps its logits when given a buffer for them."""
+    num_rows = rows.hidden_RD.shape[0]
+    maximum, sum_exp, target_logit = rows.hidden_RD.new_zeros(3, num_rows, dtype=torch.float32)
+    maximum.fill_(-torch.inf)
+    sum_exp_shift = torch.zeros_like(sum_exp) if return_entropy else None
+    scratch = rows.hidden_RD.new_empty(num_rows if logits_RV is None else 0, _TILE_COLUMNS, dtype=torch.float32)
+    for tile, weight, bias in head.tiles(_TILE_COLUMNS):
+        z = scratch[:, : weight.shape[0]] if logits_RV is None else logits_RV[:, tile]
+        _multiply(rows.hidden_RD, weight.T, out=z)
+        torch.ops.rlft_fast.logprob_stats_(
+            z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
+            maximum, sum_exp, sum_exp_shift, target_logit,
+        )  # fmt: skip
+    log_sum = sum_exp.log()
+    logprob = (target_logit - maximum) - log_sum
+    entropy = None if sum_exp_shift is None else log_sum - sum_exp_shift / sum_exp
+    return _Stats(logprob, entropy, maximum, log_sum)
+
+
+def _logits_to_gradients(
+    z: Tensor, tile: slice, bias: Tensor | None, head: _Head, rows: _Rows, stats: _Stats,
+    grad_logprob: Tensor, grad_entropy: Tensor | None,
+) -> None:  # fmt: skip
+    torch.ops.rlft_fast.logprob_grad_(
+        z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
+        stats.maximum, stats.log_sum, stats.entropy, grad_logprob, grad_entropy,
+    )  # fmt: skip
+
+
+# ---- forward only, and forward + recomputing backward ---------------------------------------------------------------
+
+
+@torch.library.custom_op("rlft_fast::linear_logprob", mutates_args=())
+def _linear_logprob(
+    hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
+    softcap: float, scale: float, workspace_mib: int, return_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logprob (T,), entropy (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
+    head = _Head(weight, bias, softcap, scale)
+    logprob, entropy = _per_token_results(hidden, return_entropy)
+    normalizer = hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
+    for chunk in _row_chunks(active_index.shape[0], weight.shape[0], workspace_mib):
+        index = active_index[chunk]
+        rows = _Rows.gather(hidden, target, inv_temperature, index)
+        stats = _forward_chunk(head, rows, None, return_entropy)
+        logprob[index] = stats.logprob
+        normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
+        if stats.entropy is not None:
+            entropy[index] = stats.entropy
+    return logprob, entropy, normalizer
+
+
+def _per_token_results(hidden: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor]:
+    """(logprob (T,), entropy (T,) or empty): zeros, which is what ignored rows keep."""
+    num_tokens = hidden.shape[0]
+    logprob = hidden.new_zeros(num_tokens, dtype=torch.float32)
+    return logprob, hidden.new_zeros(num_tokens if return_entropy else 0, dtype=torch.float32)
+
+
+def _row_chunks(num_rows: int, vocab: int, workspace_mib: int) -> Iterator[slice]:
+    step = _chunk_rows(num_rows, vocab, workspace_mib)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+@_linear_logprob.register_fake
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, return_entropy):
+    return *_per_token_results(hidden, return_entropy), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
+def _linear_logprob_backward(
+    hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
+    softcap: float, scale: float, workspace_mib: int,
+    normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
+    head = _Head(weight, bias, softcap, scale)
+    grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
+    upstream = grad_logprob[active_index]
+    upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
+    if not hidden.is_cuda:  # rows that the loss does not see (clipped, zero advantage) cost nothing
+        seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
+        keep = seen.nonzero().squeeze(-1)
+        active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
+        upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
+    rows = _Rows.gather(hidden, target, inv_temperature, active_index)
+    row_entropy = None if grad_entropy is None else entropy[active_index]
+    stats = _Stats(upstream, row_entropy, *normalizer.contiguous())
+    num_rows = active_index.shape[0]
+    columns = max(min(workspace_mib * 2**20 // (4 * max(num_rows, 1)), _TILE_COLUMNS), 1)
+    buffer = hidden.new_empty(num_rows * columns, dtype=torch.float32)
+    grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
+    for tile, weight_tile, bias_tile in head.tiles(columns):
+        z = (
+            buffer[: num_rows * weight_tile.shape[0]].view(num_rows, -1)
+            if num_rows
+            else buffer.view(0, len(weight_tile))
+        )
+        _multiply(rows.hidden_RD, weight_tile.T, out=z)
+        _logits_to_gradients(z, tile, bias_tile, head, rows, stats, upstream, upstream_entropy)
+        grads.accumulate(z, tile, weight_tile, rows.hidden_RD, grad_rows, first=True)
+    if grad_rows is not None:
+        grads.hidden[active_index] = grad_rows.to(hidden.dtype)
+    return grads.finish()
+
+
+@_linear_logprob_backward.register_fake
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, normalizer, entropy,
+      grad_logprob, grad_entropy, needs_grad):  # fmt: skip
+    return _empty_gradients(hidden, weight, bias, needs_grad)
+
+
+def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: list[bool]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if tensor is not None and needed
+        else hidden.new_empty(0)
+        for tensor, needed in zip((hidden, weight, bias), needs_grad, strict=True)
+    )
+
+
+class _Gradients(NamedTuple):
+    """Outputs of a backward pass: gradients in the inputs' dtypes, reduced in float32 and rounded once."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    needs: list[bool]
+    weight_float: Tensor | None  # float32 accumulator where dweight is narrower and summed over several chunks
+
+    @staticmethod
+    def allocate(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], several_chunks: bool = False
+    ) -> _Gradients:
+        d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, needs)
+        if needs[0]:
+            d_hidden.zero_()
+        wide = None
+        if needs[1] and several_chunks and weight.dtype != torch.float32:
+            wide = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        return _Gradients(d_hidden, d_weight, d_bias, needs, wide)
+
+    def accumulate(
+        self, z: Tensor, tile: slice, weight_tile: Tensor, hidden_RD: Tensor, grad_rows: Tensor | None, first: bool
+    ) -> None:
+        """Adds what the dlogits ``z`` of one tile contribute. ``first``: the tile's dweight holds nothing yet."""
+        operand = z.to(weight_tile.dtype)
+        if grad_rows is not None:
+            _multiply(operand, weight_tile, out=grad_rows, accumulate=True)
+        if self.needs[1]:
+            target = self.weight if self.weight_float is None else self.weight_float
+            if target.dtype == torch.float32:
+                _multiply(operand.T, hidden_RD, out=target[tile], accumulate=not first)
+            else:
+                product = torch.empty(target[tile].shape, dtype=torch.float32, device=target.device)
+                _multiply(operand.T, hidden_RD, out=product)
+                target[tile] = product
+        if self.needs[2]:
+            column_sum = z.sum(0)
+            self.bias[tile] = column_sum if first else self.bias[tile] + column_sum
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.weight_float is not None:
+            self.weight.copy_(self.weight_float)
+        return self.hidden, self.weight, self.bias
+
+
+def _save_for_recompute(ctx, inputs, output) -> None:
+    hidden, weight, target, active_index, bias, inv_temperature, *ctx.options, ctx.return_entropy = inputs
+    _, entropy, normalizer = output
+    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy)
+    ctx.mark_non_differentiable(normalizer)
+
+
+def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
+    hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
+    grads = torch.ops.rlft_fast.linear_logprob_backward(
+        hidden, weight, target, active_index, bias, inv_temperature, *ctx.options,
+        normalizer, entropy, grad_logprob.contiguous(),
+        grad_entropy.contiguous() if ctx.return_entropy else None, needs,
+    )  # fmt: skip
+    return _scatter_gradients(grads, needs, num_inputs=10)
+
+
+def _scatter_gradients(grads, needs, num_inputs: int) -> tuple[Tensor | None, ...]:
+    """Gradients at the positions of (hidden, weight, ., ., bias) among ``num_inputs`` op inputs."""
+    d_hidden, d_weight, d_bias = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return (d_hidden, d_weight, None, None, d_bias, *[None] * (num_inputs - 5))
+
+
+_linear_logprob.register_autograd(_recompute_backward, setup_context=_save_for_recompute)
+
+
+# ---- frozen weight: forward keeps U = d logprob / d hidden ----------------------------------------------------------
+
+
+@torch.library.custom_op("rlft_fast::linear_logprob_frozen", mutates_args=())
+def _linear_logprob_frozen(
+    hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
+    softcap: float, scale: float, workspace_mib: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(logprob (T,), U (T, D) with U_t = d logprob_t / d hidden_t)."""
+    head = _Head(weight, bias, softcap, scale)
+    logprob = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
+    jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+    num_rows, vocab = active_index.shape[0], weight.shape[0]
+    buffer = hidden.new_empty(_chunk_rows(num_rows, vocab, workspace_mib), vocab, dtype=torch.float32)
+    for chunk in _row_chunks(num_rows, vocab, workspace_mib):
+        index = active_index[chunk]
+        rows = _Rows.gather(hidden, target, inv_temperature, index)
+        logits = buffer[: index.shape[0]]
+        stats = _forward_chunk(head, rows, logits, return_entropy=False)
+        grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
+        for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
+            _logits_to_gradients(
+                logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.logprob), None
+            )
+            _multiply(logits[:, tile].to(weight_tile.dtype), weight_tile, out=grad_rows, accumulate=True)
+        logprob[index] = stats.logprob
+        jacobian[index] = grad_rows.to(hidden.dtype)
+    return logprob, jacobian
+
+
+@_linear_logprob_frozen.register_fake
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib):
+    jacobian = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    return hidden.new_empty(hidden.shape[0], dtype=torch.float32), jacobian
+
+
+def _save_jacobian(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _frozen_backward(ctx, grad_logprob, _grad_jacobian):
+    (jacobian,) = ctx.saved_tensors
+    return (jacobian * grad_logprob.unsqueeze(-1).to(jacobian.dtype), *[None] * 8)
+
+
+_linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_jacobian)
+
+
+# ---- a known per-token loss: gradients finished in the forward ------------------------------------------------------
+
+
+@torch.library.custom_op("rlft_fast::linear_logprob_loss", mutates_args=())
+def _linear_logprob_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
+    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, workspace_mib: int, return_entropy: bool,
+    needs_grad: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
+    head = _Head(weight, bias, softcap, scale)
+    num_rows, vocab = active_index.shape[0], weight.shape[0]
+    chunks = list(_row_chunks(num_rows, vocab, workspace_mib))
+    grads = _Gradients.allocate(hidden, weight, bias, needs_grad, several_chunks=len(chunks) > 1)
+    if not chunks and needs_grad[1]:
+        grads.weight.zero_()
+    if not chunks and needs_grad[2]:
+        grads.bias.zero_()
+    logprob, entropy = _per_token_results(hidden, return_entropy)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    buffer = hidden.new_empty(_chunk_rows(num_rows, vocab, workspace_mib), vocab, dtype=torch.float32)
+    for chunk in chunks:
+        index = active_index[chunk]
+        rows = _Rows.gather(hidden, target, inv_temperature, index)
+        logits = buffer[: index.shape[0]]
+        stats = _forward_chunk(head, rows, logits, return_entropy)
+        loss_R, d_logprob, d_entropy = _differentiate(
+            loss_functions[loss_fn], stats, [values[index] for values in per_token]
+        )
+        loss += loss_R.sum()
+        logprob[index] = stats.logprob
+        if stats.entropy is not None:
+            entropy[index] = stats.entropy
+        if any(needs_grad):
+            grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32) if needs_grad[0] else None
+            for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
+                z = logits[:, tile]
+                _logits_to_gradients(z, tile, bias_tile, head, rows, stats, d_logprob, d_entropy)
+                grads.accumulate(z, tile, weight_tile, rows.hidden_RD, grad_rows, first=chunk.start == 0)
+            if grad_rows is not None:
+                grads.hidden[index] = grad_rows.to(hidden.dtype)
+    return loss, logprob, entropy, *grads.finish()
+
+
+def _differentiate(
+    loss_fn: LossFunction, stats: _Stats, per_token: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per-row losses and their derivatives in logprob and entropy."""
+    # An op's kernel runs below autograd, which is switched off for this thread; the loss needs it back.
+    functionality = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(functionality, False), torch.enable_grad():
+        logprob = stats.logprob.detach().requires_grad_()
+        entropy = None if stats.entropy is None else stats.entropy.detach().requires_grad_()
+        loss_R = loss_fn(logprob, entropy, *per_token)
+        if loss_R.shape != logprob.shape:
+            raise ValueError(
+                f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_R.shape)}: "
+                "do not reduce inside it"
+            )
+        variables = [logprob] if entropy is None else [logprob, entropy]
+        if not loss_R.requires_grad:
+            return loss_R, torch.zeros_like(stats.logprob), None
+        grads = torch.autograd.grad(loss_R.sum(), variables, allow_unused=True)
+    d_logprob = torch.zeros_like(stats.logprob) if grads[0] is None else grads[0].contiguous()
+    d_entropy = grads[1].contiguous() if entropy is not None and grads[1] is not None else None
+    return loss_R.detach(), d_logprob, d_entropy
+
+
+@_linear_logprob_loss.register_fake
+def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, workspace_mib,
+      return_entropy, needs_grad):  # fmt: skip
+    scalar = hidden.new_empty((), dtype=torch.float32)
+    return scalar, *_per_token_results(hidden, return_entropy), *_empty_gradients(hidden, weight, bias, needs_grad)
+
+
+def _save_gradients(ctx, inputs, output) -> None:
+    *_, d_hidden, d_weight, d_bias = output
+    ctx.needs, ctx.num_per_token = inputs[-1], len(inputs[6])
+    ctx.save_for_backward(d_hidden, d_weight, d_bias)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or backward is handed zeros of dweight's size for the outputs without gradient
+
+
+def _scale_gradients(ctx, grad_loss, *_):
+    # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
+    # therefore raises autograd's "modified by an inplace operation".
+    grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
+    d_hidden, d_weight, _, _, d_bias = _scatter_gradients(grads, ctx.needs, num_inputs=5)
+    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 6)
+
+
+_linear_logprob_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

@@ -1,0 +1,161 @@
+"""What the engine must compute, by plain transformers and plain PyTorch, in float64 and with padding."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+from rlft_fast.config import EngineConfig, OptimizerConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.rl import PolicyLoss, ValueLoss
+from tests.tiny_models import VOCAB_SIZE
+
+POLICY_LOSS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.02, "kl_coef": 0.1}
+VALUE_CLIP = 0.2
+TEMPERATURE = 0.7
+HEAD_WEIGHT = 0.1  # a critic starts at 0, where its backbone has no gradient
+
+
+def make_engine(path: Path, *, max_tokens: int = 64, dtype: str = "float32", **options: Any) -> FSDPEngine:
+    """A trainable engine that does not clip, so that AdamW's first moment is the gradient."""
+    optimizer = {"learning_rate": 1e-3, "eps": 1e-4, "max_grad_norm": None} | options.pop("optimizer", {})
+    config = EngineConfig(max_tokens=max_tokens, compute_dtype=dtype, optimizer=OptimizerConfig(**optimizer))
+    engine = FSDPEngine(str(path), config, **({"num_training_steps": 10} | options)).initialize()
+    if engine.head == "value":
+        nn.init.constant_(engine.model.head.weight, HEAD_WEIGHT)
+    return engine
+
+
+def random_batch(num_sequences: int = 7, seed: int = 0) -> Batch:
+    """Sequences of 2 to 22 tokens, some with tokens of an environment between the policy's, all fields random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: int) -> list[int]:
+        return torch.randint(low, high, (size,), generator=generator).tolist()
+
+    prompts = [integers(0, VOCAB_SIZE, length) for length in integers(1, 11, num_sequences)]
+    completions = [integers(0, VOCAB_SIZE, length) for length in integers(1, 12, num_sequences)]
+    masks = [[i % 5 != 3 for i in range(len(completion))] for completion in completions]
+    batch = Batch.from_samples(prompts, completions, completion_masks=masks)
+
+    def normal(mean: float, std: float) -> Tensor:
+        return mean + std * torch.randn(batch.num_tokens, generator=generator)
+
+    return batch.replace(
+        old_logprob_T=normal(-5.5, 0.5), ref_logprob_T=normal(-5.5, 0.5), advantage_T=normal(0, 1),
+        value_T=normal(0, 0.3), return_T=normal(0, 1),
+    )  # fmt: skip
+
+
+def near_policy(batch: Batch, logprob_T: Tensor) -> Batch:
+    """The batch with log-probabilities around the policy's, so that some ratios are clipped and some are not."""
+    generator = torch.Generator().manual_seed(1)
+    noise = 0.3 * torch.randn(2, batch.num_tokens, generator=generator)
+    return batch.replace(old_logprob_T=logprob_T + noise[0], ref_logprob_T=logprob_T + noise[1])
+
+
+def policy_loss(aggregation: str = "token-mean") -> PolicyLoss:
+    return PolicyLoss(**POLICY_LOSS, aggregation=aggregation)
+
+
+def value_loss(aggregation: str = "token-mean") -> ValueLoss:
+    return ValueLoss(clip=VALUE_CLIP, aggregation=aggregation)
+
+
+def gradients(engine: FSDPEngine) -> dict[str, Tensor]:
+    """Gradients of the engine's first step: exp_avg = (1 - beta1) * gradient."""
+    beta = engine.config.optimizer.betas[0]
+    state = {name: full(tensor) for name, tensor in engine.state_tensors().items() if name.endswith(".exp_avg")}
+    return {name.removeprefix("optimizer.").removesuffix(".exp_avg"): g / (1 - beta) for name, g in state.items()}
+
+
+def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor within `tolerance` of the largest magnitude in it; both dictionaries have the same names."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (actual[name].double() - tensor.double()).abs().max()
+        assert error <= tolerance * tensor.abs().max().clamp(min=1e-3), (name, error.item())
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    assert not different
+
+
+# ---- the plain way ------------------------------------------------------------------------------------------------
+
+
+def pad_right(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(B, L) token ids and mask."""
+    rows = batch.input_ids_T.split(batch.lengths.tolist())
+    ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=0)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
+
+
+def plain_log_softmax(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
+    """(T, V) log-probabilities of every next token."""
+    ids, mask = pad_right(batch)
+    return torch.log_softmax(model(input_ids=ids, attention_mask=mask.long()).logits[mask] / temperature, dim=-1)
+
+
+def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(T,) each, 0 outside the mask, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        return _at_targets(plain_log_softmax(model, batch, temperature), batch)
+
+
+def _at_targets(log_softmax_TV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    logprob_T = log_softmax_TV.gather(1, batch.target_T.clamp(min=0)[:, None]).squeeze(1)
+    entropy_T = -(log_softmax_TV.exp() * log_softmax_TV).sum(-1)
+    return logprob_T * batch.loss_mask_T, entropy_T * batch.loss_mask_T
+
+
+def plain_policy_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:
+    """Gradient of PPO's loss with entropy bonus and k3 penalty, written out token by token."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    logprob_T, entropy_T = _at_targets(plain_log_softmax(model, batch, TEMPERATURE), batch)
+    ratio_T = (logprob_T - batch.old_logprob_T).exp()
+    low, high = 1 - POLICY_LOSS["clip_low"], 1 + POLICY_LOSS["clip_high"]
+    surrogate_T = torch.minimum(ratio_T * batch.advantage_T, ratio_T.clamp(low, high) * batch.advantage_T)
+    x_T = batch.ref_logprob_T - logprob_T
+    loss_T = -surrogate_T - POLICY_LOSS["entropy_coef"] * entropy_T + POLICY_LOSS["kl_coef"] * (x_T.exp() - 1 - x_T)
+    _mean(loss_T, batch, aggregation).backward()
+    return {f"model.{name}": parameter.grad for name, parameter in model.named_parameters()}
+
+
+def plain_value_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:
+    """Gradient of the clipped value loss."""
+    backbone = AutoModel.from_pretrained(path, dtype=torch.float64)
+    head = nn.Linear(backbone.config.hidden_size, 1, dtype=torch.float64)
+    nn.init.constant_(head.weight, HEAD_WEIGHT)
+    nn.init.zeros_(head.bias)
+    ids, mask = pad_right(batch)
+    value_T = head(backbone(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]).squeeze(-1)
+    clipped_T = batch.value_T + (value_T - batch.value_T).clamp(-VALUE_CLIP, VALUE_CLIP)
+    error_T = torch.maximum((value_T - batch.return_T).square(), (clipped_T - batch.return_T).square())
+    _mean(0.5 * error_T, batch, aggregation).backward()
+    named = {f"backbone.{name}": parameter.grad for name, parameter in backbone.named_parameters()}
+    return named | {f"head.{name}": parameter.grad for name, parameter in head.named_parameters()}
+
+
+def _mean(loss_T: Tensor, batch: Batch, aggregation: str) -> Tensor:
+    if aggregation == "token-mean":
+        return loss_T[batch.loss_mask_T].mean()
+    bounds = batch.cu_seqlens.tolist()
+    parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    return torch.stack([loss_T[part][batch.loss_mask_T[part]].mean() for part in parts]).mean()

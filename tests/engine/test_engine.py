@@ -1,0 +1,268 @@
+"""The engine on one process, against plain transformers in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.rl import PolicyLoss
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+from tests.tiny_models import MODELS, save_tiny_model
+
+AGGREGATIONS = ["token-mean", "sequence-mean"]
+LONGEST = int(random_batch().lengths.max())
+# One micro-batch, several, and one for (nearly) every sequence.
+CAPS = [1000, 48, LONGEST]
+
+
+@pytest.fixture
+def no_process_group():
+    """bfloat16 makes a process group of one; it must not outlive the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model):
+    batch = random_batch()
+    logprob_T, _ = reference.plain_logprob_and_entropy(tiny_model("llama"), batch, reference.TEMPERATURE)
+    return near_policy(batch, logprob_T.float())
+
+
+# ---- inference ----------------------------------------------------------------------------------------------------
+
+
+# 0.7 stands for every temperature but 1, which needs no scaling and might hide that it is forgotten.
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", MODELS)
+def test_infer_is_log_softmax_of_plain_transformers(tiny_model, name, temperature):
+    path, batch = tiny_model(name), random_batch()
+    engine = make_engine(path, temperature=temperature, max_tokens=48, num_training_steps=None)
+    outputs = engine.infer(batch, ("logprob", "entropy"))
+    logprob_T, entropy_T = reference.plain_logprob_and_entropy(path, batch, temperature)
+    torch.testing.assert_close(outputs["logprob"].double(), logprob_T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs["entropy"].double(), entropy_T, rtol=0, atol=1e-5)
+    assert outputs["logprob"].dtype == torch.float32
+    assert not outputs["logprob"][~batch.loss_mask_T].any()
+
+
+def test_infer_returns_the_order_of_the_batch(tiny_model):
+    engine, batch = make_engine(tiny_model("llama"), max_tokens=LONGEST), random_batch()
+    order = [3, 0, 6, 5, 1, 4, 2]
+    values = engine.infer(batch, ("logprob",))["logprob"]
+    shuffled = engine.infer(batch.select(order), ("logprob",))["logprob"]
+    torch.testing.assert_close(shuffled, batch.replace(logprob_T=values).select(order).logprob_T, rtol=0, atol=1e-5)
+
+
+def test_infer_without_a_response_token(tiny_model):
+    batch = random_batch()
+    silent = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
+    assert not make_engine(tiny_model("llama")).infer(silent, ("logprob",))["logprob"].any()
+
+
+def test_new_critic_is_zero_everywhere(tiny_model):
+    engine = make_engine(tiny_model("llama"), head="value")
+    torch.nn.init.zeros_(engine.model.head.weight)
+    values = engine.infer(random_batch(), ("value",))["value"]
+    assert torch.equal(values, torch.zeros_like(values))
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_policy_gradient_is_that_of_a_padded_plain_model(tiny_model, batch, name, aggregation):
+    path = tiny_model(name)
+    batch = near_policy(batch, reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)[0].float())
+    engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=48)
+    metrics = engine.train_step(batch, policy_loss(aggregation))
+    assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
+    expected = reference.plain_policy_gradients(path, batch, aggregation)
+    reference.assert_close(reference.gradients(engine), expected, 2e-5)
+    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt().item()
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_value_gradient_is_that_of_a_padded_plain_model(tiny_model, batch, name, aggregation):
+    path = tiny_model(name)
+    engine = make_engine(path, head="value", max_tokens=48)
+    metrics = engine.train_step(batch, value_loss(aggregation))
+    assert 0.05 < metrics["value_clip_share"] < 0.95
+    expected = reference.plain_value_gradients(path, batch, aggregation)
+    reference.assert_close(reference.gradients(engine), expected, 2e-5)
+
+
+@pytest.mark.parametrize("head", ["logprob", "value"])
+def test_gradient_does_not_depend_on_cap_or_order(tiny_model, batch, head):
+    loss = policy_loss("sequence-mean") if head == "logprob" else value_loss("sequence-mean")
+    found = []
+    for cap in CAPS:
+        for order in (range(7), [3, 0, 6, 5, 1, 4, 2]):
+            engine = make_engine(tiny_model("llama"), head=head, max_tokens=cap, temperature=reference.TEMPERATURE)
+            engine.train_step(batch.select(list(order)), loss)
+            found.append(reference.gradients(engine))
+    for other in found[1:]:
+        reference.assert_close(other, found[0], 1e-5)
+
+
+def test_clipping_scales_the_whole_gradient(tiny_model, batch):
+    free, clipped = (
+        make_engine(tiny_model("llama"), optimizer={"max_grad_norm": limit}) for limit in (None, 0.01)
+    )  # fmt: skip
+    norm = free.train_step(batch, policy_loss())["grad_norm"]
+    assert clipped.train_step(batch, policy_loss())["grad_norm"] == norm
+    expected = {name: gradient * (0.01 / norm) for name, gradient in reference.gradients(free).items()}
+    reference.assert_close(reference.gradients(clipped), expected, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_step_is_exactly_on_policy(tiny_model, tmp_path, no_process_group, dtype):
+    # Attention dropout, because the policy that is updated must be the one that was inferred.
+    path = save_tiny_model("qwen2-tied", tmp_path, attention_dropout=0.5)
+    engine = make_engine(path, max_tokens=48, dtype=dtype, temperature=0.7)
+    batch = random_batch()
+    batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
+    metrics = engine.train_step(batch, PolicyLoss())
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["approx_kl"] == 0.0
+    assert metrics["clip_share"] == 0.0
+
+
+def test_bfloat16_is_near_float32(tiny_model, batch, no_process_group):
+    exact, rounded = (make_engine(tiny_model("llama"), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    expected, actual = (engine.infer(batch, ("logprob",))["logprob"] for engine in (exact, rounded))
+    assert 0 < (actual - expected).abs().max() < 0.15
+    losses = [engine.train_step(batch, policy_loss())["loss"] for engine in (exact, rounded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    state = rounded.state_tensors()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_step_is_adamw_of_the_gradient(tiny_model, batch):
+    engine = make_engine(tiny_model("llama"), optimizer={"weight_decay": 0.1})
+    before = reference.weights(engine)
+    engine.train_step(batch, policy_loss())
+    for name, gradient in reference.gradients(engine).items():
+        name = name.removeprefix("model.")
+        decayed = before[name] * (1 - 1e-3 * 0.1) if gradient.dim() > 1 else before[name]
+        # At the first step both bias-corrected moments are the gradient itself.
+        expected = decayed - 1e-3 * gradient / (gradient.abs() + 1e-4)
+        torch.testing.assert_close(reference.weights(engine)[name], expected, rtol=0, atol=2e-6)
+
+
+def test_training_fits_the_batch(tiny_model, batch):
+    engine = make_engine(tiny_model("qwen2-tied"), max_tokens=48)
+    losses = [engine.train_step(batch, value_or_policy)["loss"] for value_or_policy in [PolicyLoss(clip_high=9.0)] * 8]
+    assert losses[-1] < losses[0] - 0.1
+    assert engine.counters() == {"step": 8, "skipped_steps": 0}
+
+
+# inf reaches the gradient as inf or nan; nan alone must not get through either.
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, batch, bad, steps_before):
+    engine, untouched = (
+        make_engine(tiny_model("llama-tied"), optimizer={"schedule": "linear", "max_grad_norm": 1.0}) for _ in range(2)
+    )  # fmt: skip
+    for _ in range(steps_before):
+        engine.train_step(batch, policy_loss())
+        untouched.train_step(batch, policy_loss())
+    before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    metrics = engine.train_step(batch.replace(advantage_T=torch.full_like(batch.advantage_T, bad)), policy_loss())
+    assert not math.isfinite(metrics["grad_norm"])
+    assert metrics["skipped_steps"] == 1
+    assert engine.counters() == {"step": steps_before, "skipped_steps": 1}
+    reference.assert_equal(engine.state_tensors(), before)
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+    next_metrics, expected = (e.train_step(batch, policy_loss()) for e in (engine, untouched))
+    assert next_metrics == expected | {"skipped_steps": 1}
+    reference.assert_equal(engine.state_tensors(), untouched.state_tensors())
+
+
+def test_two_engines_do_not_touch_each_other(tiny_model, batch):
+    path = tiny_model("llama-tied")
+    alone = make_engine(path)
+    expected = [alone.train_step(batch, policy_loss()) for _ in range(2)]
+
+    engine, other, critic = make_engine(path), make_engine(path), make_engine(path, head="value")
+    frozen = reference.weights(other)
+    actual = []
+    for _ in range(2):
+        critic.train_step(batch, value_loss())
+        actual.append(engine.train_step(batch, policy_loss()))
+    assert actual == expected
+    reference.assert_equal(reference.weights(other), frozen)
+
+
+def test_tied_weights_stay_tied(tiny_model, batch, tmp_path):
+    engine = make_engine(tiny_model("qwen2-tied"))
+    engine.train_step(batch, policy_loss())
+    model = engine.model.model
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    names = [name for name, _ in engine.named_weights()]
+    assert len(names) == len(set(names))
+    assert not any("lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_export_is_the_trained_model(tiny_model, batch, tmp_path, name):
+    engine = make_engine(tiny_model(name))
+    engine.train_step(batch, policy_loss())
+    export_hf(engine, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert exported.state_dict().keys() == AutoModelForCausalLM.from_pretrained(tiny_model(name)).state_dict().keys()
+    reference.assert_equal(dict(exported.named_parameters()), reference.weights(engine))
+    assert load_file(tmp_path / "model.safetensors").keys() == reference.weights(engine).keys()
+    engine.model.model.set_attn_implementation("sdpa")
+    ids = batch.input_ids_T[None, :20]
+    with torch.no_grad():
+        assert torch.equal(exported(input_ids=ids).logits, engine.model.model(input_ids=ids).logits)
+    # And it is a folder to go on from, tokenizer included.
+    again = make_engine(tmp_path)
+    reference.assert_equal(again.infer(batch, ("logprob",)), _packed(engine).infer(batch, ("logprob",)))
+
+
+def _packed(engine: FSDPEngine) -> FSDPEngine:
+    engine.model.model.set_attn_implementation("rlft_packed")
+    return engine
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_changes_nothing(tiny_model, batch):
+    engine, critic = make_engine(tiny_model("llama")), make_engine(tiny_model("llama"), head="value")
+    frozen = make_engine(tiny_model("llama"), num_training_steps=None)
+    before = reference.weights(engine)
+    with pytest.raises(ValueError, match="frozen"):
+        frozen.train_step(batch, policy_loss())
+    with pytest.raises(ValueError, match="old_logprob_T"):
+        engine.train_step(batch.replace(old_logprob_T=None), policy_loss())
+    with pytest.raises(ValueError, match="max_tokens=4"):
+        make_engine(tiny_model("llama"), max_tokens=4).infer(batch, ("logprob",))
+    with pytest.raises(ValueError, match="a logprob head gives logprob and entropy, not value"):
+        engine.infer(batch, ("value",))
+    with pytest.raises(ValueError, match="a value head gives value, not entropy"):
+        critic.infer(batch, ("entropy",))
+    reference.assert_equal(reference.weights(engine), before)
+    assert engine.step == 0
+
+
+def test_frozen_engine_needs_no_gradient_and_no_optimizer(tiny_model):
+    engine = make_engine(tiny_model("llama"), num_training_steps=None)
+    assert engine.optimizer is None
+    assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+    assert all(name.startswith("model.") for name in engine.state_tensors())

@@ -1,0 +1,75 @@
+"""Packed attention against softmax(q k^T) v per sequence in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rlft_fast.models import packed_attention
+
+
+def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(1, count, sum(lengths), head_dim) for count in (heads, kv_heads, kv_heads)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def run(qkv: tuple[Tensor, ...], lengths: list[int], **options) -> Tensor:
+    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    output, attention_weights = packed_attention(
+        nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=max(lengths), **options
+    )
+    assert attention_weights is None
+    return output
+
+
+def expected(qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int) -> Tensor:
+    query, key, value = qkv
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
+    seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < window)
+    scores = (scale * query @ key.transpose(-1, -2)).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    kv_heads=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 3]),
+    window=st.sampled_from([None, 1, 4, 9]),  # itself only, shorter and longer than sequences, as long as the longest
+    scaling=st.sampled_from([None, 0.3]),
+)
+def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window, scaling):
+    qkv = random_qkv(lengths, kv_heads * groups, kv_heads, 4)
+    actual = run(qkv, lengths, scaling=scaling, sliding_window=window)
+    wanted = expected(qkv, lengths, scaling or 0.5, window or 100)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_gradient():
+    lengths = [3, 1, 4]
+    qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
+    actual = torch.autograd.grad(run(qkv, lengths, sliding_window=2).square().sum(), qkv)
+    wanted = torch.autograd.grad(expected(qkv, lengths, 0.5, 2).square().sum(), qkv)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_sequence_is_the_same_alone_and_packed():
+    qkv = random_qkv([5, 7, 2], 4, 2, 8)
+    packed = run(qkv, [5, 7, 2])
+    alone = run(tuple(x[:, :, 5:12] for x in qkv), [7])
+    assert torch.equal(packed[:, 5:12], alone)
+
+
+def test_refuses_what_it_cannot_do():
+    qkv = random_qkv([3], 2, 2, 4)
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        packed_attention(nn.Identity(), *qkv, None)
+    with pytest.raises(ValueError, match="soft-cap"):
+        run(qkv, [3], softcap=50.0)

@@ -1,0 +1,131 @@
+"""Heads and the models that end in them, against plain transformers."""
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+)
+
+from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
+from tests.tiny_models import MODELS
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def packed(lengths: list[int], active: list[int]) -> ModelInputs:
+    generator = torch.Generator().manual_seed(3)
+    total = sum(lengths)
+    return ModelInputs(
+        input_ids=torch.randint(0, 67, (1, total), generator=generator),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        active_index=torch.tensor(active, dtype=torch.int64),
+        target=torch.randint(0, 67, (len(active),), generator=generator),
+    )
+
+
+def plain_logits(model: PreTrainedModel, inputs: ModelInputs, lengths: list[int]) -> torch.Tensor:
+    """(T, V) logits of the whole model, transforms included, one sequence after the other."""
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        rows = [model(input_ids=part).logits[0] for part in inputs.input_ids.split(lengths, dim=1)]
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return torch.cat(rows)
+
+
+# Cohere multiplies its logits and Granite divides them; a forgotten transform shows in every log-probability.
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.25)),
+        (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=3.0)),
+    ],
+)
+def test_logit_transforms_of_the_model_are_applied(model_class, config):
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    lengths, active = [4, 7], [1, 2, 5, 9]
+    inputs = packed(lengths, active)
+    logits_TV = plain_logits(model, inputs, lengths)[active]
+    policy = PolicyModel(model)
+    with torch.no_grad():
+        result = policy(inputs, temperature=0.8, return_entropy=True)
+    log_softmax_TV = torch.log_softmax(logits_TV / 0.8, -1)
+    wanted = log_softmax_TV.gather(1, inputs.target[:, None]).squeeze(1)
+    torch.testing.assert_close(result.logprob, wanted, rtol=0, atol=1e-5)
+    entropy = -(log_softmax_TV.exp() * log_softmax_TV).sum(-1)
+    torch.testing.assert_close(result.entropy, entropy, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_with_softcap_and_bias(bias):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 31, bias=bias)
+    head = LogprobHead(linear.weight, linear.bias, softcap=2.0, logit_scale=1.5, workspace_mib=1)
+    hidden, target = torch.randn(5, 8), torch.tensor([0, 30, 3, 3, 9])
+    assert torch.equal(head(hidden), linear(hidden))
+    logits = 2.0 * torch.tanh(1.5 * linear(hidden) / 2.0)
+    wanted = torch.log_softmax(logits / 0.7, -1).gather(1, target[:, None]).squeeze(1)
+    torch.testing.assert_close(head(hidden, target, temperature=0.7).logprob, wanted, rtol=0, atol=1e-6)
+
+    def loss_fn(logprob, entropy, weight):
+        return weight * logprob.square()
+
+    weight = torch.arange(5.0)
+    result = head(hidden, target, temperature=0.7, loss_fn=loss_fn, per_token=(weight,))
+    torch.testing.assert_close(result.loss, (weight * wanted.square()).sum(), rtol=1e-5, atol=0)
+
+
+def test_head_shares_its_weight_with_the_model(tiny_model):
+    tied = load_policy(tiny_model("llama-tied")).model
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    untied = load_policy(tiny_model("llama")).model
+    assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_policy_without_targets_is_the_plain_model(tiny_model, name):
+    inputs = packed([9], [])
+    policy = load_policy(tiny_model(name))
+    logits = plain_logits(policy.model, inputs, [9])
+    plain = MODELS[name][0].from_pretrained(tiny_model(name))
+    assert torch.equal(logits, plain(input_ids=inputs.input_ids).logits[0])
+
+
+def test_no_active_position():
+    torch.manual_seed(0)
+    model = PolicyModel(CohereForCausalLM(CohereConfig(**SIZES, attn_implementation=PACKED_ATTENTION)))
+    inputs = packed([3], [])
+    assert model(inputs).logprob.shape == (0,)
+    result = model(inputs, loss_fn=lambda logprob, entropy: logprob)
+    result.loss.backward()
+    assert result.loss.item() == 0.0
+
+
+def test_a_model_without_lm_head_is_no_policy():
+    with pytest.raises(ValueError, match="LlamaModel has no lm_head"):
+        PolicyModel(LlamaModel(LlamaConfig(**SIZES)))
+
+
+def test_critic_starts_at_zero_and_values_are_linear_in_its_head():
+    torch.manual_seed(0)
+    backbone = LlamaModel(LlamaConfig(**SIZES, attn_implementation=PACKED_ATTENTION)).eval()
+    critic, inputs = ValueModel(backbone), packed([4, 7], [1, 2, 5, 9])
+    assert torch.equal(critic(inputs), torch.zeros(4))
+    torch.nn.init.normal_(critic.head.weight)
+    torch.nn.init.constant_(critic.head.bias, 0.5)
+    backbone.set_attn_implementation("sdpa")
+    hidden = torch.cat([backbone(input_ids=part).last_hidden_state[0] for part in inputs.input_ids.split([4, 7], 1)])
+    backbone.set_attn_implementation(PACKED_ATTENTION)
+    wanted = hidden[[1, 2, 5, 9]] @ critic.head.weight[0] + 0.5
+    torch.testing.assert_close(critic(inputs), wanted, rtol=0, atol=1e-5)

@@ -1,0 +1,137 @@
+"""Loading from local folders: what is loaded, and one clear error for every folder that cannot be used."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaModel
+
+from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer
+from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
+
+LOADERS = [load_policy, load_critic]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_policy_has_the_weights_of_the_folder(tiny_model, name):
+    policy = load_policy(tiny_model(name))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model(name))
+    actual, expected = dict(policy.model.named_parameters()), dict(plain.named_parameters())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert policy.model.config._attn_implementation == PACKED_ATTENTION
+    assert not policy.model.training
+
+
+def test_half_precision_weights_become_float32(tiny_model, tmp_path):
+    AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for model in (load_policy(tmp_path), load_critic(tmp_path)):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_critic_takes_the_backbone_of_a_policy(tiny_model):
+    critic = load_critic(tiny_model("llama"))
+    names = {name for name, _ in critic.named_parameters()}
+    assert {"head.weight", "head.bias", "backbone.embed_tokens.weight"} <= names
+    assert not any("lm_head" in name for name in names)
+    assert not critic.head.weight.any()
+
+
+def test_tokenizer(tiny_model):
+    tokenizer = load_tokenizer(tiny_model("llama"))
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (EOS_TOKEN_ID, PAD_TOKEN_ID)
+    ids = tokenizer("2 + 2 = é<eos>")["input_ids"]
+    assert len(ids) == len("2 + 2 = é".encode()) + 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "2 + 2 = é"
+
+
+# ---- folders that cannot be used --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tiny_model, tmp_path) -> Path:
+    """A copy that may be spoilt."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+@pytest.mark.parametrize("load", [*LOADERS, load_tokenizer])
+def test_missing_folder(load, tmp_path):
+    with pytest.raises(ValueError, match="does not exist: give a local folder"):
+        load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_folder_without_config(load, folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="is not a model folder"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+# Not JSON, and JSON of a model type that does not exist.
+@pytest.mark.parametrize("text", ["{", json.dumps({"model_type": "nonsense"})])
+def test_unreadable_config(load, text, folder):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="is not a model folder"):
+        load(folder)
+
+
+def test_models_without_lm_head(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
+    LlamaModel(LlamaConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "base")
+    for name in ("bert", "base"):
+        with pytest.raises(ValueError, match="has no lm_head"):
+            load_policy(tmp_path / name)
+    assert load_critic(tmp_path / "base").head.in_features == 8
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_missing_weights(load, folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot load the model"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+# An interrupted download, an empty file, and a page of HTML.
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda _: b"", lambda _: b"<html>" * 99])
+def test_damaged_weights(load, damage, folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(ValueError, match="cannot load the model"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_incomplete_weights(load, folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_weights_of_another_size(load, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ValueError, match=r"lack 9 tensors.*layers\.0\.mlp\.down_proj\.weight"):
+        load(folder)
+
+
+def test_pickled_weights_are_not_read(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot load the model"):
+        load_policy(folder)
+
+
+def test_folder_without_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        load_tokenizer(folder)

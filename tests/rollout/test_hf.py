@@ -1,0 +1,199 @@
+"""Rollouts against plain transformers and against the engine's own log-probabilities."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from rlft_fast.config import EngineConfig, OptimizerConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
+from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from tests.distributed import run_distributed
+from tests.tiny_models import EOS_TOKEN_ID, MODELS, save_tiny_model
+
+# One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
+PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+
+
+def make_rollout(path: Path, batch_size: int = 64) -> HFRollout:
+    return HFRollout(load_policy(path), load_tokenizer(path), batch_size)
+
+
+def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([prompt])
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID
+    )
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :].tolist()
+
+
+def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
+    """(L, V)"""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path)(input_ids=torch.tensor([sequence])).logits[0]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
+    path = tiny_model(name)
+    found = make_rollout(path).generate(PROMPTS, GREEDY)
+    assert [group[0].token_ids for group in found] == [plain_greedy(path, prompt, 8) for prompt in PROMPTS]
+
+
+# Everything at once, two prompts at a time, and fewer than one prompt's samples.
+@pytest.mark.parametrize("batch_size", [64, 4, 1])
+def test_batch_size_changes_nothing(tiny_model, batch_size):
+    path = tiny_model("llama")
+    params = SamplingParams(n=2, max_new_tokens=8, temperature=0.0)
+    found = make_rollout(path, batch_size).generate(PROMPTS, params)
+    assert [len(group) for group in found] == [2] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        assert [sample.token_ids for sample in group] == [plain_greedy(path, prompt, 8)] * 2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])  # greedy reports the log-probability at temperature 1
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen2-sliding"])
+def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
+    path = tiny_model(name)
+    engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), temperature=temperature or 1.0).initialize()
+    rollout = HFRollout(engine.model, load_tokenizer(path), 64)
+    groups = rollout.generate(PROMPTS, SamplingParams(n=3, max_new_tokens=9, temperature=temperature))
+    batch = to_batch(PROMPTS, groups)
+    inferred = engine.infer(batch, ("logprob",))["logprob"]
+    torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=1e-4)
+    if temperature:
+        assert len({tuple(sample.token_ids) for sample in groups[3]}) == 3  # samples of a prompt are independent
+        sample = groups[3][0]
+        expected = log_softmax(path, PROMPTS[3] + sample.token_ids, temperature)
+        positions = torch.arange(len(sample.token_ids)) + len(PROMPTS[3]) - 1
+        wanted = expected[positions, torch.tensor(sample.token_ids)]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, rtol=0, atol=1e-4)
+
+
+def to_batch(prompts: list[list[int]], groups: list[list[Completion]]) -> Batch:
+    samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
+    return Batch.from_samples(
+        [prompt for prompt, _ in samples],
+        [sample.token_ids for _, sample in samples],
+        rollout_logprobs=[sample.logprobs for _, sample in samples],
+    )
+
+
+# What instruction-tuned models bring along. None of it may change what is sampled, or the ratio is not 1 any more.
+DEFAULTS = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 5.0, "do_sample": True}
+
+
+@pytest.mark.parametrize("defaults", [{}, DEFAULTS])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
+    rollout = make_rollout(tiny_model("llama"), batch_size=2000)
+    rollout.model.model.generation_config.update(**defaults)
+    torch.manual_seed(0)
+    prompt = PROMPTS[3]
+    samples = rollout.generate([prompt], SamplingParams(n=2000, max_new_tokens=1, temperature=temperature))[0]
+    expected = log_softmax(tiny_model("llama"), prompt, temperature)[-1]
+    found = torch.tensor([sample.token_ids[0] for sample in samples])
+    logprobs = torch.tensor([sample.logprobs[0] for sample in samples])
+    torch.testing.assert_close(logprobs, expected[found], rtol=0, atol=1e-4)
+    # The mean log-probability of samples is minus the entropy, here within five standard errors.
+    entropy = -(expected.exp() * expected).sum()
+    error = ((expected.exp() * expected.square()).sum() - entropy.square()).sqrt() / 2000**0.5
+    assert abs(logprobs.mean() + entropy) < 5 * error
+
+
+def test_the_models_own_defaults_are_kept(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    defaults = rollout.model.model.generation_config
+    rollout.generate([[1, 2]], GREEDY)
+    assert rollout.model.model.generation_config is defaults
+    assert rollout.model.model.config._attn_implementation == PACKED_ATTENTION
+
+
+def test_seed_repeats_samples(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    params = SamplingParams(n=4, max_new_tokens=6, temperature=1.0)
+    runs = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        runs.append(rollout.generate(PROMPTS, params))
+    assert runs[0] == runs[2]
+    assert runs[0] != runs[1]
+
+
+def test_end_token_stops(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    free = [group[0] for group in rollout.generate(PROMPTS, GREEDY)]
+    assert all(sample.finish_reason == "length" and len(sample.token_ids) == 8 for sample in free)
+    end = free[3].token_ids[4]
+    rollout.eos_token_ids = [end, EOS_TOKEN_ID]
+    for sample, before in zip(rollout.generate(PROMPTS, GREEDY), free, strict=True):
+        stops = end in before.token_ids
+        length = before.token_ids.index(end) + 1 if stops else 8
+        assert sample[0].finish_reason == ("stop" if stops else "length")
+        assert sample[0].token_ids == before.token_ids[:length]  # the end token itself is a choice of the policy
+        assert sample[0].logprobs == pytest.approx(before.logprobs[:length], abs=1e-5)
+
+
+def test_one_new_token(tiny_model):
+    params = SamplingParams(n=2, max_new_tokens=1)
+    for group in make_rollout(tiny_model("llama")).generate(PROMPTS, params):
+        assert [(len(sample.token_ids), len(sample.logprobs)) for sample in group] == [(1, 1)] * 2
+
+
+def test_no_prompts(tiny_model):
+    assert make_rollout(tiny_model("llama")).generate([], GREEDY) == []
+
+
+def test_end_tokens_of_model_and_tokenizer_count(tiny_model, tmp_path):
+    path = save_tiny_model("llama", tmp_path / "two", eos_token_id=[3, 9])
+    assert make_rollout(path).eos_token_ids == [3, 9, EOS_TOKEN_ID]
+    policy, tokenizer = load_policy(tiny_model("llama")), load_tokenizer(tiny_model("llama"))
+    policy.model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="set eos_token_id"):
+        HFRollout(policy, tokenizer, 1)
+
+
+# ---- sharded --------------------------------------------------------------------------------------------------------
+
+# Different numbers of prompts, batches and lengths on each rank, and one time no prompt at all on one of them.
+SHARES = [(PROMPTS[:3], PROMPTS[3:]), ([PROMPTS[0]], []), (PROMPTS[:1], PROMPTS[1:])]
+
+
+def generate_on_two(rank: int, path: Path, expected: Path) -> None:
+    torch.set_num_threads(1)
+    config = EngineConfig(max_tokens=64, optimizer=OptimizerConfig(learning_rate=1e-2))
+    engine = FSDPEngine(str(path), config, num_training_steps=2).initialize()
+    rollout = HFRollout(engine.model, load_tokenizer(path), batch_size=2)
+    wanted = torch.load(expected)
+    for share in SHARES:  # before anything else has run through the model, as evaluation does
+        found = rollout.generate(share[rank], GREEDY)
+        assert [group[0].token_ids for group in found] == [wanted[tuple(prompt)] for prompt in share[rank]]
+    # After a step the samples are those of the new weights, and the engine still works.
+    batch = Batch.from_samples([[1, 2, 3]], [[4, 5, 6]])
+    batch = batch.replace(advantage_T=torch.ones(6), old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
+    engine.train_step(batch, PolicyLoss())
+    found = rollout.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=1.0))
+    sampled = to_batch(PROMPTS, found)
+    # Each rank drew its own samples, and infer takes the same batch on all ranks: look at each in turn.
+    shared: list = [None, None]
+    torch.distributed.all_gather_object(shared, sampled)
+    for batch in shared:
+        inferred = engine.infer(batch, ("logprob",))["logprob"]
+        torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=1e-4)
+
+
+@pytest.mark.dist
+def test_two_processes_generate_what_one_does(tiny_model, tmp_path):
+    path = tiny_model("qwen2-tied")
+    greedy = {tuple(prompt): plain_greedy(path, prompt, 8) for prompt in PROMPTS}
+    torch.save(greedy, tmp_path / "greedy.pt")
+    run_distributed(generate_on_two, 2, path, tmp_path / "greedy.pt")

@@ -1,0 +1,59 @@
+"""The demo: its problems, and (slow) that a real model learns them."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlft_fast import demo
+from rlft_fast.rewards import last_number
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(row):
+    a, b = row["prompt"].split("user\n")[1].split(" =")[0].split(" + ")
+    return int(a), int(b)
+
+
+def test_held_out_problems_are_never_trained_on_in_either_order(tmp_path):
+    train, held_out = (read(path) for path in demo.write_problems(tmp_path))
+    trained = {frozenset(numbers(row)) for row in train}
+    assert len(held_out) >= 100
+    assert len(train) + len(held_out) == 400  # every sum of two numbers from 1 to 20, once
+    assert not any(frozenset(numbers(row)) in trained for row in held_out)
+    assert all(sum(numbers(row)) == int(row["answer"]) for row in train + held_out)
+
+
+@pytest.mark.slow  # minutes: it trains 135 million parameters
+def test_demo_learns_and_exports(tmp_path):
+    summary = demo.main(seed=0, output_dir=tmp_path / "run")
+    print(f"\n{summary}")
+    assert summary["accuracy_after"] >= 0.80
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.50
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curve.png", "summary.json", "checkpoints", "hf"}
+    accuracy = plain_transformers_accuracy(tmp_path / "run" / "hf", tmp_path / "run" / "data" / "held_out.jsonl")
+    assert accuracy == summary["accuracy_after"]
+
+
+def plain_transformers_accuracy(folder, held_out):
+    """Greedy accuracy by nothing but transformers, one problem at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = read(held_out)
+    completions = []
+    for row in rows:
+        ids = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        completions.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    rewards = last_number(
+        prompts=[row["prompt"] for row in rows],
+        completions=completions,
+        completion_ids=[[]] * len(rows),
+        answer=[row["answer"] for row in rows],
+    )
+    return sum(rewards) / len(rewards)
