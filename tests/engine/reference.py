@@ -1,5 +1,6 @@
 """What the engine must compute, by plain transformers and plain PyTorch, in float64 and with padding."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,5 +158,5 @@ def _mean(loss_T: Tensor, batch: Batch, aggregation: str) -> Tensor:
     if aggregation == "token-mean":
         return loss_T[batch.loss_mask_T].mean()
     bounds = batch.cu_seqlens.tolist()
-    parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    parts = [slice(*pair) for pair in pairwise(bounds)]
     return torch.stack([loss_T[part][batch.loss_mask_T[part]].mean() for part in parts]).mean()

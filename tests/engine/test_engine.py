@@ -135,6 +135,9 @@ def test_first_step_is_exactly_on_policy(tiny_model, tmp_path, no_process_group,
     assert metrics["ratio_max"] == 1.0
     assert metrics["approx_kl"] == 0.0
     assert metrics["clip_share"] == 0.0
+    # The loss itself, and not only its metrics, reads its fields in float32: it is minus the mean advantage.
+    mean_advantage = batch.advantage_T[batch.loss_mask_T].mean().item()
+    assert metrics["loss"] == pytest.approx(-mean_advantage, rel=1e-5)
 
 
 def test_bfloat16_is_near_float32(tiny_model, batch, no_process_group):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
@@ -177,6 +178,7 @@ def generate_on_two(rank: int, path: Path, expected: Path) -> None:
     for share in SHARES:  # before anything else has run through the model, as evaluation does
         found = rollout.generate(share[rank], GREEDY)
         assert [group[0].token_ids for group in found] == [wanted[tuple(prompt)] for prompt in share[rank]]
+        assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())  # sharded again
     # After a step the samples are those of the new weights, and the engine still works.
     batch = Batch.from_samples([[1, 2, 3]], [[4, 5, 6]])
     batch = batch.replace(advantage_T=torch.ones(6), old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
