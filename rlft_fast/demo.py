@@ -15,7 +15,7 @@ from rlft_fast.config import Config
 
 _LARGEST = 20
 _NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
-_PROMPT = "<|im_start|>user\n{a} + {b} =<|im_end|>\n<|im_start|>assistant\n"
+_PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def main(seed: int = 0, output_dir: str | Path = "runs/demo") -> dict[str, Any]:
@@ -41,7 +41,7 @@ def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path
         {
             "model": str(model),
             "output_dir": str(output),
-            "steps": 24,
+            "steps": 20,
             "seed": seed,
             "data": {"path": str(train_path), "chat": False},
             "reward": {"function": "rlft_fast.rewards:last_number"},
@@ -49,10 +49,11 @@ def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path
                 "prompts_per_step": 8,
                 "samples_per_prompt": 8,
                 "max_prompt_tokens": 32,
-                "max_new_tokens": 12,
+                "max_new_tokens": 16,
             },
-            "algorithm": {"mini_batches": 2},
-            "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 1e-5}},
+            # The entropy bonus keeps answers varied while the format settles: without it most groups soon agree.
+            "algorithm": {"mini_batches": 2, "clip_high": 0.28, "entropy_coef": 0.01},
+            "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 2e-5, "schedule": "linear"}},
             "evaluation": {"path": str(held_out_path)},
             "checkpoint": {"every": 10, "max_num": 1},
         }

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,13 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: objec
 
 
 def _worker(rank: int, world_size: int, store: Path, function: Callable[..., None], args: tuple) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),  # a deadlock should fail the test, not the whole run
+    )
     try:
         function(rank, *args)
     finally:
