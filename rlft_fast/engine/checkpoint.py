@@ -165,6 +165,10 @@ def export_hf(engine: FSDPEngine, output: str | Path) -> None:
             if source.is_file() and ".safetensors" not in source.name and source.suffix not in (".bin", ".pt", ".gguf"):
                 shutil.copy2(source, output / source.name)
         save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+        # The weights are the float32 masters; a configuration that says bfloat16 would have them rounded on loading.
+        config = json.loads((output / "config.json").read_text()) | {"dtype": "float32"}
+        config.pop("torch_dtype", None)
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     barrier()
 
 
