@@ -41,7 +41,8 @@ def test_demo_learns_and_exports(tmp_path):
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curve.png", "summary.json", "checkpoints", "hf"}
     accuracy = plain_transformers_accuracy(tmp_path / "run" / "hf", tmp_path / "run" / "data" / "held_out.jsonl")
-    assert accuracy == summary["accuracy_after"]
+    # One problem may fall the other way: batched and single GEMMs round differently, and an argmax can be nearly tied.
+    assert abs(accuracy - summary["accuracy_after"]) <= 1 / 128
 
 
 def plain_transformers_accuracy(folder, held_out):
