@@ -27,9 +27,9 @@ from torch import Tensor
 from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.reference import LossFunction
 
-# A tile of 2048 columns keeps logits and their weight rows in L2/L3 between the GEMM and the epilogue, and costs the
-# GEMM nothing (benchmarks/results, "tile width"). Rows per chunk follow from the workspace.
-_TILE_COLUMNS = 2048
+# Tiles of 1024 columns keep logits and their weight rows in L2 between the GEMM and the epilogue; 4096 were 5 to 8 %
+# slower at (2048, 576, 49152) on two cores. Rows per chunk follow from the workspace.
+_TILE_COLUMNS = 1024
 _ROW_MULTIPLE = 16
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
