@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import torch
 
 from tests.tiny_models import MODELS, save_tiny_model
 
-torch.set_num_threads(1)  # the models are so small that handing work to threads costs more than it saves
+# The models are so small that handing work to threads costs more than it saves. Processes that tests start inherit it:
+# the same bits need the same number of threads.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
