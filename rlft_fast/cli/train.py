@@ -24,6 +24,7 @@ def run(arguments: list[str]) -> int:
         print(config.to_yaml(), end="")
         return 0
     from rlft_fast.engine import CheckpointManager
+    from rlft_fast.engine.distributed import leave_process_group
     from rlft_fast.trainer import train
 
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
@@ -32,7 +33,10 @@ def run(arguments: list[str]) -> int:
             f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
             "or set another output_dir, or delete the folder"
         )
-    train(config, resume=options.resume)
+    try:
+        train(config, resume=options.resume)
+    finally:
+        leave_process_group()
     return 0
 
 

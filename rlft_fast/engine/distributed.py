@@ -1,6 +1,7 @@
 """The process group, and the two collectives that trainers need besides FSDP's own. One process is world size 1."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,15 @@ def ensure_process_group() -> None:
     """A group for FSDP, which needs one even where a single process runs alone; it lives in this process's memory."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def leave_process_group() -> None:
+    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # FSDP2 keeps gloo's threads alive (torch 2.13). One that drops its last tensor asks for the interpreter's lock,
+        # and if the interpreter is already shutting down, the process aborts: give it the lock now.
+        time.sleep(0.1)
 
 
 def _backend() -> str:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.engine.distributed import leave_process_group
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
@@ -24,8 +24,7 @@ CAPS = [1000, 48, LONGEST]
 def no_process_group():
     """bfloat16 makes a process group of one; it must not outlive the test."""
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.fixture(scope="module")
