@@ -1,6 +1,7 @@
-"""Packed batches, and the plan that cuts them into micro-batches."""
+"""Packed batches, the plan that cuts them into micro-batches, and the layout in which equal prompts run once."""
 
 from rlft_fast.data.batch import Batch
 from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
+from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
-__all__ = ["Batch", "MicroBatchPlan", "plan_micro_batches"]
+__all__ = ["Batch", "MicroBatchPlan", "PackedLayout", "plan_batch", "plan_micro_batches", "share_prompts"]

@@ -91,10 +91,15 @@ def plan_micro_batches(
         raise ValueError(f"cost must be two numbers >= 0, not both 0, got {cost}: (1, 0) balances tokens")
     if length_B.size and length_B.min() < 1:
         raise ValueError(f"sequence {length_B.argmin()} has length {length_B.min()}: drop sequences without tokens")
+    check_lengths(length_B, max_tokens)
+    indices, offsets = _planner.plan(length_B, max_tokens, world_size, linear, quadratic)
+    return MicroBatchPlan(indices, offsets, world_size, (len(offsets) - 1) // world_size)
+
+
+def check_lengths(length_B: np.ndarray, max_tokens: int) -> None:
+    """Raises ValueError naming the longest sequence if it exceeds the cap."""
     if length_B.size and length_B.max() > max_tokens:
         raise ValueError(
             f"sequence {length_B.argmax()} has {length_B.max()} tokens, more than max_tokens={max_tokens}: raise "
             "max_tokens to at least this length, or limit the lengths of prompts and completions"
         )
-    indices, offsets = _planner.plan(length_B, max_tokens, world_size, linear, quadratic)
-    return MicroBatchPlan(indices, offsets, world_size, (len(offsets) - 1) // world_size)

@@ -3,32 +3,39 @@
 import torch
 from torch import Tensor
 
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, share_prompts
 from rlft_fast.models import ModelInputs
 
 
 def prepare_model_inputs(micro_batch: Batch, device: torch.device) -> ModelInputs:
     """Everything that the packed forward needs, made on the host, so that nothing later waits for the device.
 
-    An empty micro-batch becomes one token without an active position: its rank still runs every collective.
+    A micro-batch without an active position becomes one token: its rank still runs every collective.
     """
-    if micro_batch.num_sequences == 0:
+    active_index = micro_batch.active_index_T
+    if len(active_index) == 0:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         boundaries = torch.tensor([0, 1], dtype=torch.int32, device=device)
         return ModelInputs(
-            input_ids=zero, position_ids=zero, cu_seqlens=boundaries, max_seqlen=1, active_index=none, target=none
-        )
-    active_index = micro_batch.active_index_T
-    target = micro_batch.target_T[active_index]
-    on_device = micro_batch.to(device)
+            input_ids=zero, position_ids=zero, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=1,
+            max_seqlen_k=1, key_index=None, active_index=none, target=none,
+        )  # fmt: skip
+    layout = share_prompts(micro_batch)
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
     return ModelInputs(
-        input_ids=on_device.input_ids_T.unsqueeze(0),
-        position_ids=on_device.position_ids_T.unsqueeze(0),
-        cu_seqlens=on_device.cu_seqlens,
-        max_seqlen=micro_batch.max_seqlen,
-        active_index=active_index.to(device, non_blocking=True),
-        target=target.to(device, non_blocking=True),
+        input_ids=move(micro_batch.input_ids_T[layout.token_index_U]).unsqueeze(0),
+        position_ids=move(micro_batch.position_ids_T[layout.token_index_U]).unsqueeze(0),
+        cu_seqlens_q=move(layout.cu_seqlens_q),
+        cu_seqlens_k=move(layout.cu_seqlens_k),
+        max_seqlen_q=layout.max_seqlen_q,
+        max_seqlen_k=layout.max_seqlen_k,
+        key_index=None if layout.key_index_K is None else move(layout.key_index_K),
+        active_index=move(layout.row_T[active_index]),
+        target=move(micro_batch.target_T[active_index]),
     )
 
 

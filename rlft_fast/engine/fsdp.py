@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import EngineConfig
-from rlft_fast.data import Batch, MicroBatchPlan, plan_micro_batches
+from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
 from rlft_fast.engine.distributed import (
     all_gather_ragged,
     all_reduce,
@@ -163,7 +163,7 @@ class FSDPEngine:
         return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
-        return plan_micro_batches(batch.lengths, self.config.max_tokens, world_size=get_world_size())
+        return plan_batch(batch, self.config.max_tokens, get_world_size())
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
         possible = ("value",) if self.head == "value" else ("logprob", "entropy")

@@ -24,17 +24,24 @@ class ModelInputs:
 
     Args:
         input_ids: (1, T) int64.
-        position_ids: (1, T) int64, restarting at every sequence.
-        cu_seqlens: (B + 1,) int32.
-        max_seqlen: length of the longest sequence.
-        active_index: (A,) int64 positions that need the head.
-        target: (A,) int64 next tokens of these positions.
+        position_ids: (1, T) int64, of each token within its sequence.
+        cu_seqlens_q: (S + 1,) int32 boundaries of the segments.
+        cu_seqlens_k: (S + 1,) int32 boundaries of the keys that each segment attends to; the same where a segment
+            attends to itself alone.
+        max_seqlen_q: length of the longest segment.
+        max_seqlen_k: most keys of a segment.
+        key_index: (K,) int64 token of each key, None: keys are the tokens in order.
+        active_index: (A,) int64 tokens that need the head; one may need it several times, with different targets.
+        target: (A,) int64 next tokens.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_index: Tensor | None
     active_index: Tensor
     target: Tensor
 
@@ -156,10 +163,11 @@ def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
         use_cache=False,
-        cu_seq_lens_q=inputs.cu_seqlens,
-        cu_seq_lens_k=inputs.cu_seqlens,
-        max_length_q=inputs.max_seqlen,
-        max_length_k=inputs.max_seqlen,
+        cu_seq_lens_q=inputs.cu_seqlens_q,
+        cu_seq_lens_k=inputs.cu_seqlens_k,
+        max_length_q=inputs.max_seqlen_q,
+        max_length_k=inputs.max_seqlen_k,
+        key_index=inputs.key_index,
     )
     return outputs.last_hidden_state[0]
 

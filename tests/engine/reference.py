@@ -32,13 +32,14 @@ def make_engine(path: Path, *, max_tokens: int = 64, dtype: str = "float32", **o
 
 
 def random_batch(num_sequences: int = 7, seed: int = 0) -> Batch:
-    """Sequences of 2 to 22 tokens, some with tokens of an environment between the policy's, all fields random."""
+    """Sequences of 2 to 22 tokens, three per prompt, some with tokens of an environment between the policy's."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, size: int) -> list[int]:
         return torch.randint(low, high, (size,), generator=generator).tolist()
 
     prompts = [integers(0, VOCAB_SIZE, length) for length in integers(1, 11, num_sequences)]
+    prompts = [prompts[i - i % 3] for i in range(num_sequences)]
     completions = [integers(0, VOCAB_SIZE, length) for length in integers(1, 12, num_sequences)]
     masks = [[i % 5 != 3 for i in range(len(completion))] for completion in completions]
     batch = Batch.from_samples(prompts, completions, completion_masks=masks)

@@ -67,6 +67,31 @@ def test_a_sequence_is_the_same_alone_and_packed():
     assert torch.equal(packed[:, 5:12], alone)
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    prefix=st.integers(1, 6),
+    completions=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    window=st.sampled_from([None, 1, 3]),
+)
+def test_completions_attend_to_a_shared_prefix(prefix, completions, window):
+    """One copy of the prefix, as against one in front of every completion: same outputs, same gradients."""
+    lengths = [prefix, *completions]
+    qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
+    tokens = torch.arange(sum(lengths)).split(lengths)
+    repeated = torch.cat([torch.cat([tokens[0], completion]) for completion in tokens[1:]])
+    key_index = torch.cat([tokens[0], repeated])
+    key_lengths = torch.tensor([prefix, *(prefix + length for length in completions)])
+    shared = run(
+        qkv, lengths, key_index=key_index, max_length_k=int(key_lengths.max()), sliding_window=window,
+        cu_seq_lens_k=torch.cat([torch.zeros(1, dtype=torch.int64), key_lengths.cumsum(0)]).int(),
+    )  # fmt: skip
+    plain = run(tuple(x[:, :, repeated] for x in qkv), key_lengths[1:].tolist(), sliding_window=window)
+    behind = torch.cat([torch.arange(n) >= prefix for n in key_lengths[1:].tolist()])
+    torch.testing.assert_close(shared[:, prefix:], plain[:, behind], rtol=0, atol=1e-12)
+    actual, wanted = (torch.autograd.grad(x.square().sum(), qkv) for x in (shared[:, prefix:], plain[:, behind]))
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
 def test_refuses_what_it_cannot_do():
     qkv = random_qkv([3], 2, 2, 4)
     with pytest.raises(ValueError, match="set_attn_implementation"):

@@ -24,11 +24,15 @@ SIZES = {
 def packed(lengths: list[int], active: list[int]) -> ModelInputs:
     generator = torch.Generator().manual_seed(3)
     total = sum(lengths)
+    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return ModelInputs(
         input_ids=torch.randint(0, 67, (1, total), generator=generator),
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-        max_seqlen=max(lengths),
+        cu_seqlens_q=boundaries,
+        cu_seqlens_k=boundaries,
+        max_seqlen_q=max(lengths),
+        max_seqlen_k=max(lengths),
+        key_index=None,
         active_index=torch.tensor(active, dtype=torch.int64),
         target=torch.randint(0, 67, (len(active),), generator=generator),
     )

@@ -133,8 +133,9 @@ def test_gae_advantages(kl_in):
     assert batch.advantage_T.tolist() == pytest.approx(white, abs=1e-5)
 
 
-def numbered_batch(num_sequences: int) -> Batch:
-    return Batch.from_samples([[i] for i in range(num_sequences)], [[0]] * num_sequences)
+def numbered_batch(num_sequences: int, samples_per_prompt: int = 1) -> Batch:
+    groups = [i // samples_per_prompt for i in range(num_sequences)]
+    return Batch.from_samples([[i] for i in range(num_sequences)], [[0]] * num_sequences, groups=groups)
 
 
 @given(
@@ -152,6 +153,11 @@ def test_every_epoch_sees_every_sequence_once(num_sequences, epochs, count, seed
         assert sorted(chain.from_iterable(cut)) == list(range(num_sequences))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
     assert parts == [part.input_ids_T[::2].tolist() for part in mini_batches(batch, config, seed)]
+
+
+def test_samples_of_a_prompt_stay_together():
+    parts = mini_batches(numbered_batch(24, samples_per_prompt=4), AlgorithmConfig(mini_batches=3), seed=5)
+    assert [len(part.group_B.unique()) for part in parts] == [2, 2, 2]
 
 
 def test_epochs_and_seeds_shuffle_differently():

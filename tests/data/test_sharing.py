@@ -1,0 +1,118 @@
+"""Layouts in which equal prompts run once, against the plain batch."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlft_fast.data import Batch, plan_batch, share_prompts
+
+PROMPTS = [[1], [1, 2], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4]]  # some begin like others, but are not equal
+
+
+@st.composite
+def batches(draw) -> Batch:
+    """Few prompts, many samples; completions of 0 to 6 tokens, some with tokens of an environment."""
+    samples = draw(st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(0, 6), st.integers(0, 3)), max_size=9))
+    completions = [[10 * i + j for j in range(length)] for i, (_, length, _) in enumerate(samples)]
+    masks = [[j >= first for j in range(length)] for _, length, first in samples]
+    return Batch.from_samples([p for p, _, _ in samples], completions, completion_masks=masks)
+
+
+def seen_tokens(batch: Batch, position: int) -> list[int]:
+    """Tokens that a position attends to in the plain batch."""
+    start = batch.cu_seqlens[batch.cu_seqlens <= position][-1]
+    return batch.input_ids_T[start : position + 1].tolist()
+
+
+@settings(deadline=None, max_examples=200)
+@given(batch=batches())
+def test_every_active_position_sees_the_same_tokens(batch):
+    layout = share_prompts(batch)
+    token_U = batch.input_ids_T[layout.token_index_U]
+    key_K = torch.arange(len(token_U)) if layout.key_index_K is None else layout.key_index_K
+    seen: dict[int, list[int]] = {}
+    for (begin, end), (first, last) in zip(
+        pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
+    ):
+        assert end > begin
+        for row in range(begin, end):
+            seen[row] = token_U[key_K[first : last - (end - 1 - row)]].tolist()
+    for position in batch.active_index_T.tolist():
+        row = int(layout.row_T[position])
+        assert seen[row] == seen_tokens(batch, position)
+        assert batch.position_ids_T[layout.token_index_U[row]] == batch.position_ids_T[position]
+
+
+@settings(deadline=None, max_examples=100)
+@given(batch=batches())
+def test_nothing_runs_twice_or_for_nothing(batch):
+    prompts, num_completion_rows = set(), 0
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        active = batch.loss_mask_T[begin:end].nonzero().squeeze(1).tolist()
+        if active:
+            prompts.add(tuple(seen_tokens(batch, begin + active[0])))
+            num_completion_rows += active[-1] - active[0]
+    layout = share_prompts(batch)
+    assert len(layout.token_index_U) == sum(map(len, prompts)) + num_completion_rows
+    assert layout.token_index_U.unique().numel() == layout.token_index_U.numel()
+
+
+def test_a_group_runs_its_prompt_once_and_drops_last_tokens():
+    batch = Batch.from_samples([[1, 2, 3]] * 3 + [[7]], [[4, 5], [6], [8, 9, 4], [5, 5]])
+    layout = share_prompts(batch)
+    assert batch.input_ids_T[layout.token_index_U].tolist() == [1, 2, 3, 4, 8, 9, 7, 5]
+    assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
+    assert layout.cu_seqlens_k.tolist() == [0, 3, 7, 12, 14]
+    assert layout.key_index_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7]
+    assert (layout.max_seqlen_q, layout.max_seqlen_k) == (3, 5)
+    assert layout.row_T[batch.active_index_T].tolist() == [2, 3, 2, 2, 4, 5, 6, 7]
+
+
+def test_different_prompts_need_no_keys_of_their_own():
+    layout = share_prompts(Batch.from_samples([[1], [2]], [[3, 3], [3]]))
+    assert layout.key_index_K is None
+    assert torch.equal(layout.cu_seqlens_q, layout.cu_seqlens_k)
+
+
+def test_images_make_equal_tokens_different_prompts():
+    samples = ([[1, 2]] * 2, [[3]] * 2)
+    batch = Batch.from_samples(*samples, multi_modal_inputs={"pixels": [torch.zeros(1), torch.ones(1)]})
+    assert share_prompts(batch).key_index_K is None
+    assert len(share_prompts(batch).token_index_U) == 4
+
+
+@settings(deadline=None, max_examples=200)
+@given(batch=batches(), spare=st.integers(0, 30), world_size=st.integers(1, 3))
+def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
+    max_tokens = int(batch.lengths.max(initial=1)) + spare
+    plan = plan_batch(batch, max_tokens, world_size)
+    assert sorted(plan.indices.tolist()) == list(range(batch.num_sequences))
+    assert np.array_equal(plan.indices[plan.inverse], np.arange(batch.num_sequences))
+    for rank in range(world_size):
+        for indices in plan.micro_batches(rank):
+            assert len(share_prompts(batch.select(indices)).token_index_U) <= max_tokens
+
+
+def test_plan_keeps_groups_together():
+    lengths = [5, 3, 6, 4]
+    prompts = [[i, i, i, i] for i in range(8) for _ in lengths]
+    batch = Batch.from_samples(prompts, [[9] * length for _ in range(8) for length in lengths])
+    order = np.random.default_rng(0).permutation(batch.num_sequences)
+    shuffled = batch.select(order)
+    rows = 4 + sum(lengths) - len(lengths)
+    plan = plan_batch(shuffled, 2 * rows)
+    assert plan.num_micro_batches == 4
+    assert [len(share_prompts(shuffled.select(part)).token_index_U) for part in plan.micro_batches(0)] == [2 * rows] * 4
+    # Shared by many ranks, a group is cut rather than left to one of them.
+    most = max(sum(len(part) for part in plan_batch(batch, 1000, 16).micro_batches(rank)) for rank in range(16))
+    assert most == 2
+
+
+def test_plan_names_a_sequence_over_the_cap():
+    batch = Batch.from_samples([[1], [1]], [[2], [2] * 9])
+    with pytest.raises(ValueError, match="sequence 1 has 10 tokens, more than max_tokens=9"):
+        plan_batch(batch, 9)
