@@ -24,6 +24,21 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
       "logprob_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, Tensor grad_logprob, Tensor? grad_entropy) -> ()");
 
+  m.def(
+      "logprob_frozen_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
+      "float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, Tensor(d!) target_logit, Tensor(e!) sum_others, "
+      "Tensor(f!) target_slope, Tensor(g!) accumulator) -> ()");
+  m.def(
+      "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
+      "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, "
+      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit) -> ()");
+  m.def(
+      "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
+      "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, "
+      "Tensor grad_logprob, Tensor? grad_entropy, Tensor(b!)? grad_hidden, Tensor(c!)? grad_weight, "
+      "Tensor(d!)? grad_bias, bool accumulate) -> ()");
+  m.def("use_huge_pages_(Tensor(a!) x) -> ()");
+
   // packing: padded (B, L, *) <-> packed (T, *), and what is derived from cu_seqlens (B + 1) int32.
   m.def("unpad(Tensor padded, Tensor cu_seqlens, SymInt num_tokens, bool left) -> Tensor");
   m.def("pad(Tensor packed, Tensor cu_seqlens, SymInt max_seqlen, bool left, float value) -> Tensor");

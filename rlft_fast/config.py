@@ -106,6 +106,8 @@ class RewardConfig(Section):
 
     function: str | None = None
     """module:function or file.py:function; null: the reasoning-gym task's own scoring."""
+    truncation_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of a sample that is cut off at max_new_tokens; not in evaluation."""
 
 
 class RolloutConfig(Section):
@@ -132,6 +134,8 @@ class AlgorithmConfig(Section):
     """grpo: reward relative to the group; gae: generalised advantage estimation with a critic."""
     scale_by_std: bool = True
     """GRPO: divide by the group's standard deviation (false: Dr. GRPO)."""
+    skip_equal_groups: bool = False
+    """GRPO: leave out prompts whose samples all got the same reward; without a signal they only cost time."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """GAE: discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -219,6 +223,10 @@ class Config(Section):
             )
         if algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
             raise ValueError("algorithm.kl_in: reward needs per-token rewards (advantage: gae); use kl_in: loss")
+        if algorithm.skip_equal_groups and algorithm.advantage != "grpo":
+            raise ValueError(
+                "algorithm.skip_equal_groups is for advantage: grpo; a critic learns from equal rewards too"
+            )
         if algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ValueError("advantage: grpo compares samples of one prompt: rollout.samples_per_prompt must be >= 2")
         if self.rollout.prompts_per_step * self.rollout.samples_per_prompt < algorithm.mini_batches:

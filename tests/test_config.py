@@ -184,6 +184,7 @@ def test_value_of_wrong_type_or_range(key, value):
         ({"algorithm.advantage": "gae"}, "needs a critic"),
         ({"critic": {}}, "grpo takes none"),
         ({"algorithm.kl_in": "reward"}, "use kl_in: loss"),
+        ({"algorithm.skip_equal_groups": True, "algorithm.advantage": "gae", "critic": {}}, "needs advantage: grpo"),
         ({"rollout.samples_per_prompt": 1}, "must be >= 2"),
         ({"rollout.prompts_per_step": 1, "algorithm.mini_batches": 9}, "larger than the number of samples"),
         ({"data.path": "train.jsonl"}, "not both"),

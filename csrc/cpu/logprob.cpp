@@ -4,6 +4,9 @@
 //   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),  x_target
 //            -> logprob = (x_target - m) - log s,  entropy = log s - q / s
 //   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s, in place of z
+//   frozen : e = exp(x - m) dx/dz in place of z, 0 at the target, so that a GEMM adds sum_j e_j w_j to the row's
+//            accumulator, which is first scaled to the new m:  d logprob / d hidden = dx_y/dz_y (r / s) w_y - acc / s
+//            with r = sum of exp(x_j - m) over j != y. No difference of nearly equal numbers, however peaked p is.
 //   m + log s is never rounded to one number: at m = -150 that alone would cost p five digits.
 //            g, h: upstream gradients of logprob and entropy
 //
@@ -15,7 +18,11 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <vector>
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include "memory.h"
 #include "stable.h"
 
 // One binary for every x86-64: the loops below are compiled three times and picked when the library loads.
@@ -30,7 +37,7 @@ namespace rlft {
 namespace {
 
 constexpr int kLanes = 16;                // independent partial sums: one AVX-512 register, two AVX2 ones
-constexpr int64_t kBlock = 64 * kLanes;   // columns transformed at once: 4 KiB, so they are still in L1 for the next loop
+constexpr int64_t kBlock = 31 * kLanes;   // columns transformed at once: 2 KiB, so they are still in L1 for the next loop
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr float kMinExponent = -87.0f;    // exp(-87) = 1.6e-38, the smallest normal float
 
@@ -158,6 +165,20 @@ RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t
     out.sum_exp_shift != nullptr ? stats_row<true>(tile, out, i) : stats_row<false>(tile, out, i);
 }
 
+// Statistics of whole rows from those of their tiles, in the order in which stats_rows meets them: the same bits.
+RLFT_MULTIVERSION void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    RowStats row;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const float* own = partial + 3 * i * rows + r;
+      row.merge({own[0], own[rows], own[2 * rows]});
+    }
+    out.max[r] = row.max;
+    out.sum_exp[r] = row.sum_exp;
+    if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sum_exp_shift;
+  }
+}
+
 struct Upstream {
   const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy, grad_entropy may be null
 };
@@ -199,25 +220,90 @@ RLFT_MULTIVERSION void grad_rows(const Tile& tile, const Upstream& upstream, int
   for (int64_t i = begin; i < end; ++i) grad_row(tile, upstream, i);
 }
 
+struct FrozenOut {
+  StatsOut stats;
+  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
+  float* accumulator;                // (R, D)
+  int64_t dim;
+};
+
+RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
+  const float before = out.stats.max[i];
+  stats_row<false>(tile, out.stats, i);
+  const float max = out.stats.max[i];
+  const float rescale = before == kMinusInf ? 0.0f : exp_nonpositive(before - max);
+  float* accumulator = out.accumulator + i * out.dim;
+  if (rescale != 1.0f) {
+    for (int64_t d = 0; d < out.dim; ++d) accumulator[d] *= rescale;
+  }
+  float x[kBlock], lanes[kLanes] = {};
+  float* z = tile.logits + i * tile.stride;
+  const Transform& t = tile.transform;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  const float slope = t.scale * inv_temperature, inv_cap = t.softcap > 0 ? 1.0f / (t.softcap * inv_temperature) : 0.0f;
+  const float shift = max == kMinusInf ? 0.0f : max;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(t, z + begin, begin, count, inv_temperature, x);
+    if (target >= begin && target < begin + count) {
+      const float u = x[target - begin] * inv_cap;
+      out.target_slope[i] = slope * (1.0f - u * u);
+      x[target - begin] = kMinusInf;
+    }
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
+      for (int64_t j = 0; j < padded; ++j) {
+        const float e = exp_nonpositive(x[j] - shift), u = x[j] * inv_cap;
+        lanes[j % kLanes] += e;
+        if (j < count) z[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
+      }
+    } else {
+      for (int64_t j = 0; j < padded; j += kLanes)
+        for (int l = 0; l < kLanes; ++l) {
+          x[j + l] = exp_nonpositive(x[j + l] - shift);
+          lanes[l] += x[j + l];
+        }
+      for (int64_t j = 0; j < count; ++j) z[begin + j] = x[j] * slope;
+    }
+  }
+  out.sum_others[i] = out.sum_others[i] * rescale + lane_sum(lanes);
+}
+
+RLFT_MULTIVERSION void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) frozen_row(tile, out, i);
+}
+
 // ---- binding -------------------------------------------------------------------------------------------------------
 
 const float* float_or_null(const std::optional<Tensor>& t) {
   return t.has_value() ? static_cast<const float*>(t->const_data_ptr()) : nullptr;
 }
 
-Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
-               const Tensor& inv_temperature, double softcap, double scale) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == ScalarType::Float && (logits.size(1) == 1 || logits.stride(1) == 1),
-                  "logits must be a float32 (rows, columns) tile with contiguous rows");
-  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.size(0) == logits.size(0) && target.is_contiguous(),
+// A tile of a chunk's logits: `columns` vocabulary ids from `start` on, stored densely behind those of lower ids.
+Tile chunk_tile(const Tile& whole, int64_t start, int64_t columns) {
+  Tile tile = whole;
+  tile.logits += whole.rows * start;
+  tile.columns = tile.stride = columns;
+  tile.vocab_start = start;
+  if (tile.transform.bias != nullptr) tile.transform.bias += start;
+  return tile;
+}
+
+Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stride, const Tensor& target,
+               int64_t vocab_start, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
+               double scale) {
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float, "logits must be float32");
+  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.size(0) == rows && target.is_contiguous(),
                   "target must be a contiguous int64 tensor with one entry per row of logits");
-  STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == logits.size(0),
+  STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == rows,
                   "inv_temperature must hold one value, or one per row of logits");
   return {
       .logits = static_cast<float*>(logits.mutable_data_ptr()),
-      .rows = logits.size(0),
-      .columns = logits.size(1),
-      .stride = logits.stride(0),
+      .rows = rows,
+      .columns = columns,
+      .stride = stride,
       .target = static_cast<const int64_t*>(target.const_data_ptr()),
       .vocab_start = vocab_start,
       .inv_temperature = static_cast<const float*>(inv_temperature.const_data_ptr()),
@@ -225,6 +311,16 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
       .transform = {float_or_null(bias), static_cast<float>(softcap), static_cast<float>(scale)},
   };
 }
+
+Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
+               const Tensor& inv_temperature, double softcap, double scale) {
+  STD_TORCH_CHECK(logits.dim() == 2 && (logits.size(1) == 1 || logits.stride(1) == 1),
+                  "logits must be a (rows, columns) tile with contiguous rows");
+  return make_tile(logits, logits.size(0), logits.size(1), logits.stride(0), target, vocab_start, bias,
+                   inv_temperature, softcap, scale);
+}
+
+float* mutable_float(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                     double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
@@ -236,6 +332,124 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
       static_cast<float*>(target_logit.mutable_data_ptr())};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { stats_rows(tile, out, begin, end); });
 }
+
+void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  const FrozenOut out{.stats = {static_cast<float*>(max.mutable_data_ptr()), static_cast<float*>(sum_exp.mutable_data_ptr()),
+                                nullptr, static_cast<float*>(target_logit.mutable_data_ptr())},
+                      .sum_others = static_cast<float*>(sum_others.mutable_data_ptr()),
+                      .target_slope = static_cast<float*>(target_slope.mutable_data_ptr()),
+                      .accumulator = static_cast<float*>(accumulator.mutable_data_ptr()),
+                      .dim = accumulator.size(1)};
+  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { frozen_rows(tile, out, begin, end); });
+}
+
+// ---- chunks --------------------------------------------------------------------------------------------------------
+//
+// A chunk holds the logits of all its rows over the whole vocabulary, so within 64 MiB it has few rows (341 at
+// V = 49152). A GEMM with few rows that all threads share packs its tile of the weight once per thread, and that takes
+// a tenth of its time. Here one thread takes a tile from end to end, GEMMs and all; inside a parallel region the
+// vendor's GEMM runs on one thread.
+
+// out (+)= a @ b. Below autograd, which the threads of a parallel region have switched on.
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
+  STABLE_TORCH_ERROR_CODE_CHECK(accumulate ? aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1)
+                                           : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+}
+
+struct Chunk {
+  Tensor hidden, weight, logits;  // (R, D) and (V, D) float32 or narrower, (R * V,) float32
+  int64_t tile_columns;
+  Tile whole;
+
+  int64_t num_tiles() const { return (weight.size(0) + tile_columns - 1) / tile_columns; }
+  int64_t start(int64_t index) const { return index * tile_columns; }
+  int64_t columns(int64_t index) const { return std::min(tile_columns, weight.size(0) - start(index)); }
+  Tile tile(int64_t index) const { return chunk_tile(whole, start(index), columns(index)); }
+
+  Tensor tile_logits(int64_t index) const {  // (R, columns)
+    Tensor memory = logits;
+    const Tensor flat = torch::stable::narrow(memory, 0, whole.rows * start(index), whole.rows * columns(index));
+    return torch::stable::view(flat, {whole.rows, columns(index)});
+  }
+  Tensor tile_rows(Tensor matrix, int64_t index) const {  // (columns, D) of a (V, D) matrix
+    return torch::stable::narrow(matrix, 0, start(index), columns(index));
+  }
+  Tensor tile_weight(int64_t index) const { return torch::stable::to(tile_rows(weight, index), ScalarType::Float); }
+};
+
+Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logits, int64_t tile_columns,
+                 const Tensor& target, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
+                 double scale) {
+  const int64_t rows = hidden.size(0);
+  STD_TORCH_CHECK(logits.numel() >= rows * weight.size(0), "logits must have room for rows x vocabulary");
+  return {hidden, weight, logits, tile_columns,
+          make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
+}
+
+void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
+                          std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
+                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
+  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
+  const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
+  const bool entropy = sum_exp_shift.has_value();
+  std::vector<float> partial(3 * tiles * rows, 0.0f);  // per tile: max, sum_exp and sum_exp_shift of all rows
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false);
+      float* own = partial.data() + 3 * i * rows;
+      std::fill_n(own, rows, kMinusInf);
+      stats_rows(chunk.tile(i), {own, own + rows, entropy ? own + 2 * rows : nullptr, mutable_float(target_logit)}, 0, rows);
+    }
+  });
+  merge_tiles(partial.data(), tiles, rows,
+              {mutable_float(max), mutable_float(sum_exp), entropy ? mutable_float(*sum_exp_shift) : nullptr, nullptr});
+}
+
+void add_column_sums(const Tile& tile, float* out, bool accumulate) {
+  if (!accumulate) std::fill_n(out, tile.columns, 0.0f);
+  for (int64_t r = 0; r < tile.rows; ++r)
+    for (int64_t j = 0; j < tile.columns; ++j) out[j] += tile.logits[r * tile.stride + j];
+}
+
+void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
+                         std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
+                         Tensor log_sum, std::optional<Tensor> entropy, Tensor grad_logprob,
+                         std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
+                         std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate) {
+  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
+  const Upstream upstream{static_cast<const float*>(max.const_data_ptr()),
+                          static_cast<const float*>(log_sum.const_data_ptr()), float_or_null(entropy),
+                          static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
+  const int64_t tiles = chunk.num_tiles();
+  const int64_t parts = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
+  Tensor part_hidden = torch::stable::new_zeros(hidden, {grad_hidden ? parts : 0, hidden.size(0), hidden.size(1)});
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      for (int64_t i = part * tiles / parts; i < (part + 1) * tiles / parts; ++i) {
+        const Tile tile = chunk.tile(i);
+        const Tensor z = chunk.tile_logits(i);
+        grad_rows(tile, upstream, 0, tile.rows);
+        if (grad_hidden) multiply(torch::stable::select(part_hidden, 0, part), z, chunk.tile_weight(i), true);
+        if (grad_weight) {
+          multiply(chunk.tile_rows(*grad_weight, i), torch::stable::transpose(z, 0, 1), chunk.hidden, accumulate);
+        }
+        if (grad_bias) add_column_sums(tile, mutable_float(*grad_bias) + chunk.start(i), accumulate);
+      }
+    }
+  });
+  if (!grad_hidden) return;
+  float* out = mutable_float(*grad_hidden);
+  const float* in = static_cast<const float*>(part_hidden.const_data_ptr());
+  const int64_t size = hidden.numel();
+  std::copy_n(in, size, out);
+  for (int64_t part = 1; part < parts; ++part)
+    for (int64_t i = 0; i < size; ++i) out[i] += in[part * size + i];
+}
+
+void use_huge_pages_(Tensor x) { with_huge_pages(x); }
 
 void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                    double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
@@ -253,4 +467,8 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CPU, m) {
   m.impl("logprob_stats_", TORCH_BOX(&rlft::logprob_stats_));
   m.impl("logprob_grad_", TORCH_BOX(&rlft::logprob_grad_));
+  m.impl("logprob_frozen_", TORCH_BOX(&rlft::logprob_frozen_));
+  m.impl("logprob_chunk_stats_", TORCH_BOX(&rlft::logprob_chunk_stats_));
+  m.impl("logprob_chunk_grad_", TORCH_BOX(&rlft::logprob_chunk_grad_));
+  m.impl("use_huge_pages_", TORCH_BOX(&rlft::use_huge_pages_));
 }

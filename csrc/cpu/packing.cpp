@@ -13,10 +13,8 @@
 #include <sstream>
 #include <utility>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
+#include "memory.h"
 #include "packing.h"
 
 namespace rlft {
@@ -27,18 +25,6 @@ constexpr int64_t kGrainBytes = 64 * 1024;  // less per thread than this and sta
 int64_t grain_rows(int64_t row_bytes) { return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)); }
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
-
-// Asks for 2 MiB pages under a large output that is about to be written for the first time. Most of the time of pad on
-// fresh memory is page faults, and this leaves one of 512. Where the system has no huge pages nothing changes.
-char* with_huge_pages(void* output, int64_t bytes) {
-#ifdef __linux__
-  constexpr uintptr_t kHugePage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(output) + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(output) + bytes) / kHugePage * kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-  return static_cast<char*>(output);
-}
 
 void fill(char* destination, int64_t bytes, uint64_t pattern) {
   if (pattern == 0) {
@@ -177,7 +163,7 @@ Tensor unpad(const Tensor& padded, const Tensor& cu_seqlens, int64_t num_tokens,
   if (packed.numel() > 0) {
     const int64_t row = row_bytes(input, 2);
     unpad_kernel(static_cast<const char*>(input.const_data_ptr()), cu,
-                 with_huge_pages(packed.mutable_data_ptr(), num_tokens * row), B, input.size(1), num_tokens, row, left);
+                 static_cast<char*>(with_huge_pages(packed)), B, input.size(1), num_tokens, row, left);
   }
   return packed;
 }
@@ -190,7 +176,7 @@ Tensor pad(const Tensor& packed, const Tensor& cu_seqlens, int64_t max_seqlen, b
   if (padded.numel() > 0) {
     const int64_t row = row_bytes(input, 1);
     pad_kernel(static_cast<const char*>(input.const_data_ptr()), cu,
-               with_huge_pages(padded.mutable_data_ptr(), B * max_seqlen * row), B, max_seqlen, row, left, pattern);
+               static_cast<char*>(with_huge_pages(padded)), B, max_seqlen, row, left, pattern);
   }
   return padded;
 }

@@ -7,10 +7,11 @@ Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabul
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlft_fast.ops import reference
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.tiled_logprob import compiled_handle, loss_functions
+from rlft_fast.ops.tiled_logprob import compiled_handle, loss_functions, rebase_targets
 
 
 def linear_logprob(
@@ -25,6 +26,7 @@ def linear_logprob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     active_index: Tensor | None = None,
+    vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
     workspace_mib: int = 64,
 ) -> LinearLogprob:
@@ -47,6 +49,10 @@ def linear_logprob(
         return_entropy: also return the entropy of each row's distribution, in nats.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
+        vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
+            many as they like: ``weight_VD`` and ``bias_V`` are this rank's rows, ``target_T`` counts in the whole
+            vocabulary. All else is equal on all ranks; so are the results and the gradient of ``hidden_TD``, which are
+            reduced inside.
         backend: ``"native"`` (compiled), ``"reference"`` (plain PyTorch, all logits in memory) or ``"auto"``.
         workspace_mib: upper bound on the logits held at once, in MiB.
 
@@ -58,20 +64,23 @@ def linear_logprob(
         TypeError: unsupported or mixed dtypes.
     """
     _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
-    _check_targets(target_T, weight_VD.shape[0], ignore_index)
-    if _resolve_backend(backend, hidden_TD.device) == "reference":
+    if _resolve_backend(backend, hidden_TD.device, vocab_group) == "reference":
+        _check_targets(target_T, weight_VD.shape[0], ignore_index)
         return reference.linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
     active_index = _active_index(target_T, ignore_index, active_index)
+    target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
-    options = (softcap or 0.0, logit_scale, workspace_mib)
+    transform = (softcap or 0.0, logit_scale)
     trains_head = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
-    if torch.is_grad_enabled() and hidden_TD.requires_grad and not trains_head and not return_entropy:
-        logprob, _ = torch.ops.rlft_fast.linear_logprob_frozen(*inputs, *options)
+    frozen = torch.is_grad_enabled() and hidden_TD.requires_grad and not trains_head
+    if frozen and not return_entropy and vocab_group is None:
+        logprob, _ = torch.ops.rlft_fast.linear_logprob_frozen(*inputs, *transform, workspace_mib)
         return LinearLogprob(logprob, None)
-    logprob, entropy, _ = torch.ops.rlft_fast.linear_logprob(*inputs, *options, return_entropy)
+    group = "" if vocab_group is None else vocab_group.group_name
+    logprob, entropy, _ = torch.ops.rlft_fast.linear_logprob(*inputs, *transform, group, workspace_mib, return_entropy)
     return LinearLogprob(logprob, entropy if return_entropy else None)
 
 
@@ -88,6 +97,7 @@ def linear_logprob_loss(
     ignore_index: int = -100,
     return_entropy: bool = False,
     active_index: Tensor | None = None,
+    vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
     workspace_mib: int = 64,
 ) -> LinearLogprobLoss:
@@ -113,6 +123,7 @@ def linear_logprob_loss(
         ignore_index: see there.
         return_entropy: hand entropies to ``loss_fn`` and return them.
         active_index: see there.
+        vocab_group: see there.
         backend: see there.
         workspace_mib: see there.
 
@@ -124,21 +135,23 @@ def linear_logprob_loss(
         TypeError: unsupported or mixed dtypes.
     """
     _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
-    _check_targets(target_T, weight_VD.shape[0], ignore_index)
     for i, values in enumerate(per_token):
         if values.shape != target_T.shape or values.device != target_T.device:
             raise ValueError(
                 f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
                 f"got {tuple(values.shape)} on {values.device}"
             )
-    if _resolve_backend(backend, hidden_TD.device) == "reference":
+    if _resolve_backend(backend, hidden_TD.device, vocab_group) == "reference":
+        _check_targets(target_T, weight_VD.shape[0], ignore_index)
         return reference.linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
     active_index = _active_index(target_T, ignore_index, active_index)
+    target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
-    options = (softcap or 0.0, logit_scale, workspace_mib, return_entropy)
+    group = "" if vocab_group is None else vocab_group.group_name
+    options = (softcap or 0.0, logit_scale, group, workspace_mib, return_entropy)
     needs_grad = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (hidden_TD, weight_VD, bias_V)
@@ -217,13 +230,30 @@ def _check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
         )
 
 
-def _resolve_backend(backend: str, device: torch.device) -> str:
+def _local_targets(target_T: Tensor, vocab: int, ignore_index: int, group: ProcessGroup | None) -> Tensor:
+    """Targets as rows of this rank's weight, checked."""
+    if group is None:
+        _check_targets(target_T, vocab, ignore_index)
+        return target_T
+    local_T, whole_vocab = rebase_targets(target_T, vocab, group)
+    if target_T.device.type == "cpu":
+        _check_targets(target_T, int(whole_vocab), ignore_index)
+    return local_T
+
+
+def _resolve_backend(backend: str, device: torch.device, group: ProcessGroup | None) -> str:
     if backend not in ("auto", "native", "reference"):
         raise ValueError(f"backend must be 'auto', 'native' or 'reference', got {backend!r}")
     has_native = device.type in ("cpu", "meta")
     if backend == "native" and not has_native:
         raise ValueError(f"linear_logprob has no compiled kernels for {device} yet: use backend='auto' or 'reference'")
-    return backend if backend != "auto" else "native" if has_native else "reference"
+    chosen = backend if backend != "auto" else "native" if has_native else "reference"
+    if chosen == "reference" and group is not None:
+        raise ValueError(
+            f"a vocabulary sharded by vocab_group needs compiled kernels; on {device} with backend={backend!r} the "
+            "reference would run: gather the weight first"
+        )
+    return chosen
 
 
 def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:

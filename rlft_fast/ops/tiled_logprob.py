@@ -19,17 +19,21 @@ Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.reference import LossFunction
 
-# Tiles of 1024 columns keep logits and their weight rows in L2 between the GEMM and the epilogue; 4096 were 5 to 8 %
-# slower at (2048, 576, 49152) on two cores. Rows per chunk follow from the workspace.
-_TILE_COLUMNS = 1024
+# Columns of a tile that all threads share, and of one that a thread has for itself, whose logits and weight rows then
+# stay in its L2 between the GEMMs and the epilogue. No powers of two, which make rows compete for the same sets of the
+# cache: 5 % slower at (2048, 576, 49152) on two cores, as were 4096 shared columns or 1008 of one's own. Both are
+# multiples of kBlock in csrc/cpu/logprob.cpp, so that all paths add in one order.
+_TILE_COLUMNS = 1984
+_THREAD_TILE_COLUMNS = 496
 _ROW_MULTIPLE = 16
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
@@ -47,12 +51,13 @@ def compiled_handle(loss_fn: LossFunction) -> int:
 
 
 class _Head(NamedTuple):
-    """The projection and what is done to its logits before the softmax."""
+    """The projection, or this rank's rows of it, and what is done to its logits before the softmax."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
     softcap: float
     scale: float
+    group: str = ""  # name of the process group whose ranks hold the other rows; "": there are none
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
@@ -78,14 +83,24 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> No
         torch.mm(a, b, out=out)
 
 
-def _chunk_rows(num_rows: int, vocab: int, workspace_mib: int) -> int:
-    """Rows whose complete logits fit the workspace, evenly divided and rounded for the GEMM's register tiles."""
-    limit = max(workspace_mib * 2**20 // (4 * vocab), 1)
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """``out = a @ b``, multiplied in float32 and rounded once to the dtype of ``out``."""
+    wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    _multiply(a, b, out=wide)
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _row_chunks(num_rows: int, columns: int, workspace_mib: int) -> Iterator[slice]:
+    """Rows of which ``columns`` logits fit the workspace, evenly divided and rounded for the GEMM's register tiles."""
+    limit = max(workspace_mib * 2**20 // (4 * columns), 1)
     if limit > _ROW_MULTIPLE:
         limit -= limit % _ROW_MULTIPLE
     num_chunks = -(-num_rows // limit)
     even = -(-num_rows // max(num_chunks, 1))
-    return max(min(limit, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE), 1)
+    step = max(min(limit, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE), 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 class _Rows(NamedTuple):
@@ -113,34 +128,67 @@ class _Stats(NamedTuple):
     log_sum: Tensor
 
 
-def _forward_chunk(head: _Head, rows: _Rows, logits_RV: Tensor | None, return_entropy: bool) -> _Stats:
-    """Statistics of one chunk; keeps its logits when given a buffer for them."""
-    num_rows = rows.hidden_RD.shape[0]
-    maximum, sum_exp, target_logit = rows.hidden_RD.new_zeros(3, num_rows, dtype=torch.float32)
-    maximum.fill_(-torch.inf)
-    sum_exp_shift = torch.zeros_like(sum_exp) if return_entropy else None
-    scratch = rows.hidden_RD.new_empty(num_rows if logits_RV is None else 0, _TILE_COLUMNS, dtype=torch.float32)
+class _Sums(NamedTuple):
+    """Per row, over the vocabulary seen so far; ``shift`` is None where no entropy is asked for."""
+
+    maximum: Tensor
+    sum_exp: Tensor  # of exp(x - maximum)
+    shift: Tensor | None  # sum of exp(x - maximum) (x - maximum)
+    target_logit: Tensor
+
+    @staticmethod
+    def of_nothing(rows: _Rows, return_entropy: bool) -> _Sums:
+        maximum, sum_exp, target_logit = rows.hidden_RD.new_zeros(3, rows.target_R.shape[0], dtype=torch.float32)
+        return _Sums(
+            maximum.fill_(-torch.inf), sum_exp, torch.zeros_like(sum_exp) if return_entropy else None, target_logit
+        )
+
+    def finish(self, head: _Head) -> _Stats:
+        maximum, sum_exp, shift, target_logit = _merge_shards(head.group, self) if head.group else self
+        log_sum = sum_exp.log()
+        logprob = (target_logit - maximum) - log_sum
+        return _Stats(logprob, None if shift is None else log_sum - shift / sum_exp, maximum, log_sum)
+
+
+def _forward_chunk(head: _Head, rows: _Rows, return_entropy: bool) -> _Stats:
+    """Statistics of one chunk, tile by tile in the same memory."""
+    sums = _Sums.of_nothing(rows, return_entropy)
+    scratch = rows.hidden_RD.new_empty(rows.hidden_RD.shape[0], _TILE_COLUMNS, dtype=torch.float32)
     for tile, weight, bias in head.tiles(_TILE_COLUMNS):
-        z = scratch[:, : weight.shape[0]] if logits_RV is None else logits_RV[:, tile]
+        z = scratch[:, : weight.shape[0]]
         _multiply(rows.hidden_RD, weight.T, out=z)
         torch.ops.rlft_fast.logprob_stats_(
-            z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
-            maximum, sum_exp, sum_exp_shift, target_logit,
-        )  # fmt: skip
-    log_sum = sum_exp.log()
-    logprob = (target_logit - maximum) - log_sum
-    entropy = None if sum_exp_shift is None else log_sum - sum_exp_shift / sum_exp
-    return _Stats(logprob, entropy, maximum, log_sum)
+            z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale, *sums
+        )
+    return sums.finish(head)
 
 
-def _logits_to_gradients(
-    z: Tensor, tile: slice, bias: Tensor | None, head: _Head, rows: _Rows, stats: _Stats,
-    grad_logprob: Tensor, grad_entropy: Tensor | None,
-) -> None:  # fmt: skip
-    torch.ops.rlft_fast.logprob_grad_(
-        z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale,
-        stats.maximum, stats.log_sum, stats.entropy, grad_logprob, grad_entropy,
-    )  # fmt: skip
+def _merge_shards(group: str, own: _Sums) -> _Sums:
+    """Over all vocabulary shards. Only the shard of the target knows its logit, the others hold 0."""
+    top = own.maximum.clone()
+    _all_reduce(top, group, dist.ReduceOp.MAX)
+    down = (own.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # 0 * -inf would be NaN
+    factor = down.exp()
+    sums = [own.sum_exp * factor, own.target_logit]
+    if own.shift is not None:
+        sums.append((own.shift + down * own.sum_exp) * factor)
+    total = torch.stack(sums)
+    _all_reduce(total, group)
+    return _Sums(top, total[0], None if own.shift is None else total[2], total[1])
+
+
+def _all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    # An op's schema carries strings: the name stands for the group, as in torch's own functional collectives.
+    dist.all_reduce(tensor, operation, group=cast(Any, dist.distributed_c10d)._resolve_process_group(group))
+
+
+def rebase_targets(target: Tensor, vocab: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Targets counted from this rank's first vocabulary id, and the size of the whole vocabulary; one collective."""
+    own = torch.tensor([vocab], device=target.device)
+    sizes = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(sizes, own, group=group)
+    ends = torch.cat(sizes).cumsum(0)
+    return target - (ends[group.rank()] - vocab), ends[-1]
 
 
 # ---- forward only, and forward + recomputing backward ---------------------------------------------------------------
@@ -149,21 +197,28 @@ def _logits_to_gradients(
 @torch.library.custom_op("rlft_fast::linear_logprob", mutates_args=())
 def _linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, workspace_mib: int, return_entropy: bool,
+    softcap: float, scale: float, group: str, workspace_mib: int, return_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(logprob (T,), entropy (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
-    head = _Head(weight, bias, softcap, scale)
+    head = _Head(weight, bias, softcap, scale, group)
     logprob, entropy = _per_token_results(hidden, return_entropy)
     normalizer = hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
-    for chunk in _row_chunks(active_index.shape[0], weight.shape[0], workspace_mib):
+    for chunk in _row_chunks(active_index.shape[0], _TILE_COLUMNS, workspace_mib):
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
-        stats = _forward_chunk(head, rows, None, return_entropy)
+        stats = _forward_chunk(head, rows, return_entropy)
         logprob[index] = stats.logprob
         normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
         if stats.entropy is not None:
             entropy[index] = stats.entropy
     return logprob, entropy, normalizer
+
+
+def _in_huge_pages(fresh: Tensor) -> Tensor:
+    """The tensor itself, before it is first written: on the CPU page faults would cost more than writing it does."""
+    if fresh.device.type == "cpu":
+        torch.ops.rlft_fast.use_huge_pages_(fresh)
+    return fresh
 
 
 def _per_token_results(hidden: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -173,25 +228,21 @@ def _per_token_results(hidden: Tensor, return_entropy: bool) -> tuple[Tensor, Te
     return logprob, hidden.new_zeros(num_tokens if return_entropy else 0, dtype=torch.float32)
 
 
-def _row_chunks(num_rows: int, vocab: int, workspace_mib: int) -> Iterator[slice]:
-    step = _chunk_rows(num_rows, vocab, workspace_mib)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-
-
 @_linear_logprob.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, return_entropy):
+def _(
+    hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, group, workspace_mib, return_entropy
+):
     return *_per_token_results(hidden, return_entropy), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
 def _linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, workspace_mib: int,
+    softcap: float, scale: float, group: str, workspace_mib: int,
     normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
-    head = _Head(weight, bias, softcap, scale)
+    head = _Head(weight, bias, softcap, scale, group)
     grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
@@ -214,16 +265,25 @@ def _linear_logprob_backward(
             else buffer.view(0, len(weight_tile))
         )
         _multiply(rows.hidden_RD, weight_tile.T, out=z)
-        _logits_to_gradients(z, tile, bias_tile, head, rows, stats, upstream, upstream_entropy)
-        grads.accumulate(z, tile, weight_tile, rows.hidden_RD, grad_rows, first=True)
+        torch.ops.rlft_fast.logprob_grad_(
+            z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
+            stats.maximum, stats.log_sum, stats.entropy, upstream, upstream_entropy,
+        )  # fmt: skip
+        operand = z.to(weight_tile.dtype)
+        if grad_rows is not None:
+            _multiply(operand, weight_tile, out=grad_rows, accumulate=True)
+        if needs_grad[1]:
+            _multiply_into(grads.weight[tile], operand.T, rows.hidden_RD)
+        if needs_grad[2]:
+            grads.bias[tile] = z.sum(0)
     if grad_rows is not None:
-        grads.hidden[active_index] = grad_rows.to(hidden.dtype)
-    return grads.finish()
+        grads.set_hidden(active_index, grad_rows, head)
+    return grads.hidden, grads.weight, grads.bias
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib, normalizer, entropy,
-      grad_logprob, grad_entropy, needs_grad):  # fmt: skip
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, group, workspace_mib, normalizer,
+      entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
     return _empty_gradients(hidden, weight, bias, needs_grad)
 
 
@@ -237,49 +297,23 @@ def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_
 
 
 class _Gradients(NamedTuple):
-    """Outputs of a backward pass: gradients in the inputs' dtypes, reduced in float32 and rounded once."""
+    """Outputs of a backward pass in the inputs' dtypes, each empty if not needed."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor
-    needs: list[bool]
-    weight_float: Tensor | None  # float32 accumulator where dweight is narrower and summed over several chunks
 
     @staticmethod
-    def allocate(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], several_chunks: bool = False
-    ) -> _Gradients:
-        d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, needs)
-        if needs[0]:
-            d_hidden.zero_()
-        wide = None
-        if needs[1] and several_chunks and weight.dtype != torch.float32:
-            wide = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        return _Gradients(d_hidden, d_weight, d_bias, needs, wide)
+    def allocate(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> _Gradients:
+        grads = _Gradients(*map(_in_huge_pages, _empty_gradients(hidden, weight, bias, needs)))
+        grads.hidden.zero_()
+        return grads
 
-    def accumulate(
-        self, z: Tensor, tile: slice, weight_tile: Tensor, hidden_RD: Tensor, grad_rows: Tensor | None, first: bool
-    ) -> None:
-        """Adds what the dlogits ``z`` of one tile contribute. ``first``: the tile's dweight holds nothing yet."""
-        operand = z.to(weight_tile.dtype)
-        if grad_rows is not None:
-            _multiply(operand, weight_tile, out=grad_rows, accumulate=True)
-        if self.needs[1]:
-            target = self.weight if self.weight_float is None else self.weight_float
-            if target.dtype == torch.float32:
-                _multiply(operand.T, hidden_RD, out=target[tile], accumulate=not first)
-            else:
-                product = torch.empty(target[tile].shape, dtype=torch.float32, device=target.device)
-                _multiply(operand.T, hidden_RD, out=product)
-                target[tile] = product
-        if self.needs[2]:
-            column_sum = z.sum(0)
-            self.bias[tile] = column_sum if first else self.bias[tile] + column_sum
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.weight_float is not None:
-            self.weight.copy_(self.weight_float)
-        return self.hidden, self.weight, self.bias
+    def set_hidden(self, index: Tensor, grad_rows: Tensor, head: _Head) -> None:
+        """Stores complete rows of dhidden; where the vocabulary is sharded, every rank holds a part of their sum."""
+        if head.group:
+            _all_reduce(grad_rows, head.group)
+        self.hidden[index] = grad_rows.to(self.hidden.dtype)
 
 
 def _save_for_recompute(ctx, inputs, output) -> None:
@@ -297,7 +331,7 @@ def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
         normalizer, entropy, grad_logprob.contiguous(),
         grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
-    return _scatter_gradients(grads, needs, num_inputs=10)
+    return _scatter_gradients(grads, needs, num_inputs=11)
 
 
 def _scatter_gradients(grads, needs, num_inputs: int) -> tuple[Tensor | None, ...]:
@@ -317,24 +351,32 @@ def _linear_logprob_frozen(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
     softcap: float, scale: float, workspace_mib: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(logprob (T,), U (T, D) with U_t = d logprob_t / d hidden_t)."""
+    """(logprob (T,), U (T, D) with U_t = d logprob_t / d hidden_t).
+
+    U = (onehot - P) W without P: as in flash attention (Dao et al. 2022), unnormalised sums follow the running maximum.
+    """
     head = _Head(weight, bias, softcap, scale)
     logprob = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
     jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    num_rows, vocab = active_index.shape[0], weight.shape[0]
-    buffer = hidden.new_empty(_chunk_rows(num_rows, vocab, workspace_mib), vocab, dtype=torch.float32)
-    for chunk in _row_chunks(num_rows, vocab, workspace_mib):
+    for chunk in _row_chunks(active_index.shape[0], _TILE_COLUMNS, workspace_mib):
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
-        logits = buffer[: index.shape[0]]
-        stats = _forward_chunk(head, rows, logits, return_entropy=False)
-        grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
+        num_rows = index.shape[0]
+        maximum, sum_exp, target_logit, sum_others, slope = hidden.new_zeros(5, num_rows, dtype=torch.float32)
+        maximum.fill_(-torch.inf)
+        others_RD = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
+        scratch = hidden.new_empty(num_rows, _TILE_COLUMNS, dtype=torch.float32)
         for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
-            _logits_to_gradients(
-                logits[:, tile], tile, bias_tile, head, rows, stats, torch.ones_like(stats.logprob), None
-            )
-            _multiply(logits[:, tile].to(weight_tile.dtype), weight_tile, out=grad_rows, accumulate=True)
-        logprob[index] = stats.logprob
+            z = scratch[:, : weight_tile.shape[0]]
+            _multiply(rows.hidden_RD, weight_tile.T, out=z)
+            torch.ops.rlft_fast.logprob_frozen_(
+                z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
+                maximum, sum_exp, target_logit, sum_others, slope, others_RD,
+            )  # fmt: skip
+            _multiply(z.to(weight_tile.dtype), weight_tile, out=others_RD, accumulate=True)
+        logprob[index] = (target_logit - maximum) - sum_exp.log()
+        target_RD = weight[rows.target_R].to(torch.float32)
+        grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sum_exp.unsqueeze(1))
         jacobian[index] = grad_rows.to(hidden.dtype)
     return logprob, jacobian
 
@@ -365,26 +407,30 @@ _linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_j
 @torch.library.custom_op("rlft_fast::linear_logprob_loss", mutates_args=())
 def _linear_logprob_loss(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, workspace_mib: int, return_entropy: bool,
-    needs_grad: list[bool],
+    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, group: str, workspace_mib: int,
+    return_entropy: bool, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
-    head = _Head(weight, bias, softcap, scale)
-    num_rows, vocab = active_index.shape[0], weight.shape[0]
-    chunks = list(_row_chunks(num_rows, vocab, workspace_mib))
-    grads = _Gradients.allocate(hidden, weight, bias, needs_grad, several_chunks=len(chunks) > 1)
-    if not chunks and needs_grad[1]:
-        grads.weight.zero_()
-    if not chunks and needs_grad[2]:
-        grads.bias.zero_()
+    head = _Head(weight.detach(), bias, softcap, scale, group)
+    grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
+    chunks = list(_row_chunks(active_index.shape[0], weight.shape[0], workspace_mib))
+    if not chunks:
+        grads.weight.zero_(), grads.bias.zero_()
+    wide_weight, wide_bias = (_float_like(x) if x.numel() else None for x in (grads.weight, grads.bias))
     logprob, entropy = _per_token_results(hidden, return_entropy)
     loss = hidden.new_zeros((), dtype=torch.float32)
-    buffer = hidden.new_empty(_chunk_rows(num_rows, vocab, workspace_mib), vocab, dtype=torch.float32)
+    most_rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    logits = _in_huge_pages(hidden.new_empty(most_rows * weight.shape[0], dtype=torch.float32))
     for chunk in chunks:
         index = active_index[chunk]
-        rows = _Rows.gather(hidden, target, inv_temperature, index)
-        logits = buffer[: index.shape[0]]
-        stats = _forward_chunk(head, rows, logits, return_entropy)
+        rows = _Rows.gather(hidden.detach(), target, inv_temperature, index)
+        problem = (
+            rows.hidden_RD, head.weight_VD, logits, _THREAD_TILE_COLUMNS, rows.target_R,
+            None if bias is None else bias.detach().to(torch.float32), rows.inv_temperature, softcap, scale,
+        )  # fmt: skip
+        sums = _Sums.of_nothing(rows, return_entropy)
+        torch.ops.rlft_fast.logprob_chunk_stats_(*problem, *sums)
+        stats = sums.finish(head)
         loss_R, d_logprob, d_entropy = _differentiate(
             loss_functions[loss_fn], stats, [values[index] for values in per_token]
         )
@@ -393,14 +439,22 @@ def _linear_logprob_loss(
         if stats.entropy is not None:
             entropy[index] = stats.entropy
         if any(needs_grad):
-            grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32) if needs_grad[0] else None
-            for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
-                z = logits[:, tile]
-                _logits_to_gradients(z, tile, bias_tile, head, rows, stats, d_logprob, d_entropy)
-                grads.accumulate(z, tile, weight_tile, rows.hidden_RD, grad_rows, first=chunk.start == 0)
+            grad_rows = torch.empty_like(rows.hidden_RD) if needs_grad[0] else None
+            torch.ops.rlft_fast.logprob_chunk_grad_(
+                *problem, stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
+                grad_rows, wide_weight, wide_bias, chunk.start > 0,
+            )  # fmt: skip
             if grad_rows is not None:
-                grads.hidden[index] = grad_rows.to(hidden.dtype)
-    return loss, logprob, entropy, *grads.finish()
+                grads.set_hidden(index, grad_rows, head)
+    for narrow, wide in ((grads.weight, wide_weight), (grads.bias, wide_bias)):
+        if wide is not None and wide is not narrow:
+            narrow.copy_(wide)
+    return loss, logprob, entropy, grads.hidden, grads.weight, grads.bias
+
+
+def _float_like(x: Tensor) -> Tensor:
+    """The tensor itself, or fresh float32 memory of its shape to accumulate in."""
+    return x if x.dtype == torch.float32 else _in_huge_pages(torch.empty_like(x, dtype=torch.float32))
 
 
 def _differentiate(
@@ -428,8 +482,8 @@ def _differentiate(
 
 
 @_linear_logprob_loss.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, workspace_mib,
-      return_entropy, needs_grad):  # fmt: skip
+def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, group,
+      workspace_mib, return_entropy, needs_grad):  # fmt: skip
     scalar = hidden.new_empty((), dtype=torch.float32)
     return scalar, *_per_token_results(hidden, return_entropy), *_empty_gradients(hidden, weight, bias, needs_grad)
 
@@ -447,7 +501,7 @@ def _scale_gradients(ctx, grad_loss, *_):
     # therefore raises autograd's "modified by an inplace operation".
     grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
     d_hidden, d_weight, _, _, d_bias = _scatter_gradients(grads, ctx.needs, num_inputs=5)
-    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 6)
+    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 7)
 
 
 _linear_logprob_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

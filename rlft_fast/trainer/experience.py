@@ -1,10 +1,9 @@
 """From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
@@ -52,6 +51,25 @@ def gather_samples(own: list[Sample]) -> list[Sample]:
         completion = Completion(token[start:end], logprob[start:end], "stop" if stop else "length")
         samples.append(Sample(row, completion, None if value != value else value))
     return samples
+
+
+def penalize_truncated(samples: list[Sample], penalty: float) -> list[Sample]:
+    """The samples, with the penalty taken from the rewards of those that were cut off at the limit of tokens."""
+    return [
+        replace(sample, reward=sample.reward - penalty)
+        if sample.reward is not None and sample.completion.finish_reason == "length"
+        else sample
+        for sample in samples
+    ]
+
+
+def skip_equal_groups(samples: list[Sample]) -> list[Sample]:
+    """The samples of those prompts whose samples did not all get the same reward."""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            rewards.setdefault(sample.row, set()).add(sample.reward)
+    return [sample for sample in samples if len(rewards.get(sample.row, ())) > 1]
 
 
 def build_batch(samples: list[Sample], prompt_ids: dict[int, list[int]]) -> Batch:
@@ -114,17 +132,22 @@ def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
-    """What the rollout was like, and why it may teach nothing."""
-    assert batch.reward_B is not None
-    assert batch.group_B is not None
-    rewards, lengths = batch.reward_B, [len(sample.completion.token_ids) for sample in samples]
+    """What the rollout was like, and why it may teach nothing.
+
+    Args:
+        samples: all samples of the rollout.
+        batch: what is learned from them, with the log-probabilities of the models.
+    """
+    rewards = np.array([sample.reward for sample in samples if sample.reward is not None])
+    groups = {sample.row for sample in samples if sample.reward is not None}
+    unequal = {sample.row for sample in skip_equal_groups(samples)}
     metrics = {
-        "reward_mean": rewards.mean().item() if len(rewards) else 0.0,
-        "reward_std": rewards.std(correction=0).item() if len(rewards) else 0.0,
-        "completion_length_mean": float(np.mean(lengths)),
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "completion_length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
         "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
         "left_out_share": 1.0 - len(rewards) / len(samples),
-        "zero_std_group_share": _zero_std_group_share(rewards, batch.group_B),
+        "zero_std_group_share": 1.0 - len(unequal) / len(groups) if groups else 0.0,
     }
     if batch.old_logprob_T is not None and batch.rollout_logprob_T is not None and batch.loss_mask_T.any():
         difference = (batch.old_logprob_T - batch.rollout_logprob_T)[batch.loss_mask_T].abs()
@@ -133,10 +156,3 @@ def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()
     return metrics
-
-
-def _zero_std_group_share(reward_B: Tensor, group_B: Tensor) -> float:
-    """Share of prompts whose samples all got the same reward: they carry no signal for group-relative advantages."""
-    groups = group_B.unique()
-    equal = [bool((reward_B[group_B == g] == reward_B[group_B == g][0]).all()) for g in groups]
-    return float(np.mean(equal)) if equal else 0.0

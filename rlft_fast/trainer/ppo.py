@@ -32,7 +32,9 @@ from rlft_fast.trainer.experience import (
     gather_samples,
     merge_metrics,
     mini_batches,
+    penalize_truncated,
     rollout_metrics,
+    skip_equal_groups,
 )
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
@@ -105,17 +107,18 @@ class PPOTrainer:
         prompts = self._take_prompts(step)
         samples = self._rollout(prompts, step)
         generated = time.perf_counter()
-        batch = build_batch(samples, dict(enumerate(prompts.token_ids)))
-        batch = self._infer(batch)
+        taught = skip_equal_groups(samples) if self.config.algorithm.skip_equal_groups else samples
+        batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids))))
         metrics = rollout_metrics(samples, batch)
         batch = add_advantages(batch, self.config.algorithm)
         metrics |= self._update(batch, self._seed(step))
         self._record(step, prompts, samples, metrics)
+        num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
         seconds = time.perf_counter() - started
         return metrics | {
             "seconds_rollout": generated - started,
             "seconds": seconds,
-            "tokens_per_second": batch.num_tokens / seconds,
+            "tokens_per_second": num_tokens / seconds,
         }
 
     def _take_prompts(self, step: int) -> Prompts:
@@ -134,7 +137,8 @@ class PPOTrainer:
                 n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
             ),
         )
-        return self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+        samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+        return penalize_truncated(samples, self.config.reward.truncation_penalty)
 
     def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
         """The samples of all ranks, each scored by the rank that made it."""

@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlft_fast import ops
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from tests.distributed import run_distributed
 from tests.numerics import assert_no_further_from_truth
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -194,8 +198,12 @@ def test_transposed_inputs():
     assert torch.allclose(linear_logprob(hidden.T.contiguous().T, weight.T.contiguous().T, target).logprob, expected)
 
 
-def test_same_bits_in_every_path_and_run():
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # chunks of different numbers of rows in each path, and one chunk
+def test_same_bits_in_every_path_and_run(workspace_mib):
     """No grad, recomputing backward, frozen weight, loss: the same log-probabilities, so a ratio of exactly 1."""
+    linear_logprob, linear_logprob_loss = (  # hides the imported ones
+        partial(function, workspace_mib=workspace_mib) for function in (ops.linear_logprob, ops.linear_logprob_loss)
+    )
     hidden, weight, target, _ = make_problem(333, 64, 5003)
     hidden.requires_grad_()
     trainable = weight.clone().requires_grad_()
@@ -282,19 +290,19 @@ def test_second_backward_is_an_error_not_a_wrong_number():
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
-def op_arguments(requires_grad: bool):
+def op_arguments(requires_grad: bool, *group: str):
     hidden, weight, target, _ = make_problem(6, 8, 50)
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), 0.0, 1.0, 64]
+    return [*tensors, torch.ones(1), 0.0, 1.0, *group, 64]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    ops = torch.ops.rlft_fast
-    torch.library.opcheck(ops.linear_logprob, (*op_arguments(requires_grad), True), test_utils=tests)
-    torch.library.opcheck(ops.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
+    namespace = torch.ops.rlft_fast
+    torch.library.opcheck(namespace.linear_logprob, (*op_arguments(requires_grad, ""), True), test_utils=tests)
+    torch.library.opcheck(namespace.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
 
 
 def test_opcheck_epilogues():
@@ -302,6 +310,9 @@ def test_opcheck_epilogues():
     common = (z, torch.tensor([0, 3, 8, 1]), 0, None, torch.ones(1), 0.0, 1.0)
     stats = (torch.full((4,), -torch.inf), row.clone(), row.clone(), row.clone())
     torch.library.opcheck(torch.ops.rlft_fast.logprob_stats_, (*common, *stats))
+    frozen = (stats[0], row.clone(), row.clone(), row.clone(), row.clone(), torch.zeros(4, 6))
+    torch.library.opcheck(torch.ops.rlft_fast.logprob_frozen_, (*common, *frozen))
+    torch.library.opcheck(torch.ops.rlft_fast.use_huge_pages_, (torch.zeros(4),))
     torch.library.opcheck(torch.ops.rlft_fast.logprob_grad_, (*common, row + 1, row + 2, row + 1, row + 1, row + 1))
 
 
@@ -334,10 +345,51 @@ def test_compiles_to_one_graph():
         torch.testing.assert_close(a, b)
 
 
+# ---- sharded vocabulary ---------------------------------------------------------------------------------------------
+
+SHARDS = {2: [1500, 1503], 3: [1, 2000, 1002]}  # uneven, one of a single token
+
+
+def check_vocab_group(rank: int, world_size: int) -> None:
+    bounds = [0, *torch.tensor(SHARDS[world_size]).cumsum(0).tolist()]
+    own = slice(bounds[rank], bounds[rank + 1])
+    hidden, weight, target, old, advantage = loss_problem(T=60, V=3003)
+    target[:3] = torch.tensor([0, 1, 3002])  # the first and the last row of shards
+    bias = torch.linspace(-1, 1, 3003)
+
+    def results(rows: slice, **group) -> list[Tensor]:
+        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows]))
+        options = {"bias_V": b, "softcap": 20.0, "temperature": 0.7, "return_entropy": True, "workspace_mib": 1} | group
+        out = linear_logprob(h, w, target, **options)
+        ((out.logprob * old).sum() + (out.entropy * advantage).sum()).backward()
+        grads = [h.grad, w.grad, b.grad]
+        h.grad, w.grad, b.grad = None, None, None
+        fused = linear_logprob_loss(h, w, target, ppo_clip, old, advantage, **options)
+        fused.loss.backward()
+        return [*out, *fused, *grads, h.grad, w.grad, b.grad]
+
+    whole = results(slice(None))
+    sharded = results(own, vocab_group=dist.group.WORLD)
+    for actual, expected in zip(sharded, whole, strict=True):
+        expected = expected[own] if expected.dim() and expected.shape[0] == 3003 else expected
+        torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="outside the vocabulary of 3003"):
+        linear_logprob(hidden, weight[own], target.fill_(3003), vocab_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="gather the weight"):
+        linear_logprob(hidden, weight[own], target, vocab_group=dist.group.WORLD, backend="reference")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", SHARDS)
+def test_sharded_vocabulary(world_size):
+    run_distributed(check_vocab_group, world_size, world_size)
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 _PEAK = """
 import re, torch
+from rlft_fast import ops
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
 torch.set_num_threads(1)
 hidden, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(49152, 64, requires_grad=True)

@@ -14,6 +14,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from rlft_fast.rollout.hf import _draw
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, save_tiny_model
 
@@ -108,6 +109,31 @@ def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
     entropy = -(expected.exp() * expected).sum()
     error = ((expected.exp() * expected.square()).sum() - entropy.square()).sqrt() / 2000**0.5
     assert abs(logprobs.mean() + entropy) < 5 * error
+
+
+@pytest.mark.parametrize("vocab", [3, 256, 700])  # less than a block, one block, a ragged end
+def test_draws_follow_the_probabilities(vocab):
+    torch.manual_seed(0)
+    probability = torch.rand(vocab)
+    probability[torch.rand(vocab) < 0.3] = 0.0
+    probability[-1] = 0.0
+    probability /= probability.sum()
+    draws = torch.cat([_draw(probability.expand(4000, vocab).contiguous()) for _ in range(10)])
+    count = torch.bincount(draws.squeeze(1), minlength=vocab)
+    assert (count[probability == 0] == 0).all()
+    z = (count - 40_000 * probability) / (40_000 * probability * (1 - probability)).sqrt().clamp(min=1e-3)
+    assert z.abs().max() < 4.5
+    assert 0.8 < z[probability > 0].square().mean() < 1.25 or vocab == 3
+
+
+def test_draws_keep_rare_tokens():
+    """Half of the mass on the first token, the rest on 100,000 tokens: a running float32 sum would round them off."""
+    probability = torch.full((1, 100_001), 5e-6)
+    probability[0, 0] = 0.5
+    torch.manual_seed(0)
+    draws = torch.cat([_draw(probability) for _ in range(2000)])
+    assert (draws > 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert (draws > 50_000).float().mean().item() == pytest.approx(0.25, abs=0.05)
 
 
 def test_the_models_own_defaults_are_kept(tiny_model):

@@ -19,7 +19,9 @@ from rlft_fast.trainer.experience import (
     gather_samples,
     merge_metrics,
     mini_batches,
+    penalize_truncated,
     rollout_metrics,
+    skip_equal_groups,
 )
 
 # Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
@@ -59,6 +61,23 @@ def test_build_batch_leaves_out_samples_without_a_reward():
     assert batch.group_B.tolist() == [0, 0, 1, 1]
     sampled = batch.rollout_logprob_T[batch.loss_mask_T]
     assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
+
+
+def test_penalty_takes_from_what_was_cut_off():
+    penalized = [sample.reward for sample in penalize_truncated(SAMPLES, 0.25)]
+    assert penalized == [1.0, None, -0.25, 0.5, 0.25]
+    assert penalize_truncated(SAMPLES, 0.0) == SAMPLES
+
+
+def test_equal_groups_are_skipped():
+    assert skip_equal_groups(SAMPLES) == SAMPLES[:3]  # with the one that has no reward, which later code leaves out
+    assert skip_equal_groups(SAMPLES[1:]) == []
+
+
+def test_rollout_metrics_are_about_all_samples():
+    batch = build_batch(skip_equal_groups(SAMPLES), PROMPTS)
+    metrics = rollout_metrics(SAMPLES, batch)
+    assert metrics == rollout_metrics(SAMPLES, build_batch(SAMPLES, PROMPTS))
 
 
 def test_rollout_metrics():

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.image import imread
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast.config import Config
@@ -73,6 +75,32 @@ def test_every_step_is_on_policy_with_one_mini_batch(grpo):
     steps = [row for row in comparable(grpo[0]) if "ratio_max" in row]
     assert {row["ratio_max"] for row in steps} == {1.0}
     assert all(row["mismatch_max"] < 1e-4 for row in steps)  # generation with a cache, in other shapes
+
+
+def test_a_rollout_of_equal_groups_is_skipped(model, tmp_path):
+    config = toy_config(
+        model, tmp_path, steps=1, reward__function=f"{HERE}:constant", algorithm__skip_equal_groups=True,
+        algorithm__entropy_coef=0.1,
+    )  # fmt: skip
+    train(config)
+    (row,) = comparable(tmp_path / "run")
+    assert row["zero_std_group_share"] == 1.0
+    assert "loss" not in row  # no optimizer step at all, although the entropy bonus would have had a gradient
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "hf"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_truncation_penalty_is_for_training_only(model, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "sea"}])
+    summary = train(
+        toy_config(
+            model, tmp_path, steps=1, reward__function=f"{HERE}:constant", reward__truncation_penalty=0.5,
+            rollout__max_new_tokens=2, evaluation={"path": str(held_out), "max_new_tokens": 2},
+        )
+    )  # fmt: skip
+    assert summary["accuracy_before"] == 0.25
+    rows = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert {(row["finish_reason"], row["reward"]) for row in rows} == {("length", -0.25)}
 
 
 # ---- what a run leaves behind ---------------------------------------------------------------------------------------

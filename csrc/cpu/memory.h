@@ -1,0 +1,29 @@
+// Large outputs on the CPU.
+#pragma once
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <cstdint>
+
+#include "stable.h"
+
+namespace rlft {
+
+// Asks for 2 MiB pages under a tensor that is about to be written for the first time, and returns its memory. Page
+// faults take most of the time of filling fresh memory, and this leaves one of 512. Where the system has no huge pages
+// nothing changes.
+inline void* with_huge_pages(const Tensor& x) {
+  void* memory = x.mutable_data_ptr();
+#ifdef __linux__
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + x.numel() * x.element_size()) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
+
+}  // namespace rlft
