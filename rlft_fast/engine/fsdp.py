@@ -101,7 +101,7 @@ class FSDPEngine:
         if get_world_size() > 1 or self.config.compute_dtype != "float32":
             self._shard()
         if self.num_training_steps is not None:
-            self.optimizer = build_optimizer(self.model.named_parameters(), self.config.optimizer)
+            self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
         return self
 
     def _shard(self) -> None:

@@ -9,9 +9,9 @@ from torch import nn
 from rlft_fast.config import OptimizerConfig
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW (decoupled weight decay, arXiv 1711.05101). Only matrices decay: never biases, norms or scalars."""
-    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},

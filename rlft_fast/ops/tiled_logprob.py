@@ -10,8 +10,9 @@ Callers have checked every argument.
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   the loss is known per token, so logits become dlogits in place in the forward
 
-The forward of all four walks the same tiles, so their log-probabilities are equal bit for bit: a policy ratio between
-a no-grad pass and the first gradient pass is exactly 1.
+The forward of all four adds the same blocks of columns in the same order, and the vendor's GEMM gives a row the same
+bits among few rows and many, so their log-probabilities are equal bit for bit: a policy ratio between a no-grad pass
+and the first gradient pass is exactly 1.
 
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
 """

@@ -47,7 +47,7 @@ def test_only_matrices_decay():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     model["scale"] = nn.Module()
     model["scale"].value = nn.Parameter(torch.ones(()))
-    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(weight_decay=0.1))
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
     assert {name for name, value in by_name.items() if value == 0.1} == {"linear.weight", "embedding.weight"}
@@ -57,11 +57,11 @@ def test_only_matrices_decay():
 
 
 def test_options_reach_adamw_and_frozen_parameters_do_not():
-    parameters = [("a", nn.Parameter(torch.ones(2, 2))), ("b", nn.Parameter(torch.ones(2, 2), requires_grad=False))]
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), requires_grad=False)]
     optimizer = build_optimizer(parameters, OptimizerConfig(learning_rate=0.5, betas=(0.1, 0.2), eps=0.3))
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 0.3)
-    assert [id(parameter) for parameter in group["params"]] == [id(parameters[0][1])]
+    assert [id(parameter) for parameter in group["params"]] == [id(parameters[0])]
 
 
 def test_engine_follows_the_schedule(tiny_model):
