@@ -54,8 +54,8 @@ def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path
                 "batch_size": 128,
             },
             # The entropy bonus keeps answers varied while the format settles: without it most groups soon agree.
-            "algorithm": {"skip_equal_groups": True, "entropy_coef": 0.02},
-            "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 3e-5, "schedule": "linear"}},
+            "algorithm": {"skip_equal_groups": True, "mini_batches": 2, "clip_high": 0.28, "entropy_coef": 0.02},
+            "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 2e-5, "schedule": "linear"}},
             "evaluation": {"path": str(held_out_path)},
             "checkpoint": {"every": 10, "max_num": 1},
         }
