@@ -225,7 +225,7 @@ class Config(Section):
             raise ValueError("algorithm.kl_in: reward needs per-token rewards (advantage: gae); use kl_in: loss")
         if algorithm.skip_equal_groups and algorithm.advantage != "grpo":
             raise ValueError(
-                "algorithm.skip_equal_groups is for advantage: grpo; a critic learns from equal rewards too"
+                "algorithm.skip_equal_groups needs advantage: grpo; a critic learns from equal rewards too"
             )
         if algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ValueError("advantage: grpo compares samples of one prompt: rollout.samples_per_prompt must be >= 2")

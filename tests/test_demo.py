@@ -14,7 +14,7 @@ from rlft_fast.rewards import last_number
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def numbers(row):

@@ -104,7 +104,7 @@ def toy_config(model: Path, folder: Path, **changes: Any) -> Config:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # splitlines would also cut at U+2028
 
 
 def comparable(run: Path) -> list[dict[str, Any]]:
