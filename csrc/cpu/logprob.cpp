@@ -281,6 +281,16 @@ const float* float_or_null(const std::optional<Tensor>& t) {
   return t.has_value() ? static_cast<const float*>(t->const_data_ptr()) : nullptr;
 }
 
+float* mutable_float(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+float* mutable_float_or_null(const std::optional<Tensor>& t) { return t.has_value() ? mutable_float(*t) : nullptr; }
+
+Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::optional<Tensor>& entropy,
+                       const Tensor& grad_logprob, const std::optional<Tensor>& grad_entropy) {
+  return {static_cast<const float*>(max.const_data_ptr()), static_cast<const float*>(log_sum.const_data_ptr()),
+          float_or_null(entropy), static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
+}
+
 // A tile of a chunk's logits: `columns` vocabulary ids from `start` on, stored densely behind those of lower ids.
 Tile chunk_tile(const Tile& whole, int64_t start, int64_t columns) {
   Tile tile = whole;
@@ -320,16 +330,12 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
                    inv_temperature, softcap, scale);
 }
 
-float* mutable_float(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                     double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
                     Tensor target_logit) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  const StatsOut out{
-      static_cast<float*>(max.mutable_data_ptr()), static_cast<float*>(sum_exp.mutable_data_ptr()),
-      sum_exp_shift.has_value() ? static_cast<float*>(sum_exp_shift->mutable_data_ptr()) : nullptr,
-      static_cast<float*>(target_logit.mutable_data_ptr())};
+  const StatsOut out{mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
+                     mutable_float(target_logit)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { stats_rows(tile, out, begin, end); });
 }
 
@@ -337,13 +343,20 @@ void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::opt
                      Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  const FrozenOut out{.stats = {static_cast<float*>(max.mutable_data_ptr()), static_cast<float*>(sum_exp.mutable_data_ptr()),
-                                nullptr, static_cast<float*>(target_logit.mutable_data_ptr())},
-                      .sum_others = static_cast<float*>(sum_others.mutable_data_ptr()),
-                      .target_slope = static_cast<float*>(target_slope.mutable_data_ptr()),
-                      .accumulator = static_cast<float*>(accumulator.mutable_data_ptr()),
+  const FrozenOut out{.stats = {mutable_float(max), mutable_float(sum_exp), nullptr, mutable_float(target_logit)},
+                      .sum_others = mutable_float(sum_others),
+                      .target_slope = mutable_float(target_slope),
+                      .accumulator = mutable_float(accumulator),
                       .dim = accumulator.size(1)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { frozen_rows(tile, out, begin, end); });
+}
+
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
+                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
+                   Tensor grad_logprob, std::optional<Tensor> grad_entropy) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
+  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
 }
 
 // ---- chunks --------------------------------------------------------------------------------------------------------
@@ -405,7 +418,7 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
     }
   });
   merge_tiles(partial.data(), tiles, rows,
-              {mutable_float(max), mutable_float(sum_exp), entropy ? mutable_float(*sum_exp_shift) : nullptr, nullptr});
+              {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift), nullptr});
 }
 
 void add_column_sums(const Tile& tile, float* out, bool accumulate) {
@@ -420,9 +433,7 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
                          std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
                          std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
-  const Upstream upstream{static_cast<const float*>(max.const_data_ptr()),
-                          static_cast<const float*>(log_sum.const_data_ptr()), float_or_null(entropy),
-                          static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
+  const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
   const int64_t tiles = chunk.num_tiles();
   const int64_t parts = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
   Tensor part_hidden = torch::stable::new_zeros(hidden, {grad_hidden ? parts : 0, hidden.size(0), hidden.size(1)});
@@ -450,16 +461,6 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
 }
 
 void use_huge_pages_(Tensor x) { with_huge_pages(x); }
-
-void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
-                   Tensor grad_logprob, std::optional<Tensor> grad_entropy) {
-  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  const Upstream upstream{static_cast<const float*>(max.const_data_ptr()),
-                          static_cast<const float*>(log_sum.const_data_ptr()), float_or_null(entropy),
-                          static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
-  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
-}
 
 }  // namespace
 }  // namespace rlft

@@ -127,7 +127,7 @@ class Batch:
         _check_lengths(prompts, completions, completion_masks, rollout_logprobs)
         sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
         lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
-        cu_seqlens = _cumulative(lengths)
+        cu_seqlens = cumulative(lengths)
         sampled = completion_masks or [[True] * len(completion) for completion in completions]
         loss_mask_T = torch.from_numpy(_per_position(prompts, sampled, np.bool_))
         logprob_T = None
@@ -193,7 +193,7 @@ class Batch:
         if ((index_B < 0) | (index_B >= self.num_sequences)).any():
             raise ValueError(f"select got an index outside [0, {self.num_sequences}): {index_B.tolist()}")
         lengths = self.lengths[index_B]
-        cu_seqlens = _cumulative(lengths)
+        cu_seqlens = cumulative(lengths)
         shift_B = self.cu_seqlens.numpy()[index_B] - cu_seqlens[:-1]  # from a new position to the old one
         rows = {
             "T": torch.from_numpy(np.arange(cu_seqlens[-1]) + np.repeat(shift_B, lengths)),
@@ -293,7 +293,8 @@ def _check_lengths(
                 )
 
 
-def _cumulative(lengths: np.ndarray) -> np.ndarray:
+def cumulative(lengths: np.ndarray) -> np.ndarray:
+    """(B + 1,) boundaries of pieces of these lengths, from 0 on."""
     return np.concatenate([[0], lengths.cumsum()])
 
 

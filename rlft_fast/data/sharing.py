@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.data.batch import Batch
+from rlft_fast.data.batch import Batch, cumulative
 from rlft_fast.data.planning import MicroBatchPlan, check_lengths, plan_micro_batches
 
 _UNITS_PER_RANK = 4  # enough pieces to balance the ranks; more would repeat prompts for nothing
@@ -126,9 +126,8 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatch
     lengths = np.array([max(num_rows(unit), 1) for unit in units], np.int64)
     plan = plan_micro_batches(lengths, max_tokens, world_size=world_size)
     sizes = np.array([len(units[i]) for i in plan.indices], np.int64)
-    ends = np.concatenate([[0], sizes.cumsum()])
     indices = np.concatenate([units[i] for i in plan.indices]) if units else plan.indices
-    return dataclasses.replace(plan, indices=indices, offsets=ends[plan.offsets])
+    return dataclasses.replace(plan, indices=indices, offsets=cumulative(sizes)[plan.offsets])
 
 
 def _prompt_and_used_lengths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -165,4 +164,5 @@ def _cut(group: np.ndarray, prompt: int, suffixes: np.ndarray, limit: int) -> li
 
 
 def _boundaries(pieces: list[np.ndarray]) -> Tensor:
-    return torch.tensor([0, *np.cumsum([len(piece) for piece in pieces])], dtype=torch.int32)
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    return torch.from_numpy(cumulative(lengths).astype(np.int32))

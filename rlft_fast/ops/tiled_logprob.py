@@ -254,21 +254,17 @@ def _linear_logprob_backward(
         upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
     rows = _Rows.gather(hidden, target, inv_temperature, active_index)
     row_entropy = None if grad_entropy is None else entropy[active_index]
-    stats = _Stats(upstream, row_entropy, *normalizer.contiguous())
+    maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
     columns = max(min(workspace_mib * 2**20 // (4 * max(num_rows, 1)), _TILE_COLUMNS), 1)
-    buffer = hidden.new_empty(num_rows * columns, dtype=torch.float32)
+    scratch = hidden.new_empty(num_rows, columns, dtype=torch.float32)
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
     for tile, weight_tile, bias_tile in head.tiles(columns):
-        z = (
-            buffer[: num_rows * weight_tile.shape[0]].view(num_rows, -1)
-            if num_rows
-            else buffer.view(0, len(weight_tile))
-        )
+        z = scratch[:, : weight_tile.shape[0]]
         _multiply(rows.hidden_RD, weight_tile.T, out=z)
         torch.ops.rlft_fast.logprob_grad_(
             z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-            stats.maximum, stats.log_sum, stats.entropy, upstream, upstream_entropy,
+            maximum, log_sum, row_entropy, upstream, upstream_entropy,
         )  # fmt: skip
         operand = z.to(weight_tile.dtype)
         if grad_rows is not None:
@@ -363,8 +359,8 @@ def _linear_logprob_frozen(
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
         num_rows = index.shape[0]
-        maximum, sum_exp, target_logit, sum_others, slope = hidden.new_zeros(5, num_rows, dtype=torch.float32)
-        maximum.fill_(-torch.inf)
+        sums = _Sums.of_nothing(rows, return_entropy=False)
+        sum_others, slope = hidden.new_zeros(2, num_rows, dtype=torch.float32)
         others_RD = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
         scratch = hidden.new_empty(num_rows, _TILE_COLUMNS, dtype=torch.float32)
         for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
@@ -372,12 +368,12 @@ def _linear_logprob_frozen(
             _multiply(rows.hidden_RD, weight_tile.T, out=z)
             torch.ops.rlft_fast.logprob_frozen_(
                 z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-                maximum, sum_exp, target_logit, sum_others, slope, others_RD,
+                sums.maximum, sums.sum_exp, sums.target_logit, sum_others, slope, others_RD,
             )  # fmt: skip
             _multiply(z.to(weight_tile.dtype), weight_tile, out=others_RD, accumulate=True)
-        logprob[index] = (target_logit - maximum) - sum_exp.log()
+        logprob[index] = sums.finish(head).logprob
         target_RD = weight[rows.target_R].to(torch.float32)
-        grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sum_exp.unsqueeze(1))
+        grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sums.sum_exp.unsqueeze(1))
         jacobian[index] = grad_rows.to(hidden.dtype)
     return logprob, jacobian
 
@@ -412,7 +408,8 @@ def _linear_logprob_loss(
     return_entropy: bool, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
-    head = _Head(weight.detach(), bias, softcap, scale, group)
+    bias_float = None if bias is None else bias.detach().to(torch.float32)
+    head = _Head(weight.detach(), bias_float, softcap, scale, group)
     grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
     chunks = list(_row_chunks(active_index.shape[0], weight.shape[0], workspace_mib))
     if not chunks:
@@ -427,7 +424,7 @@ def _linear_logprob_loss(
         rows = _Rows.gather(hidden.detach(), target, inv_temperature, index)
         problem = (
             rows.hidden_RD, head.weight_VD, logits, _THREAD_TILE_COLUMNS, rows.target_R,
-            None if bias is None else bias.detach().to(torch.float32), rows.inv_temperature, softcap, scale,
+            head.bias_V, rows.inv_temperature, softcap, scale,
         )  # fmt: skip
         sums = _Sums.of_nothing(rows, return_entropy)
         torch.ops.rlft_fast.logprob_chunk_stats_(*problem, *sums)

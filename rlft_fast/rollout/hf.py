@@ -35,8 +35,8 @@ class HFRollout:
         self.model = model
         self.batch_size = batch_size
         self.eos_token_ids = _eos_token_ids(model.model, tokenizer)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_token_ids[0]
-        self.pad_token_id = int(pad)
+        pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_token_ids[0]
+        self.pad_token_id = int(pad_token_id)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
