@@ -1,11 +1,15 @@
 """Time and peak memory of named variants, interleaved in one process (Linux).
 
-Every round runs every variant once, so that a slow phase of the machine hits all of them alike; results are medians
-over the rounds. A run's memory is the peak of the resident set during the run (VmHWM, reset through
-/proc/self/clear_refs) less the resident set before it and less what the run returned: exactly the scratch memory a
-training step must have free. Freed heap is given back to the system before each run, outside the timer, or a run could
-hide its scratch in what an earlier one left behind. Buffers that the BLAS keeps for the life of the process are no
-one's scratch: the report runs bare GEMMs first, so that they are there before anything is compared.
+Times: every round runs every variant once, so that a slow phase of the machine hits all of them alike; results are
+medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because how
+long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms, as
+the host has memory at hand or not.
+
+Memory: one more run of each variant in fresh memory. Its figure is the peak of the resident set during the run (VmHWM,
+reset through /proc/self/clear_refs) less the resident set before it and less what the run returned: exactly the scratch
+memory a training step must have free. Freed heap is given back to the system before, or a run could hide its scratch in
+what an earlier one left behind; and everything has run by then, so that buffers which libraries keep for the life of
+the process are no one's scratch.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 NUM_THREADS = 2
 _LIBC = ctypes.CDLL("libc.so.6")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+Number = TypeVar("Number", int, float)
 _ROOT = Path(__file__).parents[1]
 
 
@@ -56,10 +64,10 @@ class Variant:
 
 @dataclass
 class Measurement:
-    """Samples of one variant, one per round."""
+    """Of one variant: its times, one per round, and its peak memory beyond inputs and outputs."""
 
     seconds: list[float] = field(default_factory=list)
-    extra_bytes: list[int] = field(default_factory=list)
+    extra_bytes: int = 0
 
     @property
     def median_s(self) -> float:
@@ -75,7 +83,7 @@ class Measurement:
 
     @property
     def extra_mib(self) -> float:
-        return statistics.median(self.extra_bytes) / 2**20
+        return self.extra_bytes / 2**20
 
 
 @dataclass
@@ -99,35 +107,57 @@ def measure(variants: Sequence[Variant], rounds: int = 5, peer_rounds: int | Non
 
     Args:
         variants: what to run, with unique names.
-        rounds: samples per variant.
-        peer_rounds: samples per peer, spread evenly over the rounds; None for as many as everyone.
+        rounds: timed runs per variant.
+        peer_rounds: timed runs per peer, spread evenly over the rounds; None for as many as everyone.
 
     Returns:
         Results: times and scratch memory, and the peers that failed.
     """
     results = Results()
+
+    def attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number]) -> Number | None:
+        """What the sample gives, or None and a note of the reason where a peer fails."""
+        if variant.name in results.unavailable:
+            return None
+        try:
+            return sample(variant.run)
+        except Exception as error:
+            if not variant.peer:
+                raise
+            results.measured.pop(variant.name, None)
+            results.unavailable[variant.name] = reason(error)
+            return None
+
     for variant in variants:
         if variant.compiled:
-            _sample(variant, Results(unavailable=results.unavailable))
-    for number in range(rounds):
-        for variant in variants:
-            count = peer_rounds if variant.peer and peer_rounds else rounds
-            if number * count % rounds < count and variant.name not in results.unavailable:
-                _sample(variant, results)
+            attempt(variant, seconds_of)
+    with recycled_memory():
+        for number in range(rounds):
+            for variant in variants:
+                count = peer_rounds if variant.peer and peer_rounds else rounds
+                if number * count % rounds < count and (seconds := attempt(variant, seconds_of)) is not None:
+                    results.measured.setdefault(variant.name, Measurement()).seconds.append(seconds)
+    for variant in variants:
+        if (extra_bytes := attempt(variant, extra_bytes_of)) is not None:
+            results[variant.name].extra_bytes = extra_bytes
     return results
 
 
-def _sample(variant: Variant, results: Results) -> None:
+@contextmanager
+def recycled_memory(reserve: int = 3 << 30) -> Iterator[None]:
+    """Inside, malloc hands out what was freed before instead of asking the system for fresh pages (glibc).
+
+    Args:
+        reserve: bytes that are there from the start.
+    """
+    _LIBC.mallopt(_M_MMAP_MAX, 0)
+    _LIBC.mallopt(_M_TRIM_THRESHOLD, -1)
+    torch.ones(reserve, dtype=torch.uint8)
     try:
-        seconds, extra_bytes = measure_once(variant.run)
-    except Exception as error:
-        if not variant.peer:
-            raise
-        results.unavailable[variant.name] = reason(error)
-        return
-    sample = results.measured.setdefault(variant.name, Measurement())
-    sample.seconds.append(seconds)
-    sample.extra_bytes.append(extra_bytes)
+        yield
+    finally:
+        _LIBC.mallopt(_M_MMAP_MAX, 65536)  # glibc's defaults
+        _LIBC.mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
 
 
 def reason(error: Exception) -> str:
@@ -135,16 +165,24 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
-def measure_once(run: Callable[[], object]) -> tuple[float, int]:
-    """Seconds and peak bytes beyond inputs and outputs of one run."""
+def seconds_of(run: Callable[[], object]) -> float:
+    """Seconds of one run."""
+    gc.collect()
+    start = time.perf_counter()
+    outputs = run()
+    seconds = time.perf_counter() - start
+    del outputs
+    return seconds
+
+
+def extra_bytes_of(run: Callable[[], object]) -> int:
+    """Peak bytes beyond inputs and outputs of one run."""
     gc.collect()
     _LIBC.malloc_trim(0)
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM
-    start = time.perf_counter()
     outputs = run()
-    seconds = time.perf_counter() - start
-    return seconds, _status_bytes("VmHWM") - before - output_bytes(outputs)
+    return _status_bytes("VmHWM") - before - output_bytes(outputs)
 
 
 def _status_bytes(key: str) -> int:

@@ -25,16 +25,16 @@ MAX_EXTRA_MIB = 96
 METHOD = """\
 All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
 peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
-four samples). Compiled variants run once before. Extra memory is the median peak of the resident set during the run
-(`VmHWM`, reset before each run) beyond what was resident before and beyond the outputs: log-probabilities, loss, dX and
-dW. The floor of a task is the sum of its bare GEMMs, each walked in its fastest chunks into memory that is there
-already: for `no grad` logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need
-them once; for `frozen head` logits and dX; for the losses logits, dX and dW.
+four samples), in recycled memory: malloc hands out what was freed before, for page faults would measure the system.
+Compiled variants run once before. Extra memory is the peak of the resident set during one run in fresh memory (`VmHWM`,
+reset before) beyond what was resident before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a
+task is the sum of its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad`
+logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for
+`frozen head` logits and dX; for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
-held against a copy into new memory, because `unpad` and `pad` allocate their outputs as well; most of either is page
-faults, as the copy into existing memory shows."""
+held against a copy of as many bytes."""
 
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
 FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
-    parser.add_argument("--peer-rounds", type=int, default=2, help="samples of each peer")
+    parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of cpu.md, cpu.json and cpu.png")
     args = parser.parse_args()
 
