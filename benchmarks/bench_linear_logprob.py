@@ -7,6 +7,7 @@ small one with pytest-benchmark and check that all ways of a task agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -81,15 +82,14 @@ def suite(shape: tuple[int, int, int]) -> tuple[list[Variant], dict[str, str]]:
     variants, unavailable = [], {}
     for task, way, variation in rows():
         run, loaders = TASKS[task]
-        options = {"peer": way != OURS, "compiled": way in ways.COMPILED}
-        variant = Variant(title(task, variation), way, lambda: None, **options)
+        variant = Variant(title(task, variation), way, lambda: None, peer=way != OURS)
         try:
             function = loaders[way]()
         except Exception as error:
             unavailable[variant.name] = reason(error)
             continue
         problem = problems[variation] if variation else peaked
-        variants.append(Variant(variant.task, way, partial(run, function, problem), **options))
+        variants.append(replace(variant, run=partial(run, function, problem)))
     return variants, unavailable
 
 

@@ -1,15 +1,15 @@
 """Time and peak memory of named variants, interleaved in one process (Linux).
 
-Times: every round runs every variant once, so that a slow phase of the machine hits all of them alike; results are
-medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because how
-long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms, as
-the host has memory at hand or not.
+Memory first: each variant runs twice in fresh memory, and the second run is weighed. Its figure is the peak of the
+resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident set before it and less what
+the run returned: exactly the scratch memory a training step must have free. Freed heap is given back to the system
+before, or a run could hide its scratch in what an earlier one left behind; buffers that libraries keep for the life of
+the process are no one's scratch, and are there after the first run.
 
-Memory: one more run of each variant in fresh memory. Its figure is the peak of the resident set during the run (VmHWM,
-reset through /proc/self/clear_refs) less the resident set before it and less what the run returned: exactly the scratch
-memory a training step must have free. Freed heap is given back to the system before, or a run could hide its scratch in
-what an earlier one left behind; and everything has run by then, so that buffers which libraries keep for the life of
-the process are no one's scratch.
+Then times: every round runs every variant once, so that a slow phase of the machine hits all of them alike; results
+are medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because
+how long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms,
+as the host has memory at hand or not.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ class Variant:
         way: who computes it.
         run: computes it once and returns every output, so that outputs do not count as scratch memory.
         peer: somebody else's code: it runs in fewer rounds, and its failure is reported instead of raised.
-        compiled: compiles itself at the first run, which is therefore not measured.
     """
 
     task: str
     way: str
     run: Callable[[], object]
     peer: bool = False
-    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -66,8 +64,8 @@ class Variant:
 class Measurement:
     """Of one variant: its times, one per round, and its peak memory beyond inputs and outputs."""
 
+    extra_bytes: int
     seconds: list[float] = field(default_factory=list)
-    extra_bytes: int = 0
 
     @property
     def median_s(self) -> float:
@@ -129,17 +127,15 @@ def measure(variants: Sequence[Variant], rounds: int = 5, peer_rounds: int | Non
             return None
 
     for variant in variants:
-        if variant.compiled:
-            attempt(variant, seconds_of)
+        attempt(variant, seconds_of)
+        if (extra_bytes := attempt(variant, extra_bytes_of)) is not None:
+            results.measured[variant.name] = Measurement(extra_bytes)
     with recycled_memory():
         for number in range(rounds):
             for variant in variants:
                 count = peer_rounds if variant.peer and peer_rounds else rounds
                 if number * count % rounds < count and (seconds := attempt(variant, seconds_of)) is not None:
-                    results.measured.setdefault(variant.name, Measurement()).seconds.append(seconds)
-    for variant in variants:
-        if (extra_bytes := attempt(variant, extra_bytes_of)) is not None:
-            results[variant.name].extra_bytes = extra_bytes
+                    results[variant.name].seconds.append(seconds)
     return results
 
 

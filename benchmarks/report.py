@@ -26,11 +26,11 @@ METHOD = """\
 All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
 peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
 four samples), in recycled memory: malloc hands out what was freed before, for page faults would measure the system.
-Compiled variants run once before. Extra memory is the peak of the resident set during one run in fresh memory (`VmHWM`,
-reset before) beyond what was resident before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a
-task is the sum of its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad`
-logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for
-`frozen head` logits and dX; for the losses logits, dX and dW.
+Extra memory is the peak of the resident set during a variant's second run, in fresh memory (`VmHWM`, reset before),
+beyond what was resident before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the
+sum of its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` logits; for
+`forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen head`
+logits and dX; for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is

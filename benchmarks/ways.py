@@ -186,7 +186,6 @@ def _load_cut_cross_entropy_sum() -> Way:
 
 
 OURS = "rlft_fast"
-COMPILED = ("torch.compile", "cut-cross-entropy")
 
 LOGPROB_WAYS: dict[str, Callable[[], Way]] = {n: _logprob_loader(load) for n, load in _LOGPROB_FUNCTIONS.items()}
 PPO_WAYS: dict[str, Callable[[], Way]] = {
