@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ways
-from benchmarks.harness import Results, Variant, measure, reason
+from benchmarks.harness import Results, Variant, clock, reason
 from benchmarks.ways import OURS, Problem, Way
 
 FULL_SHAPE = (2048, 576, 49152)  # T, D, V of SmolLM2-135M
@@ -135,7 +135,7 @@ def fastest_floors(shape: tuple[int, int, int]) -> tuple[list[Variant], Results]
     # All rows by tiles of columns, everything at once, and the row chunks that 64 MiB of logits allow.
     candidates = [(num_tokens, 1024), (num_tokens, 2048), (num_tokens, 4096), (num_tokens, vocab), (320, vocab)]
     variants = floor_variants(shape, dict.fromkeys(FLOORS, candidates))
-    scan = measure(variants, rounds=2)
+    scan = clock(variants, Results(), rounds=2)
     best = {}
     for name in FLOORS:
         fastest = list(scan.ways(f"floor {name}"))[:2]

@@ -1,6 +1,6 @@
 """Time and peak memory of named variants, interleaved in one process (Linux).
 
-Memory first: each variant runs twice in fresh memory, and the second run is weighed. Its figure is the peak of the
+Memory first, before anything is timed: each variant runs twice in fresh memory, and the second run is weighed. Its figure is the peak of the
 resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident set before it and less what
 the run returned: exactly the scratch memory a training step must have free. Freed heap is given back to the system
 before, or a run could hide its scratch in what an earlier one left behind; buffers that libraries keep for the life of
@@ -64,7 +64,7 @@ class Variant:
 class Measurement:
     """Of one variant: its times, one per round, and its peak memory beyond inputs and outputs."""
 
-    extra_bytes: int
+    extra_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -100,43 +100,52 @@ class Results:
         return dict(sorted(rows.items(), key=lambda row: row[1].median_s))
 
 
-def measure(variants: Sequence[Variant], rounds: int = 5, peer_rounds: int | None = None) -> Results:
-    """Runs the variants interleaved.
+def weigh(variants: Sequence[Variant]) -> Results:
+    """Scratch memory of each variant, and the peers that failed. To be called before anything is timed.
 
     Args:
         variants: what to run, with unique names.
-        rounds: timed runs per variant.
-        peer_rounds: timed runs per peer, spread evenly over the rounds; None for as many as everyone.
-
-    Returns:
-        Results: times and scratch memory, and the peers that failed.
     """
     results = Results()
-
-    def attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number]) -> Number | None:
-        """What the sample gives, or None and a note of the reason where a peer fails."""
-        if variant.name in results.unavailable:
-            return None
-        try:
-            return sample(variant.run)
-        except Exception as error:
-            if not variant.peer:
-                raise
-            results.measured.pop(variant.name, None)
-            results.unavailable[variant.name] = reason(error)
-            return None
-
     for variant in variants:
-        attempt(variant, seconds_of)
-        if (extra_bytes := attempt(variant, extra_bytes_of)) is not None:
+        _attempt(variant, seconds_of, results)
+        if (extra_bytes := _attempt(variant, extra_bytes_of, results)) is not None:
             results.measured[variant.name] = Measurement(extra_bytes)
+    return results
+
+
+def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_rounds: int | None = None) -> Results:
+    """Times of the variants, interleaved, added to the results.
+
+    Args:
+        variants: what to run, with unique names.
+        results: from `weigh`, or empty.
+        rounds: runs per variant.
+        peer_rounds: runs per peer, spread evenly over the rounds; None for as many as everyone.
+    """
     with recycled_memory():
         for number in range(rounds):
             for variant in variants:
                 count = peer_rounds if variant.peer and peer_rounds else rounds
-                if number * count % rounds < count and (seconds := attempt(variant, seconds_of)) is not None:
-                    results[variant.name].seconds.append(seconds)
+                if number * count % rounds < count:
+                    seconds = _attempt(variant, seconds_of, results)
+                    if seconds is not None:
+                        results.measured.setdefault(variant.name, Measurement()).seconds.append(seconds)
     return results
+
+
+def _attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number], results: Results) -> Number | None:
+    """What the sample gives, or None and a note of the reason where a peer fails."""
+    if variant.name in results.unavailable:
+        return None
+    try:
+        return sample(variant.run)
+    except Exception as error:
+        if not variant.peer:
+            raise
+        results.measured.pop(variant.name, None)
+        results.unavailable[variant.name] = reason(error)
+        return None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import bench_linear_logprob, bench_packing, bench_planning
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
-from benchmarks.harness import NUM_THREADS, Measurement, Results, environment, measure
+from benchmarks.harness import NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
 from benchmarks.ways import OURS
 
@@ -71,9 +71,10 @@ class Bar(NamedTuple):
 
 def run_linear_logprob(shape: tuple[int, int, int], rounds: int, peer_rounds: int) -> tuple[Results, Results]:
     """Results of every variant and its floors, and of the scan for the floors' chunks."""
-    floors, scan = bench_linear_logprob.fastest_floors(shape)
     variants, unavailable = bench_linear_logprob.suite(shape)
-    results = measure([*floors, *variants], rounds, peer_rounds)
+    results = weigh(variants)
+    floors, scan = bench_linear_logprob.fastest_floors(shape)
+    clock([*floors, *variants], results, rounds, peer_rounds)
     results.unavailable |= unavailable
     return results, scan
 
@@ -210,8 +211,8 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, float32"} | environment() | versions()
-    small = measure([*bench_packing.suite(), *bench_planning.suite()], rounds=9)
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
+    small = clock([*bench_packing.suite(), *bench_planning.suite()], Results(), rounds=9)
     bars = [*linear_logprob_bars(results), *packing_bars(small), *planning_bars(small)]
     method = METHOD.format(threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds)
     text = markdown(facts, method, bars, results, scan, small)
