@@ -8,7 +8,7 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 SEED        ?= 0
 # What the benchmarks run beside; without their dependencies, which would replace torch.
-PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
+PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check

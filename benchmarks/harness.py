@@ -1,10 +1,10 @@
 """Time and peak memory of named variants, interleaved in one process (Linux).
 
-Memory first, before anything is timed: each variant runs twice in fresh memory, and the second run is weighed. Its figure is the peak of the
-resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident set before it and less what
-the run returned: exactly the scratch memory a training step must have free. Freed heap is given back to the system
-before, or a run could hide its scratch in what an earlier one left behind; buffers that libraries keep for the life of
-the process are no one's scratch, and are there after the first run.
+Memory first, before anything is timed: each variant runs twice in fresh memory, and the second run is weighed. Its
+figure is the peak of the resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident
+set before it and less what the run returned: exactly the scratch memory a training step must have free. Freed heap is
+given back to the system before, or a run could hide its scratch in what an earlier one left behind; buffers that
+libraries keep for the life of the process are no one's scratch, and are there after the first run.
 
 Then times: every round runs every variant once, so that a slow phase of the machine hits all of them alike; results
 are medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because

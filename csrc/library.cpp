@@ -15,23 +15,23 @@ PyMODINIT_FUNC PyInit__C(void) {
 
 STABLE_TORCH_LIBRARY(rlft_fast, m) {
   // linear_logprob: what happens between the GEMMs, on one (rows, columns) tile of raw logits.
-  // The math is in csrc/cpu/logprob.cpp.
+  // The math is in csrc/cpu/logprob.cpp. Results of the tile's shape may replace the logits, where dtypes allow it.
   m.def(
       "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "
-      "Tensor(d!) target_logit) -> ()");
+      "Tensor(d!)? sum_exp_squared, Tensor(e!) target_logit) -> ()");
   m.def(
-      "logprob_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
-      "float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, Tensor grad_logprob, Tensor? grad_entropy) -> ()");
-
+      "logprob_grad_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
+      "float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, Tensor grad_logprob, "
+      "Tensor? grad_entropy, Tensor(a!) grad_logits) -> ()");
   m.def(
-      "logprob_frozen_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
-      "float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, Tensor(d!) target_logit, Tensor(e!) sum_others, "
-      "Tensor(f!) target_slope, Tensor(g!) accumulator) -> ()");
+      "logprob_frozen_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
+      "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!) target_logit, Tensor(d!) sum_others, "
+      "Tensor(e!) target_slope, Tensor(f!) accumulator, Tensor(g!) exp_logits) -> ()");
   m.def(
       "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, "
-      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit) -> ()");
+      "Tensor(d!)? sum_exp_shift, Tensor(e!)? sum_exp_squared, Tensor(f!) target_logit) -> ()");
   m.def(
       "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, "

@@ -61,8 +61,8 @@ class EngineConfig(Section):
     """Most tokens of one micro-batch; must hold the longest sequence."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward pass; master weights and optimizer state stay float32."""
-    workspace_mib: PositiveInt = 64
-    """Most memory for logits at any time, in MiB."""
+    workspace_mib: PositiveInt | None = None
+    """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, clipping and schedule."""
 

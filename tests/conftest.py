@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# Without a GPU, Triton kernels run in Triton's interpreter. This is read on import, and transformers imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tests.tiny_models import MODELS, save_tiny_model
 
 # The models are so small that handing work to threads costs more than it saves. Processes that tests start inherit it:

@@ -1,12 +1,13 @@
 // linear_logprob on the CPU: everything that happens between the GEMMs, on one tile of raw logits z (R, C).
 //
 //   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
-//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),  x_target
-//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s
+//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),
+//            r = sum exp(x - m)^2,  x_target
+//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2
 //   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s, in place of z
 //   frozen : e = exp(x - m) dx/dz in place of z, 0 at the target, so that a GEMM adds sum_j e_j w_j to the row's
-//            accumulator, which is first scaled to the new m:  d logprob / d hidden = dx_y/dz_y (r / s) w_y - acc / s
-//            with r = sum of exp(x_j - m) over j != y. No difference of nearly equal numbers, however peaked p is.
+//            accumulator, which is first scaled to the new m:  d logprob / d hidden = dx_y/dz_y (o / s) w_y - acc / s
+//            with o = sum of exp(x_j - m) over j != y. No difference of nearly equal numbers, however peaked p is.
 //   m + log s is never rounded to one number: at m = -150 that alone would cost p five digits.
 //            g, h: upstream gradients of logprob and entropy
 //
@@ -48,7 +49,8 @@ struct Transform {
 };
 
 struct Tile {
-  float* logits;  // (R, C), row stride `stride`
+  const float* logits;  // (R, C), row stride `stride`
+  float* out;           // as logits, and may be the same memory
   int64_t rows, columns, stride;
   const int64_t* target;  // (R,), as vocabulary ids
   int64_t vocab_start;    // vocabulary id of column 0
@@ -98,7 +100,9 @@ RLFT_INLINE float lane_sum(const float (&lanes)[kLanes]) {
 }
 
 struct RowStats {
-  float max = kMinusInf, sum_exp = 0, sum_exp_shift = 0;  // sum_exp_shift = sum exp(x - max) (x - max)
+  float max = kMinusInf, sum_exp = 0;
+  float sum_exp_shift = 0;    // sum exp(x - max) (x - max)
+  float sum_exp_squared = 0;  // sum exp(x - max)^2
 
   // The statistics of the union of two column sets.
   RLFT_INLINE void merge(const RowStats& other) {
@@ -108,14 +112,15 @@ struct RowStats {
     const float wa = exp_nonpositive(max - shift), wb = exp_nonpositive(other.max - shift);
     sum_exp_shift = wa * (sum_exp_shift + a * sum_exp) + wb * (other.sum_exp_shift + b * other.sum_exp);
     sum_exp = wa * sum_exp + wb * other.sum_exp;
+    sum_exp_squared = wa * wa * sum_exp_squared + wb * wb * other.sum_exp_squared;
     max = top;
   }
 };
 
 // Statistics of one block of logits, whose length is a multiple of kLanes (the caller pads with -inf).
-template <bool kEntropy>
+template <bool kEntropy, bool kSquares>
 RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
-  float lanes[kLanes], entropy_lanes[kLanes] = {};
+  float lanes[kLanes], entropy_lanes[kLanes] = {}, square_lanes[kLanes] = {};
   for (int l = 0; l < kLanes; ++l) lanes[l] = x[l];
   for (int64_t j = kLanes; j < count; j += kLanes)
     for (int l = 0; l < kLanes; ++l) lanes[l] = x[j + l] > lanes[l] ? x[j + l] : lanes[l];
@@ -129,53 +134,64 @@ RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
       const float e = exp_nonpositive(d);
       lanes[l] += e;
       if (kEntropy) entropy_lanes[l] += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
+      if (kSquares) square_lanes[l] += e * e;
     }
   }
   stats.sum_exp = lane_sum(lanes);
   if (kEntropy) stats.sum_exp_shift = lane_sum(entropy_lanes);
+  if (kSquares) stats.sum_exp_squared = lane_sum(square_lanes);
   return stats;
 }
 
-struct StatsOut {
-  float *max, *sum_exp, *sum_exp_shift, *target_logit;  // (R,) each; sum_exp_shift null: no entropy asked for
+struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
+  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
 };
 
-template <bool kEntropy>
+template <bool kEntropy, bool kSquares>
 RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
   float x[kBlock];
   const float* z = tile.logits + i * tile.stride;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
-  RowStats row{out.max[i], out.sum_exp[i], kEntropy ? out.sum_exp_shift[i] : 0.0f};
+  RowStats row{out.max[i], out.sum_exp[i], kEntropy ? out.sum_exp_shift[i] : 0.0f,
+               kSquares ? out.sum_exp_squared[i] : 0.0f};
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     const int64_t count = std::min(kBlock, tile.columns - begin);
     transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
     const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
     for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
     if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
-    row.merge(block_stats<kEntropy>(x, padded));
+    row.merge(block_stats<kEntropy, kSquares>(x, padded));
   }
   out.max[i] = row.max;
   out.sum_exp[i] = row.sum_exp;
   if (kEntropy) out.sum_exp_shift[i] = row.sum_exp_shift;
+  if (kSquares) out.sum_exp_squared[i] = row.sum_exp_squared;
 }
 
 RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    out.sum_exp_shift != nullptr ? stats_row<true>(tile, out, i) : stats_row<false>(tile, out, i);
+  for (int64_t i = begin; i < end; ++i) {
+    if (out.sum_exp_squared != nullptr)
+      out.sum_exp_shift != nullptr ? stats_row<true, true>(tile, out, i) : stats_row<false, true>(tile, out, i);
+    else
+      out.sum_exp_shift != nullptr ? stats_row<true, false>(tile, out, i) : stats_row<false, false>(tile, out, i);
+  }
 }
+
+constexpr int64_t kNumStats = 4;  // numbers in a RowStats
 
 // Statistics of whole rows from those of their tiles, in the order in which stats_rows meets them: the same bits.
 RLFT_MULTIVERSION void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out) {
   for (int64_t r = 0; r < rows; ++r) {
     RowStats row;
     for (int64_t i = 0; i < tiles; ++i) {
-      const float* own = partial + 3 * i * rows + r;
-      row.merge({own[0], own[rows], own[2 * rows]});
+      const float* own = partial + kNumStats * i * rows + r;
+      row.merge({own[0], own[rows], own[2 * rows], own[3 * rows]});
     }
     out.max[r] = row.max;
     out.sum_exp[r] = row.sum_exp;
     if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sum_exp_shift;
+    if (out.sum_exp_squared != nullptr) out.sum_exp_squared[r] = row.sum_exp_squared;
   }
 }
 
@@ -185,7 +201,8 @@ struct Upstream {
 
 RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i) {
   float x[kBlock];
-  float* z = tile.logits + i * tile.stride;
+  const float* z = tile.logits + i * tile.stride;
+  float* dz = tile.out + i * tile.stride;
   const Transform& t = tile.transform;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
@@ -199,19 +216,19 @@ RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i)
     transform_block(t, z + begin, begin, count, inv_temperature, x);
     const int64_t hit = target >= begin && target < begin + count ? target - begin : -1;
     if (h == 0) {
-      for (int64_t j = 0; j < count; ++j) z[begin + j] = -g * exp_nonpositive((x[j] - max) - log_sum);
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] = -g * exp_nonpositive((x[j] - max) - log_sum);
     } else {
       for (int64_t j = 0; j < count; ++j) {
         const float log_p = (x[j] - max) - log_sum;
         const float finite = log_p < kMinExponent ? kMinExponent : log_p;  // 0 * -inf would be NaN
-        z[begin + j] = -exp_nonpositive(log_p) * (g + h * (finite + entropy));
+        dz[begin + j] = -exp_nonpositive(log_p) * (g + h * (finite + entropy));
       }
     }
-    if (hit >= 0) z[begin + hit] += g;
+    if (hit >= 0) dz[begin + hit] += g;
     if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
-      for (int64_t j = 0; j < count; ++j) z[begin + j] *= dx_dz * (1.0f - (x[j] * inv_cap) * (x[j] * inv_cap));
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] *= dx_dz * (1.0f - (x[j] * inv_cap) * (x[j] * inv_cap));
     } else if (dx_dz != 1.0f) {
-      for (int64_t j = 0; j < count; ++j) z[begin + j] *= dx_dz;
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] *= dx_dz;
     }
   }
 }
@@ -229,7 +246,7 @@ struct FrozenOut {
 
 RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
   const float before = out.stats.max[i];
-  stats_row<false>(tile, out.stats, i);
+  stats_row<false, false>(tile, out.stats, i);
   const float max = out.stats.max[i];
   const float rescale = before == kMinusInf ? 0.0f : exp_nonpositive(before - max);
   float* accumulator = out.accumulator + i * out.dim;
@@ -237,7 +254,8 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
     for (int64_t d = 0; d < out.dim; ++d) accumulator[d] *= rescale;
   }
   float x[kBlock], lanes[kLanes] = {};
-  float* z = tile.logits + i * tile.stride;
+  const float* z = tile.logits + i * tile.stride;
+  float* weights = tile.out + i * tile.stride;
   const Transform& t = tile.transform;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
@@ -257,7 +275,7 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
       for (int64_t j = 0; j < padded; ++j) {
         const float e = exp_nonpositive(x[j] - shift), u = x[j] * inv_cap;
         lanes[j % kLanes] += e;
-        if (j < count) z[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
+        if (j < count) weights[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
       }
     } else {
       for (int64_t j = 0; j < padded; j += kLanes)
@@ -265,7 +283,7 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
           x[j + l] = exp_nonpositive(x[j + l] - shift);
           lanes[l] += x[j + l];
         }
-      for (int64_t j = 0; j < count; ++j) z[begin + j] = x[j] * slope;
+      for (int64_t j = 0; j < count; ++j) weights[begin + j] = x[j] * slope;
     }
   }
   out.sum_others[i] = out.sum_others[i] * rescale + lane_sum(lanes);
@@ -295,6 +313,7 @@ Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::opti
 Tile chunk_tile(const Tile& whole, int64_t start, int64_t columns) {
   Tile tile = whole;
   tile.logits += whole.rows * start;
+  tile.out += whole.rows * start;
   tile.columns = tile.stride = columns;
   tile.vocab_start = start;
   if (tile.transform.bias != nullptr) tile.transform.bias += start;
@@ -310,7 +329,8 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
   STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == rows,
                   "inv_temperature must hold one value, or one per row of logits");
   return {
-      .logits = static_cast<float*>(logits.mutable_data_ptr()),
+      .logits = static_cast<const float*>(logits.const_data_ptr()),
+      .out = static_cast<float*>(logits.mutable_data_ptr()),
       .rows = rows,
       .columns = columns,
       .stride = stride,
@@ -322,28 +342,34 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
   };
 }
 
+// `out` is where results of the tile's shape go; they may replace the logits.
 Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
-               const Tensor& inv_temperature, double softcap, double scale) {
+               const Tensor& inv_temperature, double softcap, double scale, const Tensor& out) {
   STD_TORCH_CHECK(logits.dim() == 2 && (logits.size(1) == 1 || logits.stride(1) == 1),
                   "logits must be a (rows, columns) tile with contiguous rows");
-  return make_tile(logits, logits.size(0), logits.size(1), logits.stride(0), target, vocab_start, bias,
-                   inv_temperature, softcap, scale);
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.stride(0) == logits.stride(0),
+                  "results of the tile must be float32 and lie as the logits do");
+  Tile tile = make_tile(logits, logits.size(0), logits.size(1), logits.stride(0), target, vocab_start, bias,
+                        inv_temperature, softcap, scale);
+  tile.out = mutable_float(out);
+  return tile;
 }
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                     double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
-                    Tensor target_logit) {
-  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+                    std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, logits);
   const StatsOut out{mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
-                     mutable_float(target_logit)};
+                     mutable_float_or_null(sum_exp_squared), mutable_float(target_logit)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { stats_rows(tile, out, begin, end); });
 }
 
 void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
                      Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
-                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator) {
-  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  const FrozenOut out{.stats = {mutable_float(max), mutable_float(sum_exp), nullptr, mutable_float(target_logit)},
+                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator, Tensor exp_logits) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, exp_logits);
+  const FrozenOut out{.stats = {mutable_float(max), mutable_float(sum_exp), nullptr, nullptr,
+                                mutable_float(target_logit)},
                       .sum_others = mutable_float(sum_others),
                       .target_slope = mutable_float(target_slope),
                       .accumulator = mutable_float(accumulator),
@@ -353,8 +379,8 @@ void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::opt
 
 void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                    double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
-                   Tensor grad_logprob, std::optional<Tensor> grad_entropy) {
-  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+                   Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, grad_logits);
   const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
 }
@@ -404,27 +430,30 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
 
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
-                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
+                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared,
+                          Tensor target_logit) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
-  const bool entropy = sum_exp_shift.has_value();
-  std::vector<float> partial(3 * tiles * rows, 0.0f);  // per tile: max, sum_exp and sum_exp_shift of all rows
+  std::vector<float> partial(kNumStats * tiles * rows, 0.0f);  // per tile: RowStats of all rows, number by number
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false);
-      float* own = partial.data() + 3 * i * rows;
+      float* own = partial.data() + kNumStats * i * rows;
       std::fill_n(own, rows, kMinusInf);
-      stats_rows(chunk.tile(i), {own, own + rows, entropy ? own + 2 * rows : nullptr, mutable_float(target_logit)}, 0, rows);
+      const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr,
+                         sum_exp_squared ? own + 3 * rows : nullptr, mutable_float(target_logit)};
+      stats_rows(chunk.tile(i), out, 0, rows);
     }
   });
   merge_tiles(partial.data(), tiles, rows,
-              {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift), nullptr});
+              {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
+               mutable_float_or_null(sum_exp_squared), nullptr});
 }
 
 void add_column_sums(const Tile& tile, float* out, bool accumulate) {
   if (!accumulate) std::fill_n(out, tile.columns, 0.0f);
   for (int64_t r = 0; r < tile.rows; ++r)
-    for (int64_t j = 0; j < tile.columns; ++j) out[j] += tile.logits[r * tile.stride + j];
+    for (int64_t j = 0; j < tile.columns; ++j) out[j] += tile.out[r * tile.stride + j];
 }
 
 void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,

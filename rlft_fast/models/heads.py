@@ -54,12 +54,12 @@ class LogprobHead(nn.Module):
         bias: (V,) or None.
         softcap: logit soft-capping.
         logit_scale: factor on the raw logits.
-        workspace_mib: most memory for logits at any time.
+        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob`.
     """
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float | None, logit_scale: float,
-        workspace_mib: int,
+        workspace_mib: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight = weight
@@ -93,7 +93,7 @@ class LogprobHead(nn.Module):
 class PolicyModel(nn.Module):
     """A causal language model whose packed forward ends in a :class:`LogprobHead`."""
 
-    def __init__(self, model: PreTrainedModel, workspace_mib: int = 64) -> None:
+    def __init__(self, model: PreTrainedModel, workspace_mib: int | None = None) -> None:
         super().__init__()
         head = model.get_output_embeddings()
         if head is None:

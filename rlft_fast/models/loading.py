@@ -18,7 +18,7 @@ from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, ValueModel
 
 
-def load_policy(path: str | Path, workspace_mib: int = 64) -> PolicyModel:
+def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
     """A causal language model in float32 on the CPU, with packed attention and a ``LogprobHead``.
 
     It is in eval mode and is trained so: with dropout the policy of an update would be another one than that which

@@ -13,8 +13,8 @@ if find_spec("rlft_fast._C") is None:
 import_module("rlft_fast._C")
 
 # A CUDA torch without the CUDA half is a legitimate install (no nvcc where it was built): CPU tensors still work.
-_HAS_CUDA_KERNELS = torch.version.cuda is not None and find_spec("rlft_fast._C_cuda") is not None
-if _HAS_CUDA_KERNELS:
+has_cuda_kernels = torch.version.cuda is not None and find_spec("rlft_fast._C_cuda") is not None
+if has_cuda_kernels:
     import_module("rlft_fast._C_cuda")
 
 
@@ -24,7 +24,7 @@ def check_device(device: torch.device) -> None:
     Args:
         device: device of the tensors that an operator is about to get.
     """
-    if device.type == "cuda" and not _HAS_CUDA_KERNELS:
+    if device.type == "cuda" and not has_cuda_kernels:
         raise ValueError(
             f"got tensors on {device}, but rlft_fast was built without its CUDA kernels: "
             "install the CUDA toolkit (nvcc), then build rlft_fast again."

@@ -5,11 +5,15 @@ The public face: checks, backends, and which of the four algorithms of `rlft_fas
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary.
 """
 
+import os
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlft_fast.ops import reference
+from rlft_fast.ops._library import has_cuda_kernels
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.tiled_logprob import compiled_handle, loss_functions, rebase_targets
 
@@ -25,63 +29,83 @@ def linear_logprob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    return_sum_prob_squared: bool = False,
+    return_top1: bool = False,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
-    workspace_mib: int = 64,
+    workspace_mib: int | None = None,
 ) -> LinearLogprob:
     """Log-probability of each target token under ``softmax(z)``, without materialising the logits.
 
     ``z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature``,
     ``logprob = z[target] - logsumexp(z)``, ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Statistics are float32
-    whatever the input dtype, and both results are differentiable in hidden, weight and bias.
+    whatever the input dtype, and both results are differentiable in hidden, weight and bias. Under autocast the inputs
+    are cast as ``torch.nn.functional.linear`` casts them.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
         weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
             backward together cost two GEMMs instead of four.
-        target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing.
+        target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
+            vocabulary raises on the CPU; on a device, which would have to be waited for, its row gives nan, and raises
+            with the environment variable ``RLFT_FAST_DEBUG=1``.
         bias_V: (V,) projection bias.
         temperature: sampling temperature, one number or a (T,) tensor (not differentiated).
         softcap: logit soft-capping (Gemma), None for none.
         logit_scale: factor on the raw logits (Cohere, Granite).
         ignore_index: target value of the rows to leave out.
         return_entropy: also return the entropy of each row's distribution, in nats.
+        return_sum_prob_squared: also return ``sum(softmax(z)^2)``, not differentiable (optimal-token baselines).
+        return_top1: also return whether the target is the most probable token.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
         vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
             many as they like: ``weight_VD`` and ``bias_V`` are this rank's rows, ``target_T`` counts in the whole
             vocabulary. All else is equal on all ranks; so are the results and the gradient of ``hidden_TD``, which are
             reduced inside.
-        backend: ``"native"`` (compiled), ``"reference"`` (plain PyTorch, all logits in memory) or ``"auto"``.
-        workspace_mib: upper bound on the logits held at once, in MiB.
+        backend: ``"native"`` (compiled), ``"triton"``, ``"reference"`` (plain PyTorch, all logits in memory), or
+            ``"auto"`` for the fastest that is installed.
+        workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU.
 
     Returns:
-        ``LinearLogprob(logprob, entropy)``, each (T,) float32; ``entropy`` is None unless asked for.
+        :class:`LinearLogprob` of (T,) tensors, float32 (``top1``: bool), each None unless asked for.
 
     Raises:
         ValueError: shapes, devices or option values that do not fit.
         TypeError: unsupported or mixed dtypes.
     """
+    hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
     _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
-    if _resolve_backend(backend, hidden_TD.device, vocab_group) == "reference":
+    asked_for = {
+        "return_entropy": return_entropy,
+        "return_sum_prob_squared": return_sum_prob_squared,
+        "return_top1": return_top1,
+    }
+    backend = _resolve_backend(backend, hidden_TD.device, vocab_group)
+    if backend == "reference":
         _check_targets(target_T, weight_VD.shape[0], ignore_index)
         return reference.linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
-            logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
+            logit_scale=logit_scale, ignore_index=ignore_index, **asked_for,
         )  # fmt: skip
+    if workspace_mib is None:
+        workspace_mib = 256 if hidden_TD.is_cuda else 64
     active_index = _active_index(target_T, ignore_index, active_index)
     target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
-    transform = (softcap or 0.0, logit_scale)
-    trains_head = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
-    frozen = torch.is_grad_enabled() and hidden_TD.requires_grad and not trains_head
-    if frozen and not return_entropy and vocab_group is None:
+    needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
+    if backend == "triton" and not any(needs_grad):
+        backend = "triton_fused"  # backward needs the logits of its own GEMM, or rounding errors do not cancel
+    transform = (softcap or 0.0, logit_scale, backend)
+    if needs_grad == [True, False, False] and not any(asked_for.values()) and vocab_group is None:
         logprob, _ = torch.ops.rlft_fast.linear_logprob_frozen(*inputs, *transform, workspace_mib)
-        return LinearLogprob(logprob, None)
+        return LinearLogprob(logprob)
     group = "" if vocab_group is None else vocab_group.group_name
-    logprob, entropy, _ = torch.ops.rlft_fast.linear_logprob(*inputs, *transform, group, workspace_mib, return_entropy)
-    return LinearLogprob(logprob, entropy if return_entropy else None)
+    logprob, *extras, _ = torch.ops.rlft_fast.linear_logprob(
+        *inputs, *transform, group, workspace_mib, *asked_for.values()
+    )
+    return LinearLogprob(logprob, *(x if asked else None for x, asked in zip(extras, asked_for.values(), strict=True)))
 
 
 def linear_logprob_loss(
@@ -99,7 +123,7 @@ def linear_logprob_loss(
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
-    workspace_mib: int = 64,
+    workspace_mib: int | None = None,
 ) -> LinearLogprobLoss:
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
@@ -125,7 +149,8 @@ def linear_logprob_loss(
         active_index: see there.
         vocab_group: see there.
         backend: see there.
-        workspace_mib: see there.
+        workspace_mib: see there; whole rows of logits must fit. None for 64 on the CPU; on a GPU as much as a float32
+            accumulator of dweight would take, which is not needed then, or 1024.
 
     Returns:
         ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
@@ -134,6 +159,7 @@ def linear_logprob_loss(
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
         TypeError: unsupported or mixed dtypes.
     """
+    hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
     _check(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, active_index, workspace_mib)
     for i, values in enumerate(per_token):
         if values.shape != target_T.shape or values.device != target_T.device:
@@ -141,21 +167,22 @@ def linear_logprob_loss(
                 f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
                 f"got {tuple(values.shape)} on {values.device}"
             )
-    if _resolve_backend(backend, hidden_TD.device, vocab_group) == "reference":
+    backend = _resolve_backend(backend, hidden_TD.device, vocab_group)
+    if backend == "reference":
         _check_targets(target_T, weight_VD.shape[0], ignore_index)
         return reference.linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
+    if workspace_mib is None:
+        workspace_mib = _loss_workspace_mib(hidden_TD, weight_VD)
+    _check_row_fits(weight_VD, workspace_mib)
     active_index = _active_index(target_T, ignore_index, active_index)
     target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     group = "" if vocab_group is None else vocab_group.group_name
-    options = (softcap or 0.0, logit_scale, group, workspace_mib, return_entropy)
-    needs_grad = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden_TD, weight_VD, bias_V)
-    )
+    options = (softcap or 0.0, logit_scale, backend, group, workspace_mib, return_entropy)
+    needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
     if torch.compiler.is_compiling():
         results = torch.ops.rlft_fast.linear_logprob_loss(
             *inputs, list(per_token), compiled_handle(loss_fn), *options, needs_grad
@@ -173,7 +200,38 @@ def linear_logprob_loss(
 
 # ---- checks and preparation ---------------------------------------------------------------------------------------
 
+_TRITON_INSTALLED = find_spec("triton") is not None
+_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    device = hidden.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _needs_grad(*inputs: Tensor | None) -> list[bool]:
+    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+
+
+def _loss_workspace_mib(hidden: Tensor, weight: Tensor) -> int:
+    if not hidden.is_cuda:
+        return 64
+    accumulator_bytes = 4 * weight.numel()
+    logits_bytes = 2 * hidden.shape[0] * weight.shape[0] + 4 * 512 * weight.shape[0]
+    return max(min(accumulator_bytes, logits_bytes) // 2**20, 1024)
+
+
+def _check_row_fits(weight: Tensor, workspace_mib: int) -> None:
+    row_bytes = 4 * weight.shape[0]
+    if row_bytes > workspace_mib * 2**20:
+        raise ValueError(
+            f"workspace_mib={workspace_mib} cannot hold one row of logits ({weight.shape[0]} float32, {row_bytes} "
+            f"bytes): pass at least {-(-row_bytes // 2**20)}"
+        )
 
 
 def _check(hidden, weight, target, bias, temperature, softcap, active_index, workspace_mib) -> None:
@@ -207,7 +265,7 @@ def _check(hidden, weight, target, bias, temperature, softcap, active_index, wor
         raise ValueError(f"temperature must be positive, got {temperature}; greedy decoding has no log-probabilities")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None for no soft-capping; got {softcap}")
-    if workspace_mib < 1:
+    if workspace_mib is not None and workspace_mib < 1:
         raise ValueError(f"workspace_mib must be at least 1, got {workspace_mib}")
     others = {"weight_VD": weight, "target_T": target, "bias_V": bias, "active_index": active_index}
     if isinstance(temperature, Tensor):
@@ -218,8 +276,8 @@ def _check(hidden, weight, target, bias, temperature, softcap, active_index, wor
 
 
 def _check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Only on the CPU, where looking costs nothing; a device would have to be waited for."""
-    if target_T.device.type != "cpu" or torch.compiler.is_compiling() or target_T.numel() == 0:
+    """On the CPU, where looking costs nothing; a device would have to be waited for."""
+    if torch.compiler.is_compiling() or target_T.numel() == 0 or not _may_wait(target_T):
         return
     known = target_T.where(target_T != ignore_index, 0)
     if known.min() < 0 or known.max() >= vocab:
@@ -230,30 +288,48 @@ def _check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
         )
 
 
+def _may_wait(x: Tensor) -> bool:
+    return x.device.type == "cpu" or (x.is_cuda and os.environ.get("RLFT_FAST_DEBUG") == "1")
+
+
 def _local_targets(target_T: Tensor, vocab: int, ignore_index: int, group: ProcessGroup | None) -> Tensor:
     """Targets as rows of this rank's weight, checked."""
     if group is None:
         _check_targets(target_T, vocab, ignore_index)
         return target_T
     local_T, whole_vocab = rebase_targets(target_T, vocab, group)
-    if target_T.device.type == "cpu":
+    if _may_wait(target_T):
         _check_targets(target_T, int(whole_vocab), ignore_index)
     return local_T
 
 
 def _resolve_backend(backend: str, device: torch.device, group: ProcessGroup | None) -> str:
-    if backend not in ("auto", "native", "reference"):
-        raise ValueError(f"backend must be 'auto', 'native' or 'reference', got {backend!r}")
-    has_native = device.type in ("cpu", "meta")
+    if backend not in ("auto", "native", "triton", "reference"):
+        raise ValueError(f"backend must be 'auto', 'native', 'triton' or 'reference', got {backend!r}")
+    has_native = device.type in ("cpu", "meta") or (device.type == "cuda" and has_cuda_kernels)
     if backend == "native" and not has_native:
-        raise ValueError(f"linear_logprob has no compiled kernels for {device} yet: use backend='auto' or 'reference'")
-    chosen = backend if backend != "auto" else "native" if has_native else "reference"
-    if chosen == "reference" and group is not None:
         raise ValueError(
-            f"a vocabulary sharded by vocab_group needs compiled kernels; on {device} with backend={backend!r} the "
-            "reference would run: gather the weight first"
+            f"linear_logprob has no compiled kernels for {device} in this install: build rlft_fast where nvcc is "
+            "found, or use backend='auto'"
         )
-    return chosen
+    if backend == "triton" and not _has_triton(device):
+        raise ValueError(
+            f"backend='triton' needs the package triton and a CUDA device (or TRITON_INTERPRET=1), got {device}: "
+            "use backend='auto'"
+        )
+    if backend == "auto":
+        has_triton = device.type == "cuda" and _has_triton(device)
+        backend = "native" if has_native else "triton" if has_triton else "reference"
+    if backend == "reference" and group is not None:
+        raise ValueError(
+            f"a vocabulary sharded by vocab_group needs kernels; on {device} with backend={backend!r} the reference "
+            "would run: gather the weight first"
+        )
+    return backend
+
+
+def _has_triton(device: torch.device) -> bool:
+    return _TRITON_INSTALLED and (device.type == "cuda" or _TRITON_INTERPRETED)
 
 
 def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:

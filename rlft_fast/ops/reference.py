@@ -11,10 +11,16 @@ from torch import Tensor
 
 
 class LinearLogprob(NamedTuple):
-    """Log-probability of each target and, if asked for, the entropy of its distribution; both (T,) float32."""
+    """Per token, (T,) each; what was not asked for is None. Logprob and entropy are differentiable."""
 
     logprob: Tensor
-    entropy: Tensor | None
+    """float32 log-probability of the target."""
+    entropy: Tensor | None = None
+    """float32 entropy of the distribution, in nats."""
+    sum_prob_squared: Tensor | None = None
+    """float32 sum of p^2 over the vocabulary: the probability that two samples are equal."""
+    top1: Tensor | None = None
+    """bool: no token is more probable than the target."""
 
 
 class LinearLogprobLoss(NamedTuple):
@@ -60,6 +66,8 @@ def linear_logprob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    return_sum_prob_squared: bool = False,
+    return_top1: bool = False,
 ) -> LinearLogprob:
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
     active = target_T != ignore_index
@@ -69,7 +77,13 @@ def linear_logprob(
     # xlogy's convention 0 log 0 = 0, for logits of -inf
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
     zero = logprob.new_zeros(())
-    return LinearLogprob(logprob.where(active, zero), entropy.where(active, zero) if return_entropy else None)
+    detached = log_p.detach()
+    return LinearLogprob(
+        logprob.where(active, zero),
+        entropy.where(active, zero) if return_entropy else None,
+        detached.exp().square().sum(-1).where(active, zero) if return_sum_prob_squared else None,
+        (logprob.detach() >= detached.amax(-1)) & active if return_top1 else None,
+    )
 
 
 def linear_logprob_loss(
@@ -82,6 +96,6 @@ def linear_logprob_loss(
 ) -> LinearLogprobLoss:
     """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
     ignore_index = options.get("ignore_index", -100)
-    logprob, entropy = linear_logprob(hidden_TD, weight_VD, target_T, **options)
+    logprob, entropy, *_ = linear_logprob(hidden_TD, weight_VD, target_T, **options)
     loss_T = loss_fn(logprob, entropy, *per_token).where(target_T != ignore_index, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())

@@ -35,7 +35,12 @@ from rlft_fast.ops.reference import LossFunction
 # multiples of kBlock in csrc/cpu/logprob.cpp, so that all paths add in one order.
 _TILE_COLUMNS = 1984
 _THREAD_TILE_COLUMNS = 496
-_ROW_MULTIPLE = 16
+# On a GPU the wider a tile, the less often dhidden is read and written; a multiple of kBlock in csrc/cuda/logprob.cu.
+_GPU_TILE_COLUMNS = 16384
+_GPU_COLUMN_MULTIPLE = 2048
+# Rows of logits at a time in the loss: enough for a full GEMM of the vocabulary, and little beside dlogits of all rows.
+_GPU_LOGIT_ROWS = 512
+_ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
 
@@ -58,13 +63,27 @@ class _Head(NamedTuple):
     bias_V: Tensor | None
     softcap: float
     scale: float
+    backend: str  # "native", "triton", or "triton_fused": a forward that stores no logits
     group: str = ""  # name of the process group whose ranks hold the other rows; "": there are none
+
+    @property
+    def vocab(self) -> int:
+        return self.weight_VD.shape[0]
+
+    @property
+    def kernels(self) -> Any:
+        """Who computes between the GEMMs: ``logprob_stats_``, ``logprob_grad_``, ``logprob_frozen_``."""
+        if self.backend != "native":
+            from rlft_fast.ops import triton_logprob
+
+            return triton_logprob
+        return torch.ops.rlft_fast
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
-        bias = None if self.bias_V is None else self.bias_V.to(torch.float32)
-        for start in range(0, self.weight_VD.shape[0], columns):
-            tile = slice(start, min(start + columns, self.weight_VD.shape[0]))
+        bias = _float_bias(self.bias_V)
+        for start in range(0, self.vocab, columns):
+            tile = slice(start, min(start + columns, self.vocab))
             yield tile, _operand(self.weight_VD[tile]), None if bias is None else bias[tile]
 
 
@@ -73,33 +92,71 @@ def _operand(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.device.type == "cpu" else x
 
 
+def _float_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(torch.float32)
+
+
+def _operand_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "cpu" else x.dtype
+
+
 def _multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """``out (+)= a @ b`` in float32, whatever dtype the operands have."""
-    if a.dtype != torch.float32:
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        out.add_(product) if accumulate else out.copy_(product)
-    elif accumulate:
-        torch.addmm(out, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
+    """``out (+)= a @ b``, summed in float32; ``out`` is float32 or of the operands' dtype."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        if accumulate:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:  # a CPU multiplies in float32 alone: `out` is narrower than its operands
+        out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
 
 
-def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out = a @ b``, multiplied in float32 and rounded once to the dtype of ``out``."""
-    wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    _multiply(a, b, out=wide)
-    if wide is not out:
-        out.copy_(wide)
+class _Tile:
+    """Memory for the logits of a tile, and for what replaces them as an operand of the next GEMM."""
+
+    def __init__(self, rows: _Rows, columns: int) -> None:
+        num_rows = rows.target_R.shape[0]
+        dtype = rows.hidden_RD.dtype
+        self.logits = rows.hidden_RD.new_empty(num_rows * columns, dtype=torch.float32)
+        self.results = self.logits if dtype == torch.float32 else self.logits.new_empty(num_rows * columns, dtype=dtype)
+        self.num_rows = num_rows
+
+    @staticmethod
+    def bytes_per_logit(like: Tensor) -> int:
+        dtype = _operand_dtype(like)
+        return 4 if dtype == torch.float32 else 4 + dtype.itemsize
+
+    def views(self, columns: int) -> tuple[Tensor, Tensor]:
+        """(R, columns) logits and results; the same memory where operands are float32."""
+        shape = self.num_rows, columns
+        size = self.num_rows * columns
+        return self.logits[:size].view(shape), self.results[:size].view(shape)
 
 
-def _row_chunks(num_rows: int, columns: int, workspace_mib: int) -> Iterator[slice]:
-    """Rows of which ``columns`` logits fit the workspace, evenly divided and rounded for the GEMM's register tiles."""
-    limit = max(workspace_mib * 2**20 // (4 * columns), 1)
-    if limit > _ROW_MULTIPLE:
-        limit -= limit % _ROW_MULTIPLE
-    num_chunks = -(-num_rows // limit)
-    even = -(-num_rows // max(num_chunks, 1))
-    step = max(min(limit, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE), 1)
+def _tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, int]:
+    """Most rows and columns of a tile of a forward pass: logits alone within the workspace."""
+    logits = workspace_mib * 2**20 // 4
+    if not like.is_cuda:
+        return _rounded_rows(logits // _TILE_COLUMNS, like), _TILE_COLUMNS
+    columns = min(logits // max(num_rows, 1), _GPU_TILE_COLUMNS) // _GPU_COLUMN_MULTIPLE * _GPU_COLUMN_MULTIPLE
+    columns = max(columns, _GPU_COLUMN_MULTIPLE)
+    return _rounded_rows(logits // columns, like), columns
+
+
+def _rounded_rows(limit: int, like: Tensor) -> int:
+    """At most ``limit`` rows, at least one, and whole tiles of the GEMM where there is room for one."""
+    multiple = _ROW_MULTIPLE[like.device.type]
+    return max(limit - limit % multiple if limit > multiple else limit, 1)
+
+
+def _row_chunks(num_rows: int, limit: int, like: Tensor) -> Iterator[slice]:
+    """Slices of at most ``limit`` rows, evenly divided."""
+    num_chunks = max(-(-num_rows // limit), 1)
+    multiple = _ROW_MULTIPLE[like.device.type]
+    even = -(-num_rows // num_chunks)
+    step = max(min(limit, -(-even // multiple) * multiple), 1)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
@@ -125,57 +182,84 @@ class _Stats(NamedTuple):
 
     logprob: Tensor
     entropy: Tensor | None
+    sum_prob_squared: Tensor | None
+    top1: Tensor
     maximum: Tensor
     log_sum: Tensor
 
 
 class _Sums(NamedTuple):
-    """Per row, over the vocabulary seen so far; ``shift`` is None where no entropy is asked for."""
+    """Per row, over the vocabulary seen so far; None for what nobody asks for."""
 
     maximum: Tensor
     sum_exp: Tensor  # of exp(x - maximum)
     shift: Tensor | None  # sum of exp(x - maximum) (x - maximum)
-    target_logit: Tensor
+    squares: Tensor | None  # sum of exp(x - maximum)^2
+    target_logit: Tensor  # nan until the target has been seen: a target outside the vocabulary must not look valid
 
     @staticmethod
-    def of_nothing(rows: _Rows, return_entropy: bool) -> _Sums:
-        maximum, sum_exp, target_logit = rows.hidden_RD.new_zeros(3, rows.target_R.shape[0], dtype=torch.float32)
-        return _Sums(
-            maximum.fill_(-torch.inf), sum_exp, torch.zeros_like(sum_exp) if return_entropy else None, target_logit
+    def of_nothing(rows: _Rows, return_entropy: bool = False, return_sum_prob_squared: bool = False) -> _Sums:
+        maximum, sum_exp, shift, squares, target_logit = rows.hidden_RD.new_zeros(
+            5, rows.target_R.shape[0], dtype=torch.float32
         )
+        return _Sums(
+            maximum.fill_(-torch.inf), sum_exp, shift if return_entropy else None,
+            squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
+        )  # fmt: skip
 
     def finish(self, head: _Head) -> _Stats:
-        maximum, sum_exp, shift, target_logit = _merge_shards(head.group, self) if head.group else self
+        maximum, sum_exp, shift, squares, target_logit = _merge_shards(head.group, self) if head.group else self
         log_sum = sum_exp.log()
-        logprob = (target_logit - maximum) - log_sum
-        return _Stats(logprob, None if shift is None else log_sum - shift / sum_exp, maximum, log_sum)
+        return _Stats(
+            logprob=(target_logit - maximum) - log_sum,
+            entropy=None if shift is None else log_sum - shift / sum_exp,
+            sum_prob_squared=None if squares is None else squares / sum_exp.square(),
+            top1=target_logit == maximum,
+            maximum=maximum,
+            log_sum=log_sum,
+        )
 
 
-def _forward_chunk(head: _Head, rows: _Rows, return_entropy: bool) -> _Stats:
+def _forward_chunk(head: _Head, rows: _Rows, columns: int, sums: _Sums) -> _Stats:
     """Statistics of one chunk, tile by tile in the same memory."""
-    sums = _Sums.of_nothing(rows, return_entropy)
-    scratch = rows.hidden_RD.new_empty(rows.hidden_RD.shape[0], _TILE_COLUMNS, dtype=torch.float32)
-    for tile, weight, bias in head.tiles(_TILE_COLUMNS):
-        z = scratch[:, : weight.shape[0]]
+    if head.backend == "triton_fused":
+        head.kernels.fused_stats(
+            rows.hidden_RD, _operand(head.weight_VD), rows.target_R, _float_bias(head.bias_V), rows.inv_temperature,
+            head.softcap, head.scale, *sums,
+        )  # fmt: skip
+        return sums.finish(head)
+    scratch = rows.hidden_RD.new_empty(rows.hidden_RD.shape[0] * columns, dtype=torch.float32)
+    for tile, weight, bias in head.tiles(columns):
+        z = scratch[: rows.hidden_RD.shape[0] * weight.shape[0]].view(-1, weight.shape[0])
         _multiply(rows.hidden_RD, weight.T, out=z)
-        torch.ops.rlft_fast.logprob_stats_(
+        head.kernels.logprob_stats_(
             z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale, *sums
         )
     return sums.finish(head)
 
 
 def _merge_shards(group: str, own: _Sums) -> _Sums:
-    """Over all vocabulary shards. Only the shard of the target knows its logit, the others hold 0."""
+    """Over all vocabulary shards. Only the shard of the target knows its logit."""
     top = own.maximum.clone()
     _all_reduce(top, group, dist.ReduceOp.MAX)
     down = (own.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # 0 * -inf would be NaN
     factor = down.exp()
-    sums = [own.sum_exp * factor, own.target_logit]
+    sums = {
+        "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
+        "seen": own.target_logit.isfinite().float(),
+        "sum_exp": own.sum_exp * factor,
+    }
     if own.shift is not None:
-        sums.append((own.shift + down * own.sum_exp) * factor)
-    total = torch.stack(sums)
+        sums["shift"] = (own.shift + down * own.sum_exp) * factor
+    if own.squares is not None:
+        sums["squares"] = own.squares * factor.square()
+    total = torch.stack(list(sums.values()))
     _all_reduce(total, group)
-    return _Sums(top, total[0], None if own.shift is None else total[2], total[1])
+    merged = dict(zip(sums, total, strict=True))
+    return _Sums(
+        top, merged["sum_exp"], merged.get("shift"), merged.get("squares"),
+        merged["target_logit"].masked_fill(merged["seen"] == 0, torch.nan),
+    )  # fmt: skip
 
 
 def _all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -198,21 +282,26 @@ def rebase_targets(target: Tensor, vocab: int, group: dist.ProcessGroup) -> tupl
 @torch.library.custom_op("rlft_fast::linear_logprob", mutates_args=())
 def _linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, group: str, workspace_mib: int, return_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logprob (T,), entropy (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
-    head = _Head(weight, bias, softcap, scale, group)
-    logprob, entropy = _per_token_results(hidden, return_entropy)
-    normalizer = hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
-    for chunk in _row_chunks(active_index.shape[0], _TILE_COLUMNS, workspace_mib):
+    softcap: float, scale: float, backend: str, group: str, workspace_mib: int, return_entropy: bool,
+    return_sum_prob_squared: bool, return_top1: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(logprob (T,), entropy, sum_prob_squared, top1: (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
+    head = _Head(weight, bias, softcap, scale, backend, group)
+    results = _per_token_results(hidden, return_entropy, return_sum_prob_squared, return_top1)
+    num_active = active_index.shape[0]
+    normalizer = hidden.new_empty(2, num_active, dtype=torch.float32)
+    limit, columns = _tile_shape(num_active, hidden, workspace_mib)
+    if backend == "triton_fused":
+        limit = max(num_active, 1)
+    for chunk in _row_chunks(num_active, limit, hidden):
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
-        stats = _forward_chunk(head, rows, return_entropy)
-        logprob[index] = stats.logprob
+        stats = _forward_chunk(head, rows, columns, _Sums.of_nothing(rows, return_entropy, return_sum_prob_squared))
         normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
-        if stats.entropy is not None:
-            entropy[index] = stats.entropy
-    return logprob, entropy, normalizer
+        for result, values in zip(results, stats, strict=False):
+            if values is not None and result.shape[0]:
+                result[index] = values
+    return *results, normalizer
 
 
 def _in_huge_pages(fresh: Tensor) -> Tensor:
@@ -222,28 +311,30 @@ def _in_huge_pages(fresh: Tensor) -> Tensor:
     return fresh
 
 
-def _per_token_results(hidden: Tensor, return_entropy: bool) -> tuple[Tensor, Tensor]:
-    """(logprob (T,), entropy (T,) or empty): zeros, which is what ignored rows keep."""
+def _per_token_results(hidden: Tensor, *asked_for: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(T,) logprob, and (T,) or empty entropy, sum_prob_squared and top1: zeros, which is what ignored rows keep."""
     num_tokens = hidden.shape[0]
-    logprob = hidden.new_zeros(num_tokens, dtype=torch.float32)
-    return logprob, hidden.new_zeros(num_tokens if return_entropy else 0, dtype=torch.float32)
+    entropy, sum_prob_squared, top1 = (num_tokens if asked else 0 for asked in asked_for)
+    return (
+        hidden.new_zeros(num_tokens, dtype=torch.float32), hidden.new_zeros(entropy, dtype=torch.float32),
+        hidden.new_zeros(sum_prob_squared, dtype=torch.float32), hidden.new_zeros(top1, dtype=torch.bool),
+    )  # fmt: skip
 
 
 @_linear_logprob.register_fake
-def _(
-    hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, group, workspace_mib, return_entropy
-):
-    return *_per_token_results(hidden, return_entropy), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, backend, group, workspace_mib,
+      *asked_for):  # fmt: skip
+    return *_per_token_results(hidden, *asked_for), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
 def _linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, group: str, workspace_mib: int,
+    softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
     normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
-    head = _Head(weight, bias, softcap, scale, group)
+    head = _Head(weight, bias, softcap, scale, backend, group)
     grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
@@ -256,31 +347,32 @@ def _linear_logprob_backward(
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
-    columns = max(min(workspace_mib * 2**20 // (4 * max(num_rows, 1)), _TILE_COLUMNS), 1)
-    scratch = hidden.new_empty(num_rows, columns, dtype=torch.float32)
+    most_columns = _GPU_TILE_COLUMNS if hidden.is_cuda else _TILE_COLUMNS
+    fitting = workspace_mib * 2**20 // (_Tile.bytes_per_logit(hidden) * max(num_rows, 1))
+    columns = max(min(fitting, most_columns), 1)
+    memory = _Tile(rows, columns)
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
     for tile, weight_tile, bias_tile in head.tiles(columns):
-        z = scratch[:, : weight_tile.shape[0]]
+        z, dz = memory.views(weight_tile.shape[0])
         _multiply(rows.hidden_RD, weight_tile.T, out=z)
-        torch.ops.rlft_fast.logprob_grad_(
+        head.kernels.logprob_grad_(
             z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-            maximum, log_sum, row_entropy, upstream, upstream_entropy,
+            maximum, log_sum, row_entropy, upstream, upstream_entropy, dz,
         )  # fmt: skip
-        operand = z.to(weight_tile.dtype)
         if grad_rows is not None:
-            _multiply(operand, weight_tile, out=grad_rows, accumulate=True)
+            _multiply(dz, weight_tile, out=grad_rows, accumulate=True)
         if needs_grad[1]:
-            _multiply_into(grads.weight[tile], operand.T, rows.hidden_RD)
+            _multiply(dz.T, rows.hidden_RD, out=grads.weight[tile])
         if needs_grad[2]:
-            grads.bias[tile] = z.sum(0)
+            grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     if grad_rows is not None:
         grads.set_hidden(active_index, grad_rows, head)
     return grads.hidden, grads.weight, grads.bias
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, group, workspace_mib, normalizer,
-      entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, backend, group, workspace_mib,
+      normalizer, entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
     return _empty_gradients(hidden, weight, bias, needs_grad)
 
 
@@ -306,6 +398,23 @@ class _Gradients(NamedTuple):
         grads.hidden.zero_()
         return grads
 
+    def accumulators(self, in_float: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Where parts of dweight and dbias are added up: float32, or the outputs themselves; None if not needed."""
+        weight_sum, bias_sum = (
+            None if not x.numel() else x if x.dtype == torch.float32 or not in_float
+            else _in_huge_pages(torch.empty_like(x, dtype=torch.float32))
+            for x in (self.weight, self.bias)
+        )  # fmt: skip
+        return weight_sum, bias_sum
+
+    def round_from(self, weight_sum: Tensor | None, bias_sum: Tensor | None, empty: bool) -> None:
+        """Takes over the accumulators, which are without content if nothing was added."""
+        for out, total in ((self.weight, weight_sum), (self.bias, bias_sum)):
+            if empty:
+                out.zero_()
+            elif total is not None and total is not out:
+                out.copy_(total)
+
     def set_hidden(self, index: Tensor, grad_rows: Tensor, head: _Head) -> None:
         """Stores complete rows of dhidden; where the vocabulary is sharded, every rank holds a part of their sum."""
         if head.group:
@@ -314,13 +423,13 @@ class _Gradients(NamedTuple):
 
 
 def _save_for_recompute(ctx, inputs, output) -> None:
-    hidden, weight, target, active_index, bias, inv_temperature, *ctx.options, ctx.return_entropy = inputs
-    _, entropy, normalizer = output
-    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy)
-    ctx.mark_non_differentiable(normalizer)
+    hidden, weight, target, active_index, bias, inv_temperature, *ctx.options, ctx.return_entropy, _, _ = inputs
+    _, entropy, *constants = output
+    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, constants[-1], entropy)
+    ctx.mark_non_differentiable(*constants)
 
 
-def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
+def _recompute_backward(ctx, grad_logprob, grad_entropy, *_):
     hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy = ctx.saved_tensors
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
@@ -328,7 +437,7 @@ def _recompute_backward(ctx, grad_logprob, grad_entropy, _grad_normalizer):
         normalizer, entropy, grad_logprob.contiguous(),
         grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
-    return _scatter_gradients(grads, needs, num_inputs=11)
+    return _scatter_gradients(grads, needs, num_inputs=14)
 
 
 def _scatter_gradients(grads, needs, num_inputs: int) -> tuple[Tensor | None, ...]:
@@ -346,40 +455,41 @@ _linear_logprob.register_autograd(_recompute_backward, setup_context=_save_for_r
 @torch.library.custom_op("rlft_fast::linear_logprob_frozen", mutates_args=())
 def _linear_logprob_frozen(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, workspace_mib: int,
+    softcap: float, scale: float, backend: str, workspace_mib: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(logprob (T,), U (T, D) with U_t = d logprob_t / d hidden_t).
 
     U = (onehot - P) W without P: as in flash attention (Dao et al. 2022), unnormalised sums follow the running maximum.
     """
-    head = _Head(weight, bias, softcap, scale)
+    head = _Head(weight, bias, softcap, scale, backend)
     logprob = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
     jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    for chunk in _row_chunks(active_index.shape[0], _TILE_COLUMNS, workspace_mib):
+    num_active = active_index.shape[0]
+    limit, columns = _tile_shape(num_active, hidden, workspace_mib * 4 // _Tile.bytes_per_logit(hidden))
+    for chunk in _row_chunks(num_active, limit, hidden):
         index = active_index[chunk]
         rows = _Rows.gather(hidden, target, inv_temperature, index)
-        num_rows = index.shape[0]
-        sums = _Sums.of_nothing(rows, return_entropy=False)
-        sum_others, slope = hidden.new_zeros(2, num_rows, dtype=torch.float32)
+        sums = _Sums.of_nothing(rows)
+        sum_others, slope = hidden.new_zeros(2, index.shape[0], dtype=torch.float32)
         others_RD = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
-        scratch = hidden.new_empty(num_rows, _TILE_COLUMNS, dtype=torch.float32)
-        for tile, weight_tile, bias_tile in head.tiles(_TILE_COLUMNS):
-            z = scratch[:, : weight_tile.shape[0]]
+        memory = _Tile(rows, columns)
+        for tile, weight_tile, bias_tile in head.tiles(columns):
+            z, exp_z = memory.views(weight_tile.shape[0])
             _multiply(rows.hidden_RD, weight_tile.T, out=z)
-            torch.ops.rlft_fast.logprob_frozen_(
+            head.kernels.logprob_frozen_(
                 z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-                sums.maximum, sums.sum_exp, sums.target_logit, sum_others, slope, others_RD,
+                sums.maximum, sums.sum_exp, sums.target_logit, sum_others, slope, others_RD, exp_z,
             )  # fmt: skip
-            _multiply(z.to(weight_tile.dtype), weight_tile, out=others_RD, accumulate=True)
+            _multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
         logprob[index] = sums.finish(head).logprob
-        target_RD = weight[rows.target_R].to(torch.float32)
+        target_RD = weight[rows.target_R.clamp(0, head.vocab - 1)].to(torch.float32)
         grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sums.sum_exp.unsqueeze(1))
         jacobian[index] = grad_rows.to(hidden.dtype)
     return logprob, jacobian
 
 
 @_linear_logprob_frozen.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, workspace_mib):
+def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, backend, workspace_mib):
     jacobian = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     return hidden.new_empty(hidden.shape[0], dtype=torch.float32), jacobian
 
@@ -392,7 +502,7 @@ def _save_jacobian(ctx, inputs, output) -> None:
 
 def _frozen_backward(ctx, grad_logprob, _grad_jacobian):
     (jacobian,) = ctx.saved_tensors
-    return (jacobian * grad_logprob.unsqueeze(-1).to(jacobian.dtype), *[None] * 8)
+    return (jacobian * grad_logprob.unsqueeze(-1).to(jacobian.dtype), *[None] * 9)
 
 
 _linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_jacobian)
@@ -401,58 +511,146 @@ _linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_j
 # ---- a known per-token loss: gradients finished in the forward ------------------------------------------------------
 
 
+class _Chunk(NamedTuple):
+    """Active rows whose logits are in memory at once, and where they stand among those of their group."""
+
+    rows: slice
+    in_group: slice
+
+
+class _ThreadTiles:
+    """On the CPU: each thread takes whole tiles of a chunk, GEMMs and all. dlogits replace the logits."""
+
+    def __init__(self, head: _Head, grads: _Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+        self.head, self.grads = head, grads
+        limit = _rounded_rows(workspace_mib * 2**20 // (4 * head.vocab), hidden)
+        self.groups = [[_Chunk(rows, rows)] for rows in _row_chunks(num_rows, limit, hidden)]
+        self.logits = _in_huge_pages(hidden.new_empty(min(limit, num_rows) * head.vocab, dtype=torch.float32))
+        self.sums = grads.accumulators(in_float=True)
+
+    def stats(self, chunk: _Chunk, rows: _Rows, sums: _Sums) -> None:
+        torch.ops.rlft_fast.logprob_chunk_stats_(*self._problem(rows), *sums)
+
+    def grad(self, chunk: _Chunk, rows: _Rows, index: Tensor, *upstream: Tensor | None) -> None:
+        grad_rows = torch.empty_like(rows.hidden_RD) if self.grads.hidden.numel() else None
+        torch.ops.rlft_fast.logprob_chunk_grad_(
+            *self._problem(rows), *upstream, grad_rows, *self.sums, chunk.rows.start > 0
+        )
+        if grad_rows is not None:
+            self.grads.set_hidden(index, grad_rows, self.head)
+
+    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+        """Every chunk has finished its gradients."""
+
+    def _problem(self, rows: _Rows) -> tuple[Any, ...]:
+        return (
+            rows.hidden_RD, self.head.weight_VD, self.logits, _THREAD_TILE_COLUMNS, rows.target_R,
+            self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale,
+        )  # fmt: skip
+
+
+class _LargeGemms:
+    """On a GPU: logits of a few rows at a time become dlogits, and those of a whole group of chunks two large GEMMs.
+
+    A group of all rows needs no float32 accumulator of dweight, which is as large as the dlogits of 2 D rows.
+    """
+
+    def __init__(self, head: _Head, grads: _Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+        self.head, self.grads = head, grads
+        self.weight = _operand(head.weight_VD)
+        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // head.vocab)
+        self.groups = [
+            [
+                _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
+                for rows in _row_chunks(group.stop - group.start, limit, hidden)
+            ]
+            for group in _row_chunks(num_rows, group_limit, hidden)
+        ]
+        self.grad_logits = hidden.new_empty(min(group_limit, num_rows), head.vocab, dtype=self.weight.dtype)
+        self.logits = None  # results replace them
+        if self.weight.dtype != torch.float32:
+            self.logits = hidden.new_empty(min(limit, num_rows), head.vocab, dtype=torch.float32)
+        self.sums = grads.accumulators(in_float=len(self.groups) > 1)
+
+    def _limits(self, like: Tensor, column_bytes: int) -> tuple[int, int]:
+        """Most rows of a chunk and of a group, in so many bytes per column of the logits."""
+        if self.weight.dtype == torch.float32:
+            limit = _rounded_rows(column_bytes // 4, like)
+            return limit, limit
+        size = self.weight.dtype.itemsize
+        limit = _rounded_rows(min(column_bytes // (4 + size), _GPU_LOGIT_ROWS), like)
+        return limit, max((column_bytes - 4 * limit) // (size * limit), 1) * limit
+
+    def stats(self, chunk: _Chunk, rows: _Rows, sums: _Sums) -> None:
+        logits, _ = self._memory(chunk)
+        _multiply(rows.hidden_RD, self.weight.T, out=logits)
+        self.head.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
+
+    def grad(self, chunk: _Chunk, rows: _Rows, index: Tensor, *upstream: Tensor | None) -> None:
+        logits, grad_logits = self._memory(chunk)
+        self.head.kernels.logprob_grad_(*self._tile(logits, rows), *upstream, grad_logits)
+
+    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+        grad_logits = self.grad_logits[: group[-1].in_group.stop]
+        if self.grads.hidden.numel():
+            dtype = torch.float32 if self.head.group else self.grads.hidden.dtype  # shards are added in float32
+            grad_rows = torch.empty_like(hidden_RD, dtype=dtype)
+            _multiply(grad_logits, self.weight, out=grad_rows)
+            self.grads.set_hidden(index, grad_rows, self.head)
+        weight_sum, bias_sum = self.sums
+        accumulate = group[0].rows.start > 0
+        if weight_sum is not None:
+            _multiply(grad_logits.T, hidden_RD, out=weight_sum, accumulate=accumulate)
+        if bias_sum is not None:
+            column_sums = grad_logits.sum(0, dtype=torch.float32)
+            bias_sum.add_(column_sums) if accumulate else bias_sum.copy_(column_sums)
+
+    def _memory(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """(logits, dlogits) of a chunk."""
+        grad_logits = self.grad_logits[chunk.in_group]
+        return (grad_logits if self.logits is None else self.logits[: len(grad_logits)]), grad_logits
+
+    def _tile(self, logits: Tensor, rows: _Rows) -> tuple[Any, ...]:
+        return logits, rows.target_R, 0, self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale
+
+
 @torch.library.custom_op("rlft_fast::linear_logprob_loss", mutates_args=())
 def _linear_logprob_loss(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, group: str, workspace_mib: int,
+    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
     return_entropy: bool, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
-    bias_float = None if bias is None else bias.detach().to(torch.float32)
-    head = _Head(weight.detach(), bias_float, softcap, scale, group)
+    hidden = hidden.detach()
+    head = _Head(weight.detach(), _float_bias(bias), softcap, scale, backend, group)
     grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
-    chunks = list(_row_chunks(active_index.shape[0], weight.shape[0], workspace_mib))
-    if not chunks:
-        grads.weight.zero_(), grads.bias.zero_()
-    wide_weight, wide_bias = (_float_like(x) if x.numel() else None for x in (grads.weight, grads.bias))
-    logprob, entropy = _per_token_results(hidden, return_entropy)
+    algorithm = _ThreadTiles if backend == "native" and hidden.device.type == "cpu" else _LargeGemms
+    work = algorithm(head, grads, hidden, active_index.shape[0], workspace_mib)
+    logprob, entropy, *_ = _per_token_results(hidden, return_entropy, False, False)
     loss = hidden.new_zeros((), dtype=torch.float32)
-    most_rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    logits = _in_huge_pages(hidden.new_empty(most_rows * weight.shape[0], dtype=torch.float32))
-    for chunk in chunks:
-        index = active_index[chunk]
-        rows = _Rows.gather(hidden.detach(), target, inv_temperature, index)
-        problem = (
-            rows.hidden_RD, head.weight_VD, logits, _THREAD_TILE_COLUMNS, rows.target_R,
-            head.bias_V, rows.inv_temperature, softcap, scale,
-        )  # fmt: skip
-        sums = _Sums.of_nothing(rows, return_entropy)
-        torch.ops.rlft_fast.logprob_chunk_stats_(*problem, *sums)
-        stats = sums.finish(head)
-        loss_R, d_logprob, d_entropy = _differentiate(
-            loss_functions[loss_fn], stats, [values[index] for values in per_token]
-        )
-        loss += loss_R.sum()
-        logprob[index] = stats.logprob
-        if stats.entropy is not None:
-            entropy[index] = stats.entropy
+    for chunks in work.groups:
+        for chunk in chunks:
+            index = active_index[chunk.rows]
+            rows = _Rows.gather(hidden, target, inv_temperature, index)
+            sums = _Sums.of_nothing(rows, return_entropy)
+            work.stats(chunk, rows, sums)
+            stats = sums.finish(head)
+            loss_R, d_logprob, d_entropy = _differentiate(
+                loss_functions[loss_fn], stats, [values[index] for values in per_token]
+            )
+            loss += loss_R.sum()
+            logprob[index] = stats.logprob
+            if stats.entropy is not None:
+                entropy[index] = stats.entropy
+            if any(needs_grad):
+                work.grad(
+                    chunk, rows, index, stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy
+                )  # fmt: skip
         if any(needs_grad):
-            grad_rows = torch.empty_like(rows.hidden_RD) if needs_grad[0] else None
-            torch.ops.rlft_fast.logprob_chunk_grad_(
-                *problem, stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-                grad_rows, wide_weight, wide_bias, chunk.start > 0,
-            )  # fmt: skip
-            if grad_rows is not None:
-                grads.set_hidden(index, grad_rows, head)
-    for narrow, wide in ((grads.weight, wide_weight), (grads.bias, wide_bias)):
-        if wide is not None and wide is not narrow:
-            narrow.copy_(wide)
+            index = active_index[chunks[0].rows.start : chunks[-1].rows.stop]
+            work.finish(chunks, _operand(hidden[index]), index)
+    grads.round_from(*work.sums, empty=not work.groups)
     return loss, logprob, entropy, grads.hidden, grads.weight, grads.bias
-
-
-def _float_like(x: Tensor) -> Tensor:
-    """The tensor itself, or fresh float32 memory of its shape to accumulate in."""
-    return x if x.dtype == torch.float32 else _in_huge_pages(torch.empty_like(x, dtype=torch.float32))
 
 
 def _differentiate(
@@ -480,10 +678,11 @@ def _differentiate(
 
 
 @_linear_logprob_loss.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, group,
+def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, backend, group,
       workspace_mib, return_entropy, needs_grad):  # fmt: skip
     scalar = hidden.new_empty((), dtype=torch.float32)
-    return scalar, *_per_token_results(hidden, return_entropy), *_empty_gradients(hidden, weight, bias, needs_grad)
+    logprob, entropy, *_ = _per_token_results(hidden, return_entropy, False, False)
+    return scalar, logprob, entropy, *_empty_gradients(hidden, weight, bias, needs_grad)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
@@ -499,7 +698,7 @@ def _scale_gradients(ctx, grad_loss, *_):
     # therefore raises autograd's "modified by an inplace operation".
     grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
     d_hidden, d_weight, _, _, d_bias = _scatter_gradients(grads, ctx.needs, num_inputs=5)
-    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 7)
+    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 8)
 
 
 _linear_logprob_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

@@ -45,9 +45,9 @@ def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype
     cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in options.items()}
     result = function(h, w, target, return_entropy=entropy, **cast)
     g = torch.Generator().manual_seed(1)
-    loss = (result.logprob * torch.randn(target.shape, generator=g)).sum()
+    loss = (result.logprob * torch.randn(target.shape, generator=g).to(target.device)).sum()
     if entropy:
-        loss = loss + (result.entropy * torch.randn(target.shape, generator=g)).sum()
+        loss = loss + (result.entropy * torch.randn(target.shape, generator=g).to(target.device)).sum()
     loss.backward()
     outputs = [result.logprob.detach(), h.grad]
     return outputs + ([result.entropy.detach()] if entropy else []) + ([w.grad] if train_weight else [])
@@ -115,6 +115,20 @@ def test_any_shape_and_option(T, D, V, softcap, scale, bias, per_token, workspac
     truth = run(reference.linear_logprob, hidden, weight, target, options, torch.float64)
     for o, t in zip(ours, truth, strict=True):
         torch.testing.assert_close(o.double(), t, rtol=2e-4, atol=2e-5)
+
+
+def test_optional_statistics():
+    hidden, weight, target, _ = make_problem(100, 64, 5003, logits="peaked")
+    target[::2] = torch.randint(0, 5003, (50,))
+    target[5] = -100
+    asked_for = {"return_sum_prob_squared": True, "return_top1": True}
+    ours = linear_logprob(hidden, weight.requires_grad_(), target, **asked_for)
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target, **asked_for)
+    torch.testing.assert_close(ours.sum_prob_squared.double(), truth.sum_prob_squared, rtol=1e-5, atol=1e-7)
+    assert 0 < ours.top1.sum() < 100
+    assert ours.top1.equal(truth.top1)
+    assert ours.entropy is None
+    assert not ours.sum_prob_squared.requires_grad
 
 
 def test_bias_gradient():
@@ -294,26 +308,29 @@ def op_arguments(requires_grad: bool, *group: str):
     hidden, weight, target, _ = make_problem(6, 8, 50)
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), 0.0, 1.0, *group, 64]
+    return [*tensors, torch.ones(1), 0.0, 1.0, "native", *group, 64]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     namespace = torch.ops.rlft_fast
-    torch.library.opcheck(namespace.linear_logprob, (*op_arguments(requires_grad, ""), True), test_utils=tests)
+    torch.library.opcheck(
+        namespace.linear_logprob, (*op_arguments(requires_grad, ""), True, True, True), test_utils=tests
+    )
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
 
 
 def test_opcheck_epilogues():
     z, row = torch.randn(4, 9), torch.zeros(4)
     common = (z, torch.tensor([0, 3, 8, 1]), 0, None, torch.ones(1), 0.0, 1.0)
-    stats = (torch.full((4,), -torch.inf), row.clone(), row.clone(), row.clone())
+    stats = (torch.full((4,), -torch.inf), row.clone(), row.clone(), row.clone(), row.clone())
     torch.library.opcheck(torch.ops.rlft_fast.logprob_stats_, (*common, *stats))
-    frozen = (stats[0], row.clone(), row.clone(), row.clone(), row.clone(), torch.zeros(4, 6))
+    frozen = (stats[0], row.clone(), row.clone(), row.clone(), row.clone(), torch.zeros(4, 6), torch.empty_like(z))
     torch.library.opcheck(torch.ops.rlft_fast.logprob_frozen_, (*common, *frozen))
     torch.library.opcheck(torch.ops.rlft_fast.use_huge_pages_, (torch.zeros(4),))
-    torch.library.opcheck(torch.ops.rlft_fast.logprob_grad_, (*common, row + 1, row + 2, row + 1, row + 1, row + 1))
+    upstream = (row + 1, row + 2, row + 1, row + 1, row + 1)
+    torch.library.opcheck(torch.ops.rlft_fast.logprob_grad_, (*common, *upstream, torch.empty_like(z)))
 
 
 def test_gradcheck_of_the_reference():
@@ -322,7 +339,7 @@ def test_gradcheck_of_the_reference():
 
     def function(h, w, b):
         return tuple(
-            reference.linear_logprob(h, w, target, bias_V=b, softcap=3.0, temperature=0.7, return_entropy=True)
+            reference.linear_logprob(h, w, target, bias_V=b, softcap=3.0, temperature=0.7, return_entropy=True)[:2]
         )
 
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (hidden, weight, bias)])
@@ -356,11 +373,13 @@ def check_vocab_group(rank: int, world_size: int) -> None:
     hidden, weight, target, old, advantage = loss_problem(T=60, V=3003)
     target[:3] = torch.tensor([0, 1, 3002])  # the first and the last row of shards
     bias = torch.linspace(-1, 1, 3003)
+    target[3:9] = (hidden[3:9] @ weight.T + bias).argmax(-1)
 
     def results(rows: slice, **group) -> list[Tensor]:
         h, w, b = (x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows]))
         options = {"bias_V": b, "softcap": 20.0, "temperature": 0.7, "return_entropy": True, "workspace_mib": 1} | group
-        out = linear_logprob(h, w, target, **options)
+        more = {"return_sum_prob_squared": True, "return_top1": True}
+        out = linear_logprob(h, w, target, **options, **more)
         ((out.logprob * old).sum() + (out.entropy * advantage).sum()).backward()
         grads = [h.grad, w.grad, b.grad]
         h.grad, w.grad, b.grad = None, None, None
@@ -373,6 +392,7 @@ def check_vocab_group(rank: int, world_size: int) -> None:
     for actual, expected in zip(sharded, whole, strict=True):
         expected = expected[own] if expected.dim() and expected.shape[0] == 3003 else expected
         torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
+        assert actual.any()
     with pytest.raises(ValueError, match="outside the vocabulary of 3003"):
         linear_logprob(hidden, weight[own], target.fill_(3003), vocab_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="gather the weight"):

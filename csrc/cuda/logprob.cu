@@ -1,0 +1,428 @@
+// linear_logprob on CUDA: everything that happens between the GEMMs, on one (R, C) tile of raw float32 logits.
+//
+// The equations are those of csrc/cpu/logprob.cpp. Bytes moved per logit:
+//
+//   logprob_stats_    4 read
+//   logprob_grad_     4 read, 2 or 4 written (dlogits in the dtype of the GEMM that follows)
+//   logprob_frozen_   4 read twice, the second time mostly from L2, 2 or 4 written; 8 per element of the accumulator
+//
+// One exp per logit (two in frozen) hides behind the loads. A block owns a row, or kBlock columns of it in grad, where
+// nothing is reduced. A thread holds eight columns of a block; the block's maximum is found first and every exp taken
+// once, against it, then the block is merged into the row, which all threads carry in registers.
+//
+// Deterministic: shuffles and warps are added in one order, blocks of kBlock columns from left to right. So a row has
+// the same bits whether its columns arrive in one launch or in tiles, as long as the tiles are multiples of kBlock.
+// No atomics, no host sync.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <optional>
+
+#include "launch.cuh"
+
+namespace rlft {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVector = 4;                         // floats of one 16-byte access
+constexpr int kPerThread = 8;                      // two of them
+constexpr int64_t kBlock = kThreads * kPerThread;  // columns; _GPU_COLUMN_MULTIPLE in ops/tiled_logprob.py
+constexpr float kMinExponent = -87.0f;             // exp(-87) is the smallest normal float
+
+struct Tile {
+  const float* logits;  // (R, C), row stride `stride`
+  int64_t rows, columns, stride;
+  const int64_t* target;  // (R,), as vocabulary ids
+  int64_t vocab_start;    // vocabulary id of column 0
+  const float* inv_temperature;
+  int64_t inv_temperature_stride;  // 0: one value for all rows
+  const float* bias;               // (C,) or null
+  float softcap;                   // 0: none
+  float scale;
+};
+
+struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
+  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
+};
+
+struct Upstream {  // (R,) each; entropy and grad_entropy are null where nobody asked for the entropy
+  const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;
+};
+
+struct FrozenOut {
+  StatsOut stats;
+  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
+  float* accumulator;                // (R, D)
+  int64_t dim;
+};
+
+// ---- one row -------------------------------------------------------------------------------------------------------
+
+struct Row {
+  const float* logits;
+  float inv_temperature;
+  int64_t target;  // column of this tile; beyond it if the target is not here
+
+  __device__ Row(const Tile& tile, int64_t r)
+      : logits(tile.logits + r * tile.stride),
+        inv_temperature(tile.inv_temperature[r * tile.inv_temperature_stride]),
+        target(tile.target[r] - tile.vocab_start) {}
+};
+
+// Column of this thread's k-th element in the block that starts at `begin`: neighbouring threads read 16 bytes each.
+__device__ int64_t column_of(int64_t begin, int k) {
+  return begin + (k / kVector) * (kThreads * kVector) + threadIdx.x * kVector + k % kVector;
+}
+
+__device__ float softmax_logit(const Tile& tile, float z, int64_t column, float inv_temperature) {
+  if (tile.bias != nullptr) z += tile.bias[column];
+  if (tile.softcap > 0) return tile.softcap * inv_temperature * tanhf(z * (tile.scale / tile.softcap));
+  return z * (tile.scale * inv_temperature);
+}
+
+// dx/dz: softcap tanh(u) has the derivative softcap (1 - tanh^2 u).
+__device__ float slope_of(const Tile& tile, float x, float inv_temperature) {
+  const float slope = tile.scale * inv_temperature;
+  if (tile.softcap <= 0) return slope;
+  const float u = x / (tile.softcap * inv_temperature);
+  return slope * (1.0f - u * u);
+}
+
+// The logits that the softmax sees; -inf beyond the end.
+template <bool kAligned>
+__device__ void load_block(const Tile& tile, const Row& row, int64_t begin, float (&x)[kPerThread]) {
+#pragma unroll
+  for (int k = 0; k < kPerThread; k += kVector) {
+    const int64_t column = column_of(begin, k);
+    float z[kVector];
+    if (kAligned && column + kVector <= tile.columns) {
+      const float4 word = *reinterpret_cast<const float4*>(row.logits + column);
+      z[0] = word.x, z[1] = word.y, z[2] = word.z, z[3] = word.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) z[i] = column + i < tile.columns ? row.logits[column + i] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      x[k + i] = column + i < tile.columns ? softmax_logit(tile, z[i], column + i, row.inv_temperature) : -INFINITY;
+    }
+  }
+}
+
+template <class Out>
+struct alignas(sizeof(Out) * kVector) Word {
+  Out element[kVector];
+};
+
+__device__ void convert(float value, float& out) { out = value; }
+__device__ void convert(float value, __nv_bfloat16& out) { out = __float2bfloat16_rn(value); }
+__device__ void convert(float value, __half& out) { out = __float2half_rn(value); }
+
+template <bool kAligned, class Out>
+__device__ void store_block(const float (&value)[kPerThread], int64_t begin, int64_t columns, Out* row) {
+#pragma unroll
+  for (int k = 0; k < kPerThread; k += kVector) {
+    const int64_t column = column_of(begin, k);
+    Word<Out> word;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) convert(value[k + i], word.element[i]);
+    if (kAligned && column + kVector <= columns) {
+      *reinterpret_cast<Word<Out>*>(row + column) = word;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < columns) row[column + i] = word.element[i];
+    }
+  }
+}
+
+// ---- reductions ----------------------------------------------------------------------------------------------------
+
+struct Sums {
+  float exp = 0, shift = 0, squared = 0;  // of exp(x - max), exp(x - max) (x - max), exp(x - max)^2
+};
+
+struct Shared {
+  float max[kWarps];
+  Sums sums[kWarps];
+};
+
+// Every thread gets the result. Two barriers lie between two uses of either array, so no third is needed.
+__device__ float block_max(float value, Shared& shared) {
+  for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+  if (threadIdx.x % 32 == 0) shared.max[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared.max[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) value = fmaxf(value, shared.max[w]);
+  return value;
+}
+
+template <bool kEntropy, bool kSquares>
+__device__ Sums block_sum(Sums sums, Shared& shared) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sums.exp += __shfl_xor_sync(~0u, sums.exp, offset);
+    if (kEntropy) sums.shift += __shfl_xor_sync(~0u, sums.shift, offset);
+    if (kSquares) sums.squared += __shfl_xor_sync(~0u, sums.squared, offset);
+  }
+  if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = sums;
+  __syncthreads();
+  sums = shared.sums[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    sums.exp += shared.sums[w].exp;
+    if (kEntropy) sums.shift += shared.sums[w].shift;
+    if (kSquares) sums.squared += shared.sums[w].squared;
+  }
+  return sums;
+}
+
+struct RowStats {
+  float max = -INFINITY;
+  Sums sums;
+
+  // The statistics of the union of two column sets.
+  __device__ void merge(const RowStats& other) {
+    const float top = fmaxf(max, other.max);
+    const float shift = top == -INFINITY ? 0.0f : top;  // -inf - -inf is nan; an empty set must stay empty
+    const float a = fmaxf(max - shift, kMinExponent), b = fmaxf(other.max - shift, kMinExponent);
+    const float wa = expf(max - shift), wb = expf(other.max - shift);
+    sums.shift = wa * (sums.shift + a * sums.exp) + wb * (other.sums.shift + b * other.sums.exp);
+    sums.exp = wa * sums.exp + wb * other.sums.exp;
+    sums.squared = wa * wa * sums.squared + wb * wb * other.sums.squared;
+    max = top;
+  }
+};
+
+template <bool kEntropy, bool kSquares>
+__device__ RowStats block_stats(const float (&x)[kPerThread], Shared& shared) {
+  RowStats block;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) block.max = fmaxf(block.max, x[k]);
+  block.max = block_max(block.max, shared);
+  const float shift = block.max == -INFINITY ? 0.0f : block.max;
+  Sums own;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const float d = x[k] - shift, e = expf(d);
+    own.exp += e;
+    if (kEntropy) own.shift += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be nan
+    if (kSquares) own.squared += e * e;
+  }
+  block.sums = block_sum<kEntropy, kSquares>(own, shared);
+  return block;
+}
+
+// Merges all columns of the tile into `row`, and stores the target's logit where it is found.
+template <bool kEntropy, bool kSquares, bool kAligned>
+__device__ void add_columns(const Tile& tile, const Row& row, float* target_logit, Shared& shared, RowStats& stats) {
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    float x[kPerThread];
+    load_block<kAligned>(tile, row, begin, x);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k)
+      if (column_of(begin, k) == row.target && row.target < tile.columns) *target_logit = x[k];
+    stats.merge(block_stats<kEntropy, kSquares>(x, shared));
+  }
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+template <bool kEntropy, bool kSquares, bool kAligned>
+__global__ __launch_bounds__(kThreads) void stats_kernel(Tile tile, StatsOut out) {
+  __shared__ Shared shared;
+  const int64_t r = blockIdx.x;
+  RowStats stats{out.max[r], {out.sum_exp[r], kEntropy ? out.sum_exp_shift[r] : 0, kSquares ? out.sum_exp_squared[r] : 0}};
+  add_columns<kEntropy, kSquares, kAligned>(tile, Row(tile, r), out.target_logit + r, shared, stats);
+  if (threadIdx.x > 0) return;
+  out.max[r] = stats.max;
+  out.sum_exp[r] = stats.sums.exp;
+  if (kEntropy) out.sum_exp_shift[r] = stats.sums.shift;
+  if (kSquares) out.sum_exp_squared[r] = stats.sums.squared;
+}
+
+template <bool kEntropy, bool kAligned, class Out>
+__global__ __launch_bounds__(kThreads) void grad_kernel(Tile tile, Upstream upstream, Out* out, int64_t out_stride) {
+  const int64_t blocks = (tile.columns + kBlock - 1) / kBlock;
+  const int64_t r = blockIdx.x / blocks, begin = blockIdx.x % blocks * kBlock;
+  const Row row(tile, r);
+  const float max = upstream.max[r], log_sum = upstream.log_sum[r], g = upstream.grad_logprob[r];
+  const float h = kEntropy ? upstream.grad_entropy[r] : 0.0f, entropy = kEntropy ? upstream.entropy[r] : 0.0f;
+  float dz[kPerThread] = {};
+  if (g != 0 || h != 0) {  // else 0 even where a logit is nan: a bad row that the loss does not see stays out
+    float x[kPerThread];
+    load_block<kAligned>(tile, row, begin, x);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const float log_p = (x[k] - max) - log_sum;
+      const float finite = log_p < kMinExponent ? kMinExponent : log_p;  // 0 * -inf would be nan
+      dz[k] = -expf(log_p) * (kEntropy ? g + h * (finite + entropy) : g);
+      if (column_of(begin, k) == row.target) dz[k] += g;
+      dz[k] *= slope_of(tile, x[k], row.inv_temperature);
+    }
+  }
+  store_block<kAligned>(dz, begin, tile.columns, out + r * out_stride);
+}
+
+template <bool kAligned, class Out>
+__global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut frozen, Out* out, int64_t out_stride) {
+  __shared__ Shared shared;
+  const int64_t r = blockIdx.x;
+  const Row row(tile, r);
+  const float before = frozen.stats.max[r];
+  RowStats stats{before, {frozen.stats.sum_exp[r], 0, 0}};
+  add_columns<false, false, kAligned>(tile, row, frozen.stats.target_logit + r, shared, stats);
+  const float shift = stats.max == -INFINITY ? 0.0f : stats.max;
+  const float rescale = before == -INFINITY ? 0.0f : expf(before - shift);
+  Sums others;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    float x[kPerThread];
+    load_block<kAligned>(tile, row, begin, x);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const float slope = slope_of(tile, x[k], row.inv_temperature);
+      const bool hit = column_of(begin, k) == row.target && row.target < tile.columns;
+      if (hit) frozen.target_slope[r] = slope;
+      const float e = hit ? 0.0f : expf(x[k] - shift);
+      others.exp += e;
+      x[k] = e == 0.0f ? 0.0f : e * slope;
+    }
+    store_block<kAligned>(x, begin, tile.columns, out + r * out_stride);
+  }
+  __syncthreads();  // the last reduction's sums have been read by all
+  others = block_sum<false, false>(others, shared);
+  float* accumulator = frozen.accumulator + r * frozen.dim;
+  if (rescale != 1.0f)
+    for (int64_t d = threadIdx.x; d < frozen.dim; d += kThreads) accumulator[d] *= rescale;
+  if (threadIdx.x > 0) return;
+  frozen.stats.max[r] = stats.max;
+  frozen.stats.sum_exp[r] = stats.sums.exp;
+  frozen.sum_others[r] = frozen.sum_others[r] * rescale + others.exp;
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+template <class F>
+void with_bool(bool value, const F& f) {
+  value ? f(std::true_type{}) : f(std::false_type{});
+}
+
+// Calls f with a null pointer of the type that has this dtype.
+template <class F>
+void with_dtype(ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case ScalarType::Float: return f(static_cast<float*>(nullptr));
+    case ScalarType::BFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    case ScalarType::Half: return f(static_cast<__half*>(nullptr));
+    default: STD_TORCH_CHECK(false, "dlogits must be float32, bfloat16 or float16, not ", toString(dtype));
+  }
+}
+
+const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
+const float* floats(const std::optional<Tensor>& t) { return t.has_value() ? floats(*t) : nullptr; }
+float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+float* mutable_floats(const std::optional<Tensor>& t) { return t.has_value() ? mutable_floats(*t) : nullptr; }
+
+Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
+               const Tensor& inv_temperature, double softcap, double scale) {
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2, "logits must be a float32 tile");
+  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.is_contiguous(),
+                  "target must be a contiguous int64 tensor");
+  return {
+      .logits = floats(logits),
+      .rows = logits.size(0),
+      .columns = logits.size(1),
+      .stride = logits.stride(0),
+      .target = static_cast<const int64_t*>(target.const_data_ptr()),
+      .vocab_start = vocab_start,
+      .inv_temperature = floats(inv_temperature),
+      .inv_temperature_stride = inv_temperature.size(0) == 1 ? 0 : 1,
+      .bias = floats(bias),
+      .softcap = static_cast<float>(softcap),
+      .scale = static_cast<float>(scale),
+  };
+}
+
+// Whether every row begins where a vector of elements may.
+bool aligned(const Tensor& t) {
+  const int64_t bytes = kVector * static_cast<int64_t>(t.element_size());
+  return t.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
+}
+
+unsigned grid_of(int64_t blocks) {
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "a tile of logits needs ", blocks, " blocks, more than a launch may have");
+  return static_cast<unsigned>(blocks);
+}
+
+void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
+                    double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
+                    std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  if (tile.rows == 0) return;
+  const StatsOut out{mutable_floats(max), mutable_floats(sum_exp), mutable_floats(sum_exp_shift),
+                     mutable_floats(sum_exp_squared), mutable_floats(target_logit)};
+  with_bool(sum_exp_shift.has_value(), [&](auto entropy) {
+    with_bool(sum_exp_squared.has_value(), [&](auto squares) {
+      with_bool(aligned(logits), [&](auto is_aligned) {
+        stats_kernel<entropy.value, squares.value, is_aligned.value>
+            <<<grid_of(tile.rows), kThreads, 0, current_stream(logits)>>>(tile, out);
+      });
+    });
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
+                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
+                   Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  if (tile.rows == 0) return;
+  const Upstream upstream{floats(max), floats(log_sum), floats(entropy), floats(grad_logprob), floats(grad_entropy)};
+  const unsigned grid = grid_of(tile.rows * ((tile.columns + kBlock - 1) / kBlock));
+  with_dtype(grad_logits.scalar_type(), [&](auto* type) {
+    auto* out = static_cast<decltype(type)>(grad_logits.mutable_data_ptr());
+    with_bool(grad_entropy.has_value(), [&](auto has_entropy) {
+      with_bool(aligned(logits) && aligned(grad_logits), [&](auto is_aligned) {
+        grad_kernel<has_entropy.value, is_aligned.value>
+            <<<grid, kThreads, 0, current_stream(logits)>>>(tile, upstream, out, grad_logits.stride(0));
+      });
+    });
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
+                     Tensor exp_logits) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  if (tile.rows == 0) return;
+  const FrozenOut frozen{
+      .stats = {mutable_floats(max), mutable_floats(sum_exp), nullptr, nullptr, mutable_floats(target_logit)},
+      .sum_others = mutable_floats(sum_others),
+      .target_slope = mutable_floats(target_slope),
+      .accumulator = mutable_floats(accumulator),
+      .dim = accumulator.size(1)};
+  with_dtype(exp_logits.scalar_type(), [&](auto* type) {
+    auto* out = static_cast<decltype(type)>(exp_logits.mutable_data_ptr());
+    with_bool(aligned(logits) && aligned(exp_logits), [&](auto is_aligned) {
+      frozen_kernel<is_aligned.value><<<grid_of(tile.rows), kThreads, 0, current_stream(logits)>>>(
+          tile, frozen, out, exp_logits.stride(0));
+    });
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace rlft
+
+STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CUDA, m) {
+  m.impl("logprob_stats_", TORCH_BOX(&rlft::logprob_stats_));
+  m.impl("logprob_grad_", TORCH_BOX(&rlft::logprob_grad_));
+  m.impl("logprob_frozen_", TORCH_BOX(&rlft::logprob_frozen_));
+}

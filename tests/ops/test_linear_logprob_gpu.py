@@ -1,0 +1,200 @@
+"""linear_logprob on a GPU: both backends against float64, and what only a device can show."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from tests.numerics import assert_no_further_from_truth
+from tests.ops.test_linear_logprob import loss_problem, make_problem, ppo_clip, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BACKENDS = ("native", "triton")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _full_float32():
+    """The oracle's float32 must be float32, and so must ours."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def cuda_problem(*shape: int, **how) -> tuple[Tensor, Tensor, Tensor, dict]:
+    hidden, weight, target, options = make_problem(*shape, **how)
+    return hidden.cuda(), weight.cuda(), target.cuda(), {k: v.cuda() for k, v in options.items()}
+
+
+# V: below a block, odd, several blocks with a ragged end, a real vocabulary. T: one row, and no multiple of a tile.
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("logits", ["normal", "peaked", "flat", "low", "extreme"])
+@pytest.mark.parametrize(("T", "D", "V"), [(64, 64, 17), (300, 64, 5003), (1000, 576, 50257), (129, 896, 151936)])
+def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
+    problem = cuda_problem(T, D, V, logits=logits, dtype=dtype)
+    ours = run(partial(linear_logprob, backend=backend), *problem, dtype)
+    eager = run(reference.linear_logprob, *problem, dtype)
+    truth = run(reference.linear_logprob, *problem, torch.float64)
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert o.isfinite().all()
+        assert_no_further_from_truth(o, e, t)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_frozen_weight(entropy, dtype, backend):
+    problem = cuda_problem(300, 128, 5003, logits="peaked", dtype=dtype)
+    how = {"train_weight": False, "entropy": entropy}
+    ours = run(partial(linear_logprob, backend=backend), *problem, dtype, **how)
+    eager = run(reference.linear_logprob, *problem, dtype, **how)
+    truth = run(reference.linear_logprob, *problem, torch.float64, **how)
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(o, e, t)
+
+
+def loss_results(function, problem, dtype) -> list[Tensor]:
+    hidden, weight, target, *per_token = problem
+    h, w = (x.to(dtype).detach().requires_grad_() for x in (hidden, weight))
+    out = function(h, w, target, ppo_clip, *per_token, return_entropy=True)
+    out.loss.backward()
+    return [out.logprob, out.entropy, h.grad, w.grad]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("workspace_mib", [40, None])  # several groups with a float32 accumulator, and one without
+def test_loss_no_further_from_truth_than_pytorch(workspace_mib, dtype, backend):
+    problem = [x.cuda() for x in loss_problem(T=1500, V=5003, dtype=dtype)]
+    ours = loss_results(partial(linear_logprob_loss, backend=backend, workspace_mib=workspace_mib), problem, dtype)
+    eager = loss_results(reference.linear_logprob_loss, problem, dtype)
+    truth = loss_results(reference.linear_logprob_loss, problem, torch.float64)
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(o, e, t)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_same_bits_in_every_path(dtype):
+    hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=1500, V=5003, dtype=dtype))
+    with torch.no_grad():
+        scored = linear_logprob(hidden, weight, target).logprob
+    trained = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), target).logprob
+    frozen = linear_logprob(hidden, weight.detach(), target).logprob
+    fused = linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).logprob
+    for other in (trained, frozen, fused):
+        assert scored.equal(other)  # the ratio of the first update is exactly 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_bits_every_run(backend):
+    problem = cuda_problem(1000, 576, 50257, dtype=BF16)
+    first, second = (run(partial(linear_logprob, backend=backend), *problem, BF16) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waits_for_nothing_when_the_active_rows_are_known(backend):
+    hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=200, V=5003, dtype=BF16))
+    hidden.requires_grad_(), weight.requires_grad_()
+    index = torch.arange(200, device="cuda")
+    options = {"active_index": index, "backend": backend}
+
+    def step() -> None:
+        linear_logprob(hidden, weight, target, **options).logprob.sum().backward()
+        linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage, **options).loss.backward()
+
+    step()  # Triton compiles, cuBLAS allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_captured_in_a_cuda_graph():
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=BF16)
+    index = torch.arange(300, device="cuda")
+    score = partial(linear_logprob, active_index=index, return_entropy=True)
+    expected = score(hidden, weight, target)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        score(hidden, weight, target)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = score(hidden, weight, target)
+    graph.replay()
+    assert captured.logprob.equal(expected.logprob)
+    assert captured.entropy.equal(expected.entropy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_outside_the_vocabulary_gives_nan(backend, monkeypatch):
+    hidden, weight, target, _ = cuda_problem(20, 64, 300, dtype=BF16)
+    target[3], target[4] = 300, -1
+    logprob = linear_logprob(hidden, weight, target, backend=backend).logprob
+    assert logprob.isnan().nonzero().flatten().tolist() == [3, 4]
+    frozen = linear_logprob(hidden.requires_grad_(), weight, target, backend=backend).logprob
+    assert frozen.isnan().nonzero().flatten().tolist() == [3, 4]
+    monkeypatch.setenv("RLFT_FAST_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"target_T\[3\] is 300"):
+        linear_logprob(hidden, weight, target, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_upstream_gradient_add_nothing(backend):
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003)
+    hidden[7] = torch.nan
+    hidden.requires_grad_()
+    logprob = linear_logprob(hidden, weight, target, backend=backend).logprob
+    upstream = torch.ones(300, device="cuda")
+    upstream[[3, 7]] = 0
+    logprob.backward(upstream)
+    assert (hidden.grad[[3, 7]] == 0).all()
+    assert hidden.grad.isfinite().all()
+
+
+def test_compiles_to_one_graph():
+    hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=40, V=300))
+
+    def step(h: Tensor, w: Tensor) -> Tensor:
+        index = torch.arange(40, device="cuda")
+        result = linear_logprob(h * 1.0, w, target, return_entropy=True, active_index=index)
+        fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage, active_index=index)
+        return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss
+
+    grads = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        function(h, w).backward()
+        grads.append((h.grad, w.grad))
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peak_memory(backend):
+    """The workspace bounds the logits; beyond it stand float32 dhidden and what GEMMs and reductions need."""
+    T, D, V = 4096, 1024, 151936
+    hidden, weight, target, _ = cuda_problem(T, D, V, dtype=BF16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    index = torch.arange(T, device="cuda")
+
+    def step() -> None:
+        hidden.grad = weight.grad = None
+        options = {"active_index": index, "workspace_mib": 128, "backend": backend}
+        linear_logprob(hidden, weight, target, **options).logprob.sum().backward()
+
+    step()
+    outputs = 2 * (T * D + V * D)
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    extra = torch.cuda.max_memory_allocated() - before - outputs
+    assert extra < 128 * 2**20 + 4 * T * D + 32 * 2**20

@@ -1,0 +1,133 @@
+"""The Triton backend of linear_logprob against float64, in Triton's interpreter where there is no GPU."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from tests.numerics import assert_no_further_from_truth
+from tests.ops.test_linear_logprob import loss_problem, make_problem, ppo_clip, run
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton_logprob = partial(linear_logprob, backend="triton")
+triton_loss = partial(linear_logprob_loss, backend="triton")
+
+
+def on_device(*values: Any) -> list[Any]:
+    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
+
+
+def check(T: int, D: int, V: int, *, logits: str = "normal", **how: Any) -> None:
+    """Over several problems: where most of a distribution is one token, the errors of few rows decide."""
+    problems = [make_problem(T, D, V, logits=logits, seed=seed) for seed in range(3)]
+    problems = [(*on_device(*tensors), dict(zip(o, on_device(*o.values()), strict=True))) for *tensors, o in problems]
+    results = []
+    for function, dtype in (
+        (triton_logprob, torch.float32),
+        (reference.linear_logprob, torch.float32),
+        (reference.linear_logprob, torch.float64),
+    ):
+        runs = [run(function, *problem, dtype, **how) for problem in problems]
+        results.append([torch.cat(values) for values in zip(*runs, strict=True)])
+    for ours, eager, truth in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert_no_further_from_truth(ours, eager, truth)
+
+
+# V: below a block, not a multiple of anything, one column more than a block of 2048. Rows: not a multiple of a tile's.
+@pytest.mark.parametrize(
+    ("V", "logits"), [(17, "normal"), (257, "low"), (2049, "peaked"), (2049, "extreme"), (300, "flat")]
+)
+def test_no_further_from_truth_than_pytorch(V, logits):
+    check(67, 24, V, logits=logits)
+
+
+@pytest.mark.parametrize("V", [257, 2049])
+def test_fused_forward_no_further_from_truth_than_pytorch(V):
+    hidden, weight, target = on_device(*make_problem(67, 100, V)[:3])
+    ours, eager, truth = (
+        function(hidden.to(dtype), weight.to(dtype), target, return_entropy=True)
+        for function, dtype in (
+            (triton_logprob, torch.float32),
+            (reference.linear_logprob, torch.float32),
+            (reference.linear_logprob, torch.float64),
+        )
+    )
+    assert_no_further_from_truth(ours.logprob, eager.logprob, truth.logprob)
+    assert_no_further_from_truth(ours.entropy, eager.entropy, truth.entropy)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_frozen_weight(entropy):
+    check(67, 24, 2100, logits="peaked", train_weight=False, entropy=entropy)
+
+
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_every_option(train_weight):
+    hidden, weight, target, _ = make_problem(40, 24, 500)
+    target[[0, 7]] = -100
+    options = {"bias_V": torch.randn(500), "softcap": 3.0, "logit_scale": 0.7, "temperature": torch.rand(40) + 0.5}
+    ours, truth = (
+        run(function, *on_device(hidden, weight, target), {k: on_device(v)[0] for k, v in options.items()}, dtype,
+            train_weight=train_weight, entropy=train_weight)
+        for function, dtype in ((triton_logprob, torch.float32), (reference.linear_logprob, torch.float64))
+    )  # fmt: skip
+    for o, t in zip(ours, truth, strict=True):
+        torch.testing.assert_close(o.double(), t, rtol=2e-5, atol=2e-6)
+
+
+def test_optional_statistics():
+    hidden, weight, target, _ = make_problem(40, 24, 3000, logits="peaked")
+    target[::2] = torch.randint(0, 3000, (20,))
+    asked_for = {"return_entropy": True, "return_sum_prob_squared": True, "return_top1": True}
+    hidden, weight, target = on_device(hidden, weight, target)
+    ours = triton_logprob(hidden, weight, target, **asked_for)
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target, **asked_for)
+    for o, t in zip(ours[:3], truth[:3], strict=True):
+        torch.testing.assert_close(o.double(), t, rtol=1e-5, atol=1e-6)
+    assert 0 < ours.top1.sum() < 40
+    assert ours.top1.equal(truth.top1)
+
+
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # several chunks, and one
+def test_loss_no_further_from_truth_than_pytorch(workspace_mib):
+    V = 20_000
+    hidden, weight, target, *per_token = on_device(*loss_problem(T=40, V=V))
+    results = []
+    for function, dtype in (
+        (partial(triton_loss, workspace_mib=workspace_mib), torch.float32),
+        (reference.linear_logprob_loss, torch.float32),
+        (reference.linear_logprob_loss, torch.float64),
+    ):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        bias = torch.linspace(-1, 1, V, dtype=dtype, device=DEVICE, requires_grad=True)
+        values = [x.to(dtype) for x in per_token]
+        result = function(h, w, target, ppo_clip, *values, bias_V=bias, return_entropy=True)
+        result.loss.backward()
+        results.append([*(x.detach() for x in result), h.grad, w.grad, bias.grad])
+    # The loss is one number, whose error has no statistics: a millionth of the terms it sums.
+    ours, _, truth = (values.pop(0).double() for values in results)
+    assert abs(ours - truth) < 1e-6 * (0.1 + per_token[1].abs()).sum()
+    for ours, eager, truth in zip(*results, strict=True):
+        assert_no_further_from_truth(ours, eager, truth)
+
+
+def test_bad_rows_stay_alone():
+    hidden, weight, target, _ = make_problem(12, 16, 300)
+    hidden[3], hidden[8, 0] = torch.nan, torch.inf
+    hidden, weight, target = on_device(hidden.requires_grad_(), weight, target)
+    result = triton_logprob(hidden, weight, target, return_entropy=True)
+    good = [t for t in range(12) if t not in (3, 8)]
+    for values in (result.logprob, result.entropy):
+        assert values[good].isfinite().all()
+        assert values[[3, 8]].isnan().all()
+
+
+def test_same_bits_every_run():
+    problem = on_device(*make_problem(67, 24, 2100)[:3])
+    first, second = (run(triton_logprob, *problem, {}, torch.float32) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
