@@ -4,6 +4,7 @@ from rlft_fast.ops.grad_clip import ClipCoefficient, clip_coefficient, clip_grad
 from rlft_fast.ops.linear_logprob import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.packing import next_token_targets, pad, position_ids, segment_mean, segment_sum, unpad
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss
+from rlft_fast.ops.support_logprob import support_logprob
 
 __all__ = [
     "ClipCoefficient",
@@ -19,5 +20,6 @@ __all__ = [
     "position_ids",
     "segment_mean",
     "segment_sum",
+    "support_logprob",
     "unpad",
 ]

@@ -1,0 +1,135 @@
+"""Log-probabilities over a sampling support, against plain masking of all logits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, support_logprob
+
+T, D, V = 30, 16, 200
+INF = torch.inf
+
+
+def make_problem(seed: int = 0, top_k: int = 12) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Targets drawn from top-k or fewer tokens; supports of different sizes, in any order."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 2
+    support = (hidden @ weight.T).topk(top_k).indices
+    sizes = torch.randint(1, top_k + 1, (T, 1), generator=g)
+    target = support[:, 0].clone()
+    support[torch.arange(top_k) >= sizes] = -1
+    return hidden, weight, target, support[:, torch.randperm(top_k, generator=g)]
+
+
+def masked(hidden, weight, target, support, bias=None, softcap=None, scale=1.0, temperature=1.0):
+    """(logprob, entropy) of plain PyTorch: every logit, and -inf where the support does not reach."""
+    z = hidden @ weight.T + (0 if bias is None else bias)
+    z = z * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    kept = torch.zeros(len(hidden), weight.shape[0] + 1, dtype=torch.bool)
+    kept.scatter_(1, support.where(support >= 0, weight.shape[0]), True)
+    log_p = z.masked_fill(~kept[:, :-1], -INF).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -INF, 0)).sum(-1)
+    return log_p.gather(1, target.unsqueeze(-1)).squeeze(-1), entropy
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 20), top_k=st.integers(1, 40), softcap=st.sampled_from([None, 3.0]), bias=st.booleans(),
+    per_token=st.booleans(),
+)  # fmt: skip
+def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
+    hidden, weight, target, support = make_problem(seed, top_k)
+    temperature = torch.linspace(0.5, 2, T) if per_token else 0.7
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, V))]
+        h, w, b = inputs
+        b = b if bias else None
+        if dtype == torch.float32:
+            out = support_logprob(
+                h, w, target, support, bias_V=b, softcap=softcap, logit_scale=0.8, temperature=temperature,
+                return_entropy=True,
+            )[:2]  # fmt: skip
+        else:
+            out = masked(h, w, target, support, b, softcap, 0.8, temperature)
+        (out[0].sum() + (out[1] * torch.linspace(-1, 1, T)).sum()).backward()
+        results.append([*(x.detach() for x in out), *(x.grad for x in inputs if x.grad is not None)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_vocabulary_is_linear_logprob():
+    hidden, weight, target, _ = make_problem()
+    everything = torch.arange(V).expand(T, V)
+    expected = linear_logprob(hidden, weight, target, return_entropy=True)
+    actual = support_logprob(hidden, weight, target, everything, return_entropy=True, workspace_mib=1)
+    torch.testing.assert_close(actual.logprob, expected.logprob)
+    torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_ratio_of_an_unchanged_policy_averages_one():
+    """Importance weights of top-k samples: 1 over the support, and less on average over the whole vocabulary."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4000, D, generator=g), torch.randn(V, D, generator=g) / 2
+    drifted = weight + 0.05 * torch.randn(V, D, generator=g)
+    top, support = (hidden @ weight.T).topk(5)
+    sampled = top.softmax(-1).multinomial(1, generator=g)
+    target = support.gather(1, sampled).squeeze(1)
+    new, old = (support_logprob(hidden, w, target, support).logprob for w in (drifted, weight))
+    assert abs((new - old).exp().mean() - 1) < 0.02
+    biased = linear_logprob(hidden, weight, target).logprob - top.log_softmax(-1).gather(1, sampled).squeeze(1)
+    assert biased.exp().mean() < 0.8
+
+
+def test_ignored_rows_empty_supports_and_targets_outside():
+    hidden, weight, target, support = make_problem()
+    target[0], support[1], support[2] = -100, -1, torch.arange(12)
+    target[2] = 150
+    hidden.requires_grad_(), weight.requires_grad_()
+    result = support_logprob(hidden, weight, target, support, return_entropy=True)
+    assert result.logprob[0] == 0
+    assert result.entropy[0] == 0
+    assert (result.logprob[1:3] == -INF).all()
+    (result.logprob[3:].sum() + result.entropy.sum()).backward()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+def test_bfloat16_statistics_are_float32():
+    hidden, weight, target, support = make_problem()
+    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    result = support_logprob(hidden, weight, target, support)
+    assert result.logprob.dtype == torch.float32
+    result.logprob.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_opcheck_and_compile():
+    hidden, weight, target, support = make_problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    torch.library.opcheck(torch.ops.rlft_fast.support_logits, (hidden, weight, support.clamp(min=0), 1))
+    compiled = torch.compile(support_logprob, fullgraph=True)
+    torch.testing.assert_close(
+        compiled(hidden, weight, target, support).logprob, support_logprob(hidden, weight, target, support).logprob
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"support_TK": torch.full((T, 3), V)}, ValueError, "outside the vocabulary of 200"),
+        ({"support_TK": torch.zeros(T - 1, 3, dtype=torch.int64)}, ValueError, r"support_TK \(30, K\)"),
+        ({"support_TK": torch.zeros(T, 3)}, TypeError, "int64"),
+        ({"weight_VD": torch.zeros(V, D + 1)}, ValueError, r"weight_VD \(V, D\)"),
+        ({"weight_VD": torch.zeros(V, D, dtype=torch.bfloat16)}, TypeError, "share one dtype"),
+    ],
+)
+def test_bad_input(change, error, message):
+    names = ("hidden_TD", "weight_VD", "target_T", "support_TK")
+    arguments = dict(zip(names, make_problem(), strict=True)) | change
+    with pytest.raises(error, match=message):
+        support_logprob(**arguments)
