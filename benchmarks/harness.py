@@ -1,4 +1,4 @@
-"""Time and peak memory of named variants, interleaved in one process (Linux).
+"""Time and peak memory of named variants, interleaved in one process (Linux), on a GPU where there is one.
 
 Memory first, before anything is timed: each variant runs twice in fresh memory, and the second run is weighed. Its
 figure is the peak of the resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident
@@ -10,6 +10,9 @@ Then times: every round runs every variant once, so that a slow phase of the mac
 are medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because
 how long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms,
 as the host has memory at hand or not.
+
+On a GPU the allocator of torch recycles memory and knows its peak. Times are taken by events on the device, after a
+write that clears the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +36,8 @@ import torch
 from torch import Tensor
 
 NUM_THREADS = 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_L2_BYTES = 256 << 20  # more than any GPU's
 _LIBC = ctypes.CDLL("libc.so.6")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 Number = TypeVar("Number", int, float)
@@ -123,7 +128,7 @@ def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_r
         rounds: runs per variant.
         peer_rounds: runs per peer, spread evenly over the rounds; None for as many as everyone.
     """
-    with recycled_memory():
+    with recycled_memory() if DEVICE.type == "cpu" else nullcontext():
         for number in range(rounds):
             for variant in variants:
                 count = peer_rounds if variant.peer and peer_rounds else rounds
@@ -173,6 +178,8 @@ def reason(error: Exception) -> str:
 def seconds_of(run: Callable[[], object]) -> float:
     """Seconds of one run."""
     gc.collect()
+    if DEVICE.type == "cuda":
+        return _device_seconds_of(run)
     start = time.perf_counter()
     outputs = run()
     seconds = time.perf_counter() - start
@@ -180,9 +187,26 @@ def seconds_of(run: Callable[[], object]) -> float:
     return seconds
 
 
+def _device_seconds_of(run: Callable[[], object]) -> float:
+    torch.empty(_L2_BYTES, dtype=torch.uint8, device=DEVICE).zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    outputs = run()
+    end.record()
+    torch.cuda.synchronize()
+    del outputs
+    return start.elapsed_time(end) / 1e3
+
+
 def extra_bytes_of(run: Callable[[], object]) -> int:
     """Peak bytes beyond inputs and outputs of one run."""
     gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs = run()
+        return torch.cuda.max_memory_allocated() - before - output_bytes(outputs)
     _LIBC.malloc_trim(0)
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM
@@ -209,7 +233,14 @@ def environment() -> dict[str, str]:
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False
     )
-    return {
+    gpu = {}
+    if DEVICE.type == "cuda":
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        gpu = {"gpu": torch.cuda.get_device_name(), "driver, clock, power limit": driver.stdout.strip()}
+    return gpu | {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": git.stdout.strip() or "not committed",
         "cpu": cpu[1] if cpu else platform.processor(),

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.report`: measures everything, holds it against the bars, writes benchmarks/results/cpu.*."""
+"""`python -m benchmarks.report`: measures everything, holds it against the bars, writes benchmarks/results/NAME.*."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +15,9 @@ import torch
 
 from benchmarks import bench_linear_logprob, bench_packing, bench_planning
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
-from benchmarks.harness import NUM_THREADS, Measurement, Results, clock, environment, weigh
+from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
-from benchmarks.ways import OURS
+from benchmarks.ways import DTYPE, OURS
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "triton")
@@ -25,16 +26,22 @@ MAX_EXTRA_MIB = 96
 METHOD = """\
 All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
 peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
-four samples), in recycled memory: malloc hands out what was freed before, for page faults would measure the system.
-Extra memory is the peak of the resident set during a variant's second run, in fresh memory (`VmHWM`, reset before),
-beyond what was resident before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the
-sum of its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` logits; for
-`forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen head`
-logits and dX; for the losses logits, dX and dW.
+four samples). {device_method} Extra memory is the peak of a variant's second run beyond what was allocated before and
+beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of its bare GEMMs, each walked in
+its fastest chunks into memory that is there already: for `no grad` logits; for `forward + backward` twice logits, dX
+and dW, although ways that keep the logits need them once; for `frozen head` logits and dX; for the losses logits, dX
+and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
 held against a copy of as many bytes."""
+
+DEVICE_METHOD = {
+    "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
+    "system. Memory is the resident set's, in fresh memory (`VmHWM`, reset before).",
+    "cuda": "Times are the device's, by events, with a cold L2 cache; inputs are bfloat16. Memory is what torch's "
+    "allocator has handed out. The bare GEMMs write bfloat16.",
+}
 
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
 FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
@@ -44,8 +51,9 @@ FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
     "PPO loss": (1, 1, 1),
     "cross-entropy loss": (1, 1, 1),
 }
-MAX_RATIO = {"no grad": 1.12}
+MAX_RATIO = {"no grad": 1.12} if DEVICE.type == "cpu" else {"no grad": 1.10, "forward + backward": 1.12}
 DEFAULT_MAX_RATIO = 1.15
+SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # a GPU's GEMMs are so fast there that what is between them decides
 
 
 class Bar(NamedTuple):
@@ -87,12 +95,15 @@ def floor_s(results: Results, task: str) -> float:
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
-def linear_logprob_bars(results: Results) -> Iterator[Bar]:
+def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
+    limits = MAX_RATIO
+    if DEVICE.type == "cuda" and shape[1] <= SMALL_DIM:
+        limits = dict.fromkeys(TASKS, SMALL_DIM_MAX_RATIO)
     for task in TASKS:
         for case in (task, f"{task}, flat logits"):
             if ours := results.ways(case).get(OURS):
                 ratio = ours.median_s / floor_s(results, task)
-                yield Bar(f"{case}: time / floor", ratio, MAX_RATIO.get(task, DEFAULT_MAX_RATIO))
+                yield Bar(f"{case}: time / floor", ratio, limits.get(task, DEFAULT_MAX_RATIO))
     for task in ("PPO loss", "cross-entropy loss"):
         (_, ours), *peers = sorted(results.ways(task).items(), key=lambda row: row[0] != OURS)
         if peers:
@@ -101,15 +112,31 @@ def linear_logprob_bars(results: Results) -> Iterator[Bar]:
     for task in ("forward + backward", "PPO loss"):
         half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
         yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
+    if DEVICE.type == "cuda":
+        yield from gpu_bars(results, shape)
+        return
     largest = max((m.extra_mib, name) for name, m in results.measured.items() if name.endswith(f"| {OURS}"))
     yield Bar(f"largest extra memory ({largest[1].split(' | ')[0]})", largest[0], MAX_EXTRA_MIB, unit=" MiB")
+
+
+def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
+    silent = results[f"forward + backward, half of the gradient zero | {OURS}"].median_s
+    forward = results[f"no grad | {OURS}"].median_s
+    full = results[f"forward + backward | {OURS}"].median_s
+    yield Bar("backward: half of the gradient zero / all", (silent - forward) / (full - forward), 0.6)
+    if shape == bench_linear_logprob.FULL_SHAPE:
+        ours = results[f"PPO loss | {OURS}"]
+        num_tokens, dim, vocab = shape
+        inputs_outputs = 2 * 2 * dim * (num_tokens + vocab) / 2**30
+        yield Bar("PPO loss", 1e3 * ours.median_s, 60, unit=" ms")
+        yield Bar("PPO loss: memory in all", ours.extra_mib / 1024 + inputs_outputs, 6, unit=" GiB")
 
 
 def packing_bars(results: Results) -> Iterator[Bar]:
     for task in bench_packing.OPERATORS:
         ways = results.ways(task)
         share = ways[bench_packing.COPY].median_s / ways[OURS].median_s
-        yield Bar(f"{task}: share of memcpy's bandwidth", share, 0.7, at_most=False)
+        yield Bar(f"{task}: share of memcpy's bandwidth", share, 0.7 if DEVICE.type == "cpu" else 0.85, at_most=False)
 
 
 def planning_bars(results: Results) -> Iterator[Bar]:
@@ -144,8 +171,11 @@ def bar_table(bars: list[Bar]) -> str:
     return table(("bar", "measured", "required", "result"), rows)
 
 
-def seconds(m: Measurement) -> str:
-    return f"{m.median_s:.3f} ± {m.iqr_s:.3f}"
+UNIT, UNITS_PER_SECOND, DECIMALS = ("s", 1, 3) if DEVICE.type == "cpu" else ("ms", 1e3, 2)
+
+
+def duration(m: Measurement) -> str:
+    return f"{UNITS_PER_SECOND * m.median_s:.{DECIMALS}f} ± {UNITS_PER_SECOND * m.iqr_s:.{DECIMALS}f}"
 
 
 def task_table(results: Results, task: str) -> str:
@@ -154,20 +184,20 @@ def task_table(results: Results, task: str) -> str:
     ours = ways[OURS]
     rows = [
         (
-            way, seconds(m), f"{m.median_s / floor:.2f}", f"{m.median_s / ours.median_s:.2f}",
+            way, duration(m), f"{m.median_s / floor:.2f}", f"{m.median_s / ours.median_s:.2f}",
             f"{m.extra_mib:.0f}", f"{m.extra_mib / ours.extra_mib:.1f}",
         )
         for way, m in ways.items()
     ]  # fmt: skip
     missing = {n.split(" | ")[1]: why for n, why in results.unavailable.items() if n.split(" | ")[0] == task}
     rows += [(way, f"not available: {why}", "", "", "", "") for way, why in missing.items()]
-    return table(("way", "time, s", "time / floor", "time / ours", "extra, MiB", "extra / ours"), rows)
+    return table(("way", f"time, {UNIT}", "time / floor", "time / ours", "extra, MiB", "extra / ours"), rows)
 
 
 def scan_table(scan: Results) -> str:
     chunks = list(scan.ways("floor logits"))
-    rows = [(way, *(seconds(scan[f"floor {name} | {way}"]) for name in FLOORS)) for way in sorted(chunks)]
-    return table(("rows x columns", *(f"{name}, s" for name in FLOORS)), rows)
+    rows = [(way, *(duration(scan[f"floor {name} | {way}"]) for name in FLOORS)) for way in sorted(chunks)]
+    return table(("rows x columns", *(f"{name}, {UNIT}" for name in FLOORS)), rows)
 
 
 def small_table(results: Results) -> str:
@@ -179,10 +209,14 @@ def small_table(results: Results) -> str:
 
 
 def markdown(
-    facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, small: Results
+    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, small: Results
 ) -> str:
     tasks = dict.fromkeys(n.split(" | ")[0] for n in results.measured if not n.startswith("floor"))
-    parts = ["# Benchmarks on the CPU", "\n".join(f"- {key}: {value}" for key, value in facts.items()), "![](cpu.png)"]
+    parts = [
+        f"# Benchmarks on the {DEVICE.type.upper()}",
+        "\n".join(f"- {key}: {value}" for key, value in facts.items()),
+        f"![]({name}.png)",
+    ]
     parts += ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
@@ -205,25 +239,36 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
     parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of cpu.md, cpu.json and cpu.png")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
+    parser.add_argument("--name", default=DEVICE.type, help="the report is NAME.md, NAME.json and NAME.png")
     args = parser.parse_args()
 
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
-    facts = {"T, D, V": f"{shape}, float32"} | environment() | versions()
+    facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
     small = clock([*bench_packing.suite(), *bench_planning.suite()], Results(), rounds=9)
-    bars = [*linear_logprob_bars(results), *packing_bars(small), *planning_bars(small)]
-    method = METHOD.format(threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds)
-    text = markdown(facts, method, bars, results, scan, small)
+    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small)]
+    method = METHOD.format(
+        threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
+        device_method=DEVICE_METHOD[DEVICE.type],
+    )  # fmt: skip
+    method = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in method.split("\n\n"))
+    text = markdown(args.name, facts, method, bars, results, scan, small)
 
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "cpu.md").write_text(text)
+    (args.output / f"{args.name}.md").write_text(text)
     raw = {name: asdict(part) for name, part in (("linear_logprob", results), ("floor_scan", scan), ("small", small))}
     raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
-    (args.output / "cpu.json").write_text(json.dumps(raw, indent=1) + "\n")
+    (args.output / f"{args.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
     floors = {task: floor_s(results, task) for task in TASKS}
-    save_plot(results, floors, MAX_EXTRA_MIB, args.output / "cpu.png", f"{facts['cpu']}, {facts['date']}, {shape}")
+    save_plot(
+        results,
+        floors,
+        MAX_EXTRA_MIB,
+        args.output / f"{args.name}.png",
+        f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}",
+    )
     print(text)
 
 

@@ -8,14 +8,17 @@ its trainers; the one exception is said where it is made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.harness import DEVICE
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
 
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 IGNORE_INDEX = -100
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
@@ -41,28 +44,38 @@ LogprobFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def make_problem(num_tokens: int, hidden_size: int, vocab: int, *, peaked: bool, num_sequences: int = 8) -> Problem:
     """Random data with logits as in a trained model (``peaked``: the target has most of the mass) or nearly uniform."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(vocab, hidden_size, generator=generator) / hidden_size**0.5
-    target = torch.randint(vocab, (num_tokens,), generator=generator)
-    hidden = torch.randn(num_tokens, hidden_size, generator=generator)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    randn = partial(torch.randn, generator=generator, device=DEVICE)
+    weight = randn(vocab, hidden_size) / hidden_size**0.5
+    target = torch.randint(vocab, (num_tokens,), generator=generator, device=DEVICE)
+    hidden = randn(num_tokens, hidden_size)
     if peaked:
-        strength = torch.empty(num_tokens, 1).uniform_(5, 20, generator=generator)
+        strength = torch.empty(num_tokens, 1, device=DEVICE).uniform_(5, 20, generator=generator)
         hidden = hidden + strength * weight[target]
+    hidden, weight = hidden.to(DTYPE), weight.to(DTYPE)
     logprob = linear_logprob(hidden, weight, target).logprob
     return Problem(
         hidden.requires_grad_(),
         weight.requires_grad_(),
         target,
-        torch.randn(num_tokens, generator=generator),
-        logprob + 0.1 * torch.randn(num_tokens, generator=generator),
-        torch.randn(num_sequences, generator=generator),
+        randn(num_tokens),
+        logprob + 0.1 * randn(num_tokens),
+        randn(num_sequences),
     )
 
 
 def ignore_half(problem: Problem) -> Problem:
     """The same problem with a random half of its targets left out."""
-    half = torch.randperm(len(problem.target_T), generator=torch.Generator().manual_seed(0)) % 2 == 0
-    return problem._replace(target_T=problem.target_T.where(half, IGNORE_INDEX))
+    return problem._replace(target_T=problem.target_T.where(_half(problem), IGNORE_INDEX))
+
+
+def silence_half(problem: Problem) -> Problem:
+    """The same problem with a random half of its upstream gradients zero, as those of clipped tokens are."""
+    return problem._replace(upstream_T=problem.upstream_T * _half(problem))
+
+
+def _half(problem: Problem) -> Tensor:
+    return torch.randperm(len(problem.target_T), generator=torch.Generator().manual_seed(0)).to(DEVICE) % 2 == 0
 
 
 def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advantage: Tensor) -> Tensor:
@@ -82,12 +95,18 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
-def _load_cut_cross_entropy() -> LogprobFunction:
+def _cut_cross_entropy_options(filtering: bool) -> dict[str, Any]:
+    """Its kernels need a GPU. They leave out tiles of small gradients if they may: random data flatters that."""
+    if DEVICE.type == "cpu":
+        return {"impl": "torch_compile"}
+    return {"impl": "cce"} if filtering else {"impl": "cce", "filter_eps": None}
+
+
+def _load_cut_cross_entropy(filtering: bool = False) -> LogprobFunction:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight, target: (
-        -linear_cross_entropy(hidden, weight, target, reduction="none", impl="torch_compile")
-    )
+    options = {"reduction": "none"} | _cut_cross_entropy_options(filtering)
+    return lambda hidden, weight, target: -linear_cross_entropy(hidden, weight, target, **options)
 
 
 def _load_trl() -> LogprobFunction:
@@ -111,6 +130,7 @@ _LOGPROB_FUNCTIONS: dict[str, Callable[[], LogprobFunction]] = {
     "eager PyTorch": lambda: _eager,
     "torch.compile": lambda: torch.compile(_eager, dynamic=False),
     "cut-cross-entropy": _load_cut_cross_entropy,
+    **({"cut-cross-entropy, filtering": lambda: _load_cut_cross_entropy(True)} if DEVICE.type == "cuda" else {}),
     "TRL chunked": _load_trl,
     "Liger scaled CE": _load_liger_scaled,
 }
@@ -180,9 +200,8 @@ def _linear_cross_entropy(options: torch.nn.LinearCrossEntropyOptions | None) ->
 def _load_cut_cross_entropy_sum() -> Way:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda hidden, weight, problem: linear_cross_entropy(
-        hidden, weight, problem.target_T, reduction="sum", impl="torch_compile"
-    )
+    options = {"reduction": "sum"} | _cut_cross_entropy_options(filtering=False)
+    return lambda hidden, weight, problem: linear_cross_entropy(hidden, weight, problem.target_T, **options)
 
 
 OURS = "rlft_fast"

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, on a bare machine with CUDA, nvcc and torch; the most telling parts first.
+#
+#   benchmarks/gpu.sh [all | build | test | bench | small | peers | sanitize] [OUTPUT_FOLDER]
+#
+# Needs no network where torch, transformers, pytest, hypothesis, pybind11 and ninja are installed; peers that are not
+# installed are named in the report. Each part has a time limit, so that `all` ends within ten minutes and a part that
+# hangs does not take the others' results with it.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+part=${1:-all}
+output=${2:-benchmarks/results}
+mkdir -p "$output"
+export PYTHONUNBUFFERED=1
+status=0
+
+run() {  # run NAME SECONDS COMMAND...
+  local name=$1 limit=$2
+  shift 2
+  if [[ $part != all && $part != "$name" ]]; then return; fi
+  echo "== $name"
+  local start=$SECONDS
+  timeout "$limit" "$@" 2>&1 | tee "$output/$name.log" | tail -n 40
+  local code=${PIPESTATUS[0]}
+  echo "== $name: exit status $code after $((SECONDS - start)) s"
+  ((code == 0)) || status=1
+}
+
+report() {  # report NAME T D V
+  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output"
+}
+export -f report
+export output
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
+run build 150 python3 setup.py build_ext --inplace
+run test 150 python3 -m pytest -m gpu -p no:cacheprovider tests
+run bench 120 bash -c 'report gpu-8192x4096x151936 8192 4096 151936'
+run small 90 bash -c 'report gpu-16384x896x151936 16384 896 151936'
+run peers 60 bash -c 'report gpu-8192x2304x256000 8192 2304 256000'
+# Small shapes only: compute-sanitizer slows kernels down a hundredfold.
+small_tests="outside_the_vocabulary or add_nothing or test_packing or test_grad_clip"
+sanitize() {
+  compute-sanitizer --tool "$1" --error-exitcode 1 python3 -m pytest -m gpu -p no:cacheprovider tests/ops -k "$small_tests"
+}
+export -f sanitize
+export small_tests
+run sanitize 90 bash -c 'sanitize memcheck && sanitize racecheck'
+exit $status
