@@ -13,6 +13,12 @@ from rlft_fast.ops.packing import (
     unpad,
 )
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss
+from rlft_fast.ops.ulysses import (
+    gather_heads_scatter_tokens,
+    gather_tokens,
+    gather_tokens_scatter_heads,
+    slice_tokens,
+)
 
 __all__ = [
     "ClipCoefficient",
@@ -21,6 +27,9 @@ __all__ = [
     "MaskedTokens",
     "clip_coefficient",
     "clip_grad_norm_",
+    "gather_heads_scatter_tokens",
+    "gather_tokens",
+    "gather_tokens_scatter_heads",
     "grad_norm",
     "linear_logprob",
     "linear_logprob_loss",
@@ -30,5 +39,6 @@ __all__ = [
     "position_ids",
     "segment_mean",
     "segment_sum",
+    "slice_tokens",
     "unpad",
 ]
