@@ -66,7 +66,9 @@ struct Places {
   void for_each_run(int64_t b, int64_t first, int64_t last, const F& f) const {
     if (columns == nullptr) return f(first, b * L + shift(b) + first - sequences.begin(b), last - first);
     while (first < last) {
-      int64_t next = first + 1;
+      // Columns ascend, so those between two ends as far apart as their tokens have no hole.
+      const bool whole = columns[last - 1] - columns[first] == last - 1 - first;
+      int64_t next = whole ? last : first + 1;
       while (next < last && columns[next] == columns[next - 1] + 1) ++next;
       f(first, b * L + columns[first], next - first);
       first = next;
@@ -219,6 +221,8 @@ void check_value(bool holds, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
+constexpr int64_t kUnbounded = INT64_MAX;
+
 // cu_seqlens must start at 0, never decrease, and end within the packed rows.
 Sequences checked(const Tensor& cu_seqlens, int64_t num_tokens, int64_t max_seqlen) {
   const auto* cu = static_cast<const int32_t*>(cu_seqlens.const_data_ptr());
@@ -232,26 +236,27 @@ Sequences checked(const Tensor& cu_seqlens, int64_t num_tokens, int64_t max_seql
                 max_seqlen, "; raise the padded length or shorten the sequence.");
   }
   check_value(cu[B] <= num_tokens, "cu_seqlens ends at ", cu[B], ", but the packed side has ", num_tokens,
-              " rows; it needs at least as many (num_tokens, max_tokens or the data).");
+              " rows; it needs at least as many.");
   return {cu, B};
 }
 
-constexpr int64_t kAnyLength = INT64_MAX;
+// Whether the columns of a sequence ascend from 0 or more to less than L.
+bool are_columns(const int32_t* column, int64_t length, int64_t L) {
+  if (length == 0) return true;
+  bool ascend = column[0] >= 0 && column[length - 1] < L;
+  for (int64_t i = 1; i < length; ++i) ascend &= column[i - 1] < column[i];
+  return ascend;
+}
 
-// Columns must ascend within each sequence and stay below the padded length.
 Places checked(const Sequences& sequences, const std::optional<Tensor>& columns, int64_t L, bool left) {
   if (!columns) return {sequences, nullptr, L, left};
   check_value(columns->size(0) >= sequences.num_tokens(), "column_T has ", columns->size(0),
               " entries, but cu_seqlens ends at ", sequences.num_tokens(), "; both come from one mask.");
   const auto* column = static_cast<const int32_t*>(columns->const_data_ptr());
   for (int64_t b = 0; b < sequences.B; ++b) {
-    int64_t previous = -1;
-    for (int64_t t = sequences.begin(b); t < sequences.end(b); ++t) {
-      check_value(column[t] > previous && column[t] < L, "column_T[", t, "] of sequence ", b, " is ", column[t],
-                  ", expected more than ", previous, " and less than the padded length ", L,
-                  "; take cu_seqlens and column_T from the mask of this tensor.");
-      previous = column[t];
-    }
+    check_value(are_columns(column + sequences.begin(b), sequences.length(b), L), "column_T of sequence ", b,
+                " must ascend from 0 or more to less than the padded length ", L,
+                "; take cu_seqlens and column_T from the mask of this tensor.");
   }
   return {sequences, column, L, left};
 }
@@ -306,7 +311,9 @@ std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seql
 
 Tensor mask_columns(const Tensor& mask, const Tensor& cu_seqlens, int64_t num_tokens) {
   const Tensor input = torch::stable::contiguous(mask);
-  const Sequences sequences = checked(cu_seqlens, num_tokens, input.size(1));
+  const Sequences sequences = checked(cu_seqlens, kUnbounded, input.size(1));
+  check_value(sequences.num_tokens() <= num_tokens, "the mask has ", sequences.num_tokens(),
+              " tokens, more than max_tokens = ", num_tokens, "; raise the bound or cut the batch.");
   check_value(sequences.B == input.size(0), "the mask has ", input.size(0), " rows, but cu_seqlens describes ",
               sequences.B, " sequences.");
   Tensor columns = torch::stable::new_empty(input, {num_tokens}, ScalarType::Int);
@@ -316,7 +323,7 @@ Tensor mask_columns(const Tensor& mask, const Tensor& cu_seqlens, int64_t num_to
 }
 
 Tensor position_ids(const Tensor& cu_seqlens, int64_t num_tokens) {
-  const Sequences sequences = checked(cu_seqlens, num_tokens, kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, num_tokens, kUnbounded);
   Tensor out = torch::stable::new_empty(cu_seqlens, {num_tokens}, ScalarType::Long);
   position_ids_kernel(sequences, static_cast<int64_t*>(out.mutable_data_ptr()), num_tokens);
   return out;
@@ -324,7 +331,7 @@ Tensor position_ids(const Tensor& cu_seqlens, int64_t num_tokens) {
 
 Tensor next_token_targets(const Tensor& input_ids, const Tensor& cu_seqlens, int64_t ignore_index) {
   const Tensor input = torch::stable::contiguous(input_ids);
-  const Sequences sequences = checked(cu_seqlens, input.size(0), kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, input.size(0), kUnbounded);
   Tensor out = torch::stable::new_empty(input, {input.size(0)});
   next_token_targets_kernel(static_cast<const int64_t*>(input.const_data_ptr()), sequences,
                             static_cast<int64_t*>(out.mutable_data_ptr()), input.size(0), ignore_index);
@@ -340,7 +347,7 @@ void segment_sum_typed(const Tensor& values, const Sequences& sequences, Tensor&
 
 Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
   const Tensor input = torch::stable::contiguous(values);
-  const Sequences sequences = checked(cu_seqlens, input.size(0), kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, input.size(0), kUnbounded);
   const ScalarType dtype = input.scalar_type();
   Tensor out = torch::stable::new_empty(input, with_trailing({sequences.B}, input, 1),
                                         dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
@@ -356,7 +363,7 @@ Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
 
 Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t num_tokens) {
   const Tensor input = torch::stable::contiguous(values);
-  const Sequences sequences = checked(cu_seqlens, num_tokens, kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, num_tokens, kUnbounded);
   check_value(sequences.B == input.size(0), "values has ", input.size(0), " rows, but cu_seqlens describes ",
               sequences.B, " sequences.");
   Tensor out = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 1));

@@ -59,7 +59,7 @@ def masked_tokens(mask_BL: Tensor, max_tokens: int | None = None) -> MaskedToken
             "pass the tokenizer's attention mask, in smaller batches if need be."
         )
     mask_BL = mask_BL.bool()
-    cu_seqlens = functional.pad(mask_BL.sum(1).cumsum(0), (1, 0)).int()
+    cu_seqlens = functional.pad(mask_BL.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     num_tokens = _num_tokens(cu_seqlens, max_tokens)
     return MaskedTokens(cu_seqlens, torch.ops.rlft_fast.mask_columns(mask_BL, cu_seqlens, num_tokens))
 
