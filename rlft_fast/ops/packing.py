@@ -21,6 +21,9 @@ from rlft_fast.ops._library import check_device
 PaddingSide = Literal["right", "left"]
 Data = TypeVar("Data", Tensor, dict[str, Tensor])
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FILLABLE = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
 
 class MaskedTokens(NamedTuple):
     """Where the tokens of a padded tensor stand, see `masked_tokens`."""
@@ -133,7 +136,7 @@ def pad(
 
     Raises:
         ValueError: shapes, devices, names or contents do not fit together.
-        TypeError: cu_seqlens or column_T is not int32, or an entry is not a tensor.
+        TypeError: cu_seqlens or column_T is not int32, an entry is not a tensor, or has another dtype than those.
     """
     tensors = _by_name(packed, "packed")
     _check_cu_seqlens(cu_seqlens, tensors)
@@ -144,7 +147,7 @@ def pad(
     if column_T is not None:
         _check_columns(column_T, cu_seqlens, left)
         _check_packed(tensors | {"column_T": column_T})
-    values = _values(value, tensors)
+    values = _fill_values(value, tensors)
     padded = torch.ops.rlft_fast.pad(list(tensors.values()), cu_seqlens, column_T, max_seqlen, left, values)
     return _like(packed, padded)
 
@@ -342,8 +345,11 @@ def _check_packed(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has {tensor.shape[0]} rows, but {first} has {other.shape[0]}: both need T rows.")
 
 
-def _values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> list[float]:
+def _fill_values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> list[float]:
     """What the padding of each tensor holds."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FILLABLE:
+            raise TypeError(f"{name} is {tensor.dtype}, expected a float, integer or bool: pad a view of such a dtype.")
     if not isinstance(value, dict):
         return [float(value)] * len(tensors)
     if unknown := value.keys() - tensors.keys():

@@ -194,6 +194,22 @@ def test_tokens_beyond_the_bound_are_cut_off():
 
 @pytest.mark.gpu
 @requires_gpu
+def test_with_a_bound_nothing_waits_for_the_device():
+    mask_BL = masks(64)["holes"].cuda()
+    padded = micro_batch((4, 64), "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = packing.masked_tokens(mask_BL, 256)
+        packed = packing.unpad(padded, *tokens)
+        packing.pad(packed, tokens.cu_seqlens, 64, tokens.column_T)
+        packing.unpad(padded, tokens.cu_seqlens, num_tokens=256)
+        packing.position_ids(tokens.cu_seqlens, 256)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@requires_gpu
 def test_nothing_outside_the_tensors_is_touched():
     nonsense = torch.tensor([0, 50, -7, 2**31 - 1], dtype=torch.int32, device="cuda")
     columns = torch.tensor([-5, 99, 2, 2**31 - 1, 1, 0], dtype=torch.int32, device="cuda")
@@ -399,6 +415,7 @@ def test_masks_and_many_tensors_compile(device):
         (lambda x, cu: packing.unpad({"a": x.new_ones(2, 4), "b": x.new_ones(2, 5)}, cu), ValueError, "b has padded"),
         (lambda x, cu: packing.unpad({"a": x.new_ones(2, 4), "b": x}, cu), ValueError, "b has shape .5, 2."),
         (lambda x, cu: packing.unpad({"a": x.new_ones(2, 4), "b": None}, cu), TypeError, "b is a NoneType"),
+        (lambda x, cu: packing.pad({"a": x.to(torch.complex64)}, cu, 4), TypeError, "a is torch.complex64"),
         (lambda x, cu: packing.pad({"a": x, "b": x[:4]}, cu, 4), ValueError, "b has 4 rows, but a has 5"),
         (lambda x, cu: packing.pad({"a": x}, cu, 4, value={"b": 1}), ValueError, "value names .'b'."),
         (lambda x, cu: packing.pad({"a": x, "b": x.to("meta")}, cu, 4), ValueError, "b on meta"),
