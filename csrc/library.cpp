@@ -40,8 +40,11 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def("use_huge_pages_(Tensor(a!) x) -> ()");
 
   // packing: padded (B, L, *) <-> packed (T, *), and what is derived from cu_seqlens (B + 1) int32.
-  m.def("unpad(Tensor padded, Tensor cu_seqlens, SymInt num_tokens, bool left) -> Tensor");
-  m.def("pad(Tensor packed, Tensor cu_seqlens, SymInt max_seqlen, bool left, float value) -> Tensor");
+  m.def("unpad(Tensor[] padded, Tensor cu_seqlens, Tensor? columns, SymInt num_tokens, bool left) -> Tensor[]");
+  m.def(
+      "pad(Tensor[] packed, Tensor cu_seqlens, Tensor? columns, SymInt max_seqlen, bool left, float[] values) "
+      "-> Tensor[]");
+  m.def("mask_columns(Tensor mask, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
   m.def("position_ids(Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
   m.def("next_token_targets(Tensor input_ids, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");

@@ -1,18 +1,24 @@
 // Packing on the CPU: padded (B, L, *) <-> packed (T, *), and what follows from cu_seqlens (B + 1).
 //
-//   unpad               packed[cu[b] + l]    = padded[b, l + shift_b]          shift_b = L - length_b if left, else 0
-//   pad                 padded[b, l + shift_b] = packed[cu[b] + l], every other place holds `value`
-//   position_ids        out[cu[b] + l]       = l
-//   next_token_targets  out[cu[b] + l]       = ids[cu[b] + l + 1], and ignore_index at the last position of b
-//   segment_sum         out[b]               = sum_l values[cu[b] + l]         double accumulators, ascending l
-//   segment_expand      out[cu[b] + l]       = values[b]
+//   unpad               packed[cu[b] + i]    = padded[b, column(b, i)]
+//   pad                 padded[b, column(b, i)] = packed[cu[b] + i], every other place holds the tensor's value
+//   mask_columns        out[cu[b] + i]       = column of the i-th true entry of mask[b]
+//   position_ids        out[cu[b] + i]       = i
+//   next_token_targets  out[cu[b] + i]       = ids[cu[b] + i + 1], and ignore_index at the last position of b
+//   segment_sum         out[b]               = sum_i values[cu[b] + i]         double accumulators, ascending i
+//   segment_expand      out[cu[b] + i]       = values[b]
 //
-// A sequence is contiguous on both sides, so a copy is one memcpy per sequence and thread. Work is cut by destination
-// bytes, never by sequences: one long sequence is shared by all threads.
+// column(b, i) is columns[cu[b] + i] if columns are given, else i + shift_b; shift_b is L - length_b if left, else 0.
+// Rows behind cu[B] belong to no sequence and get 0 (ignore_index; -1 for columns).
+//
+// Tokens in consecutive columns are contiguous on both sides, so a copy is one memcpy per run of them, tensor and
+// thread. Work is cut by destination bytes of all tensors together, never by sequences: one long sequence is shared by
+// all threads, and however many tensors there are, threads start once.
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <sstream>
-#include <utility>
-
+#include <vector>
 
 #include "memory.h"
 #include "packing.h"
@@ -23,6 +29,83 @@ namespace {
 constexpr int64_t kGrainBytes = 64 * 1024;  // less per thread than this and starting the thread costs more
 
 int64_t grain_rows(int64_t row_bytes) { return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)); }
+
+// ---- which tokens lie where ------------------------------------------------------------------------------------
+
+struct Sequences {
+  const int32_t* cu_seqlens;
+  int64_t B;
+  int64_t begin(int64_t b) const { return cu_seqlens[b]; }
+  int64_t end(int64_t b) const { return cu_seqlens[b + 1]; }
+  int64_t length(int64_t b) const { return end(b) - begin(b); }
+  int64_t num_tokens() const { return cu_seqlens[B]; }
+};
+
+// Calls f(b, first, last) for the part of each sequence that lies in the packed tokens [begin, end).
+template <class F>
+void for_each_part(const Sequences& sequences, int64_t begin, int64_t end, const F& f) {
+  end = std::min(end, sequences.num_tokens());
+  for (int64_t b = sequence_of(sequences.cu_seqlens, sequences.B, begin); begin < end; ++b) {
+    const int64_t last = std::min(end, sequences.end(b));
+    if (begin < last) f(b, begin, last);
+    begin = last;
+  }
+}
+
+// Where the tokens stand in the padded tensor.
+struct Places {
+  Sequences sequences;
+  const int32_t* columns;  // one per token, or null: each sequence is contiguous
+  int64_t L;
+  bool left;
+
+  int64_t shift(int64_t b) const { return left ? L - sequences.length(b) : 0; }
+
+  // Calls f(packed row, padded row, count) for the tokens [first, last) of sequence b, in runs of consecutive columns.
+  template <class F>
+  void for_each_run(int64_t b, int64_t first, int64_t last, const F& f) const {
+    if (columns == nullptr) return f(first, b * L + shift(b) + first - sequences.begin(b), last - first);
+    while (first < last) {
+      // Columns ascend, so those between two ends as far apart as their tokens have no hole.
+      const bool whole = columns[last - 1] - columns[first] == last - 1 - first;
+      int64_t next = whole ? last : first + 1;
+      while (next < last && columns[next] == columns[next - 1] + 1) ++next;
+      f(first, b * L + columns[first], next - first);
+      first = next;
+    }
+  }
+
+  // First token of sequence b that stands in column `column` or behind it.
+  int64_t token_at(int64_t b, int64_t column) const {
+    const int64_t begin = sequences.begin(b), end = sequences.end(b);
+    if (columns == nullptr) return begin + std::clamp<int64_t>(column - shift(b), 0, end - begin);
+    return std::lower_bound(columns + begin, columns + end, column) - columns;
+  }
+};
+
+// The runs whose packed rows lie in [begin, end), as f(source row, destination row, count).
+struct UnpadRuns {
+  Places places;
+  template <class F>
+  void operator()(int64_t begin, int64_t end, const F& f) const {
+    for_each_part(places.sequences, begin, end, [&](int64_t b, int64_t first, int64_t last) {
+      places.for_each_run(b, first, last, [&](int64_t packed, int64_t padded, int64_t n) { f(padded, packed, n); });
+    });
+  }
+};
+
+// The runs whose padded rows lie in [begin, end), likewise.
+struct PadRuns {
+  Places places;
+  template <class F>
+  void operator()(int64_t begin, int64_t end, const F& f) const {
+    for (int64_t b = begin / places.L; b * places.L < end; ++b) {
+      const int64_t first = places.token_at(b, std::max<int64_t>(0, begin - b * places.L));
+      const int64_t last = places.token_at(b, std::min(places.L, end - b * places.L));
+      if (first < last) places.for_each_run(b, first, last, f);
+    }
+  }
+};
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
 
@@ -36,87 +119,89 @@ void fill(char* destination, int64_t bytes, uint64_t pattern) {
   std::memcpy(destination + offset, &pattern, bytes - offset);
 }
 
-// Calls f(b, first, last) for the part of each sequence that lies in the packed tokens [begin, end).
-template <class F>
-void for_each_run(const int32_t* cu_seqlens, int64_t B, int64_t begin, int64_t end, const F& f) {
-  for (int64_t b = sequence_of(cu_seqlens, B, begin); begin < end; ++b) {
-    const int64_t last = std::min<int64_t>(end, cu_seqlens[b + 1]);
-    if (begin < last) f(b, begin, last);
-    begin = last;
-  }
-}
+// One tensor of a copy. Rows of `out` are rows of `in`, or hold the pattern.
+struct Copy {
+  const char* in;
+  char* out;
+  int64_t row_bytes;
+  uint64_t pattern;
+};
 
-void unpad_kernel(const char* padded, const int32_t* cu_seqlens, char* packed, int64_t B, int64_t L, int64_t T,
-                  int64_t row, bool left) {
-  torch::stable::parallel_for(0, T, grain_rows(row), [&](int64_t begin, int64_t end) {
-    for_each_run(cu_seqlens, B, begin, end, [&](int64_t b, int64_t first, int64_t last) {
-      const int64_t shift = left ? L - (cu_seqlens[b + 1] - cu_seqlens[b]) : 0;
-      const int64_t column = first - cu_seqlens[b] + shift;
-      std::memcpy(packed + first * row, padded + (b * L + column) * row, (last - first) * row);
+template <class Runs>
+void copy_kernel(const std::vector<Copy>& copies, int64_t rows, const Runs& runs) {
+  const auto add = [](int64_t bytes, const Copy& copy) { return bytes + copy.row_bytes; };
+  const int64_t row_bytes = std::accumulate(copies.begin(), copies.end(), int64_t{0}, add);
+  if (row_bytes == 0) return;
+  torch::stable::parallel_for(0, rows, grain_rows(row_bytes), [&](int64_t begin, int64_t end) {
+    int64_t done = begin;
+    const auto fill_until = [&](int64_t row) {
+      for (const auto& [in, out, bytes, pattern] : copies) fill(out + done * bytes, (row - done) * bytes, pattern);
+    };
+    runs(begin, end, [&](int64_t from, int64_t to, int64_t count) {
+      if (done < to) fill_until(to);
+      for (const auto& [in, out, bytes, pattern] : copies) {
+        std::memcpy(out + to * bytes, in + from * bytes, count * bytes);
+      }
+      done = to + count;
     });
+    if (done < end) fill_until(end);
   });
 }
 
-void pad_kernel(const char* packed, const int32_t* cu_seqlens, char* padded, int64_t B, int64_t L, int64_t row,
-                bool left, uint64_t pattern) {
-  torch::stable::parallel_for(0, B * L, grain_rows(row), [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t b = begin / L;
-      const int64_t stop = std::min(end, (b + 1) * L);
-      const int64_t length = cu_seqlens[b + 1] - cu_seqlens[b];
-      const int64_t shift = left ? L - length : 0;
-      const int64_t first = std::clamp(b * L + shift, begin, stop);
-      const int64_t last = std::clamp(b * L + shift + length, first, stop);
-      fill(padded + begin * row, (first - begin) * row, pattern);
-      if (first < last) {
-        const int64_t token = cu_seqlens[b] + first - b * L - shift;
-        std::memcpy(padded + first * row, packed + token * row, (last - first) * row);
+void mask_columns_kernel(const uint8_t* mask, const Sequences& sequences, int32_t* columns, int64_t L, int64_t T) {
+  torch::stable::parallel_for(0, sequences.B, grain_rows(L), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      int64_t t = sequences.begin(b);
+      for (int64_t l = 0; l < L && t < sequences.end(b); ++l) {
+        columns[t] = static_cast<int32_t>(l);
+        t += mask[b * L + l] != 0;
       }
-      fill(padded + last * row, (stop - last) * row, pattern);
-      begin = stop;
     }
   });
+  std::fill(columns + sequences.num_tokens(), columns + T, -1);
 }
 
-void position_ids_kernel(const int32_t* cu_seqlens, int64_t* out, int64_t B, int64_t T) {
+void position_ids_kernel(const Sequences& sequences, int64_t* out, int64_t T) {
   torch::stable::parallel_for(0, T, grain_rows(sizeof(int64_t)), [&](int64_t begin, int64_t end) {
-    for_each_run(cu_seqlens, B, begin, end, [&](int64_t b, int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) out[t] = t - cu_seqlens[b];
+    for_each_part(sequences, begin, end, [&](int64_t b, int64_t first, int64_t last) {
+      std::iota(out + first, out + last, first - sequences.begin(b));
     });
   });
+  std::fill(out + sequences.num_tokens(), out + T, 0);
 }
 
-void next_token_targets_kernel(const int64_t* input_ids, const int32_t* cu_seqlens, int64_t* out, int64_t B, int64_t T,
+void next_token_targets_kernel(const int64_t* input_ids, const Sequences& sequences, int64_t* out, int64_t T,
                                int64_t ignore_index) {
   torch::stable::parallel_for(0, T, grain_rows(sizeof(int64_t)), [&](int64_t begin, int64_t end) {
-    for_each_run(cu_seqlens, B, begin, end, [&](int64_t b, int64_t first, int64_t last) {
-      const bool reaches_end = last == cu_seqlens[b + 1];
+    for_each_part(sequences, begin, end, [&](int64_t b, int64_t first, int64_t last) {
+      const bool reaches_end = last == sequences.end(b);
       const int64_t shifted = last - reaches_end;
       std::memcpy(out + first, input_ids + first + 1, (shifted - first) * sizeof(int64_t));
       if (reaches_end) out[shifted] = ignore_index;
     });
   });
+  std::fill(out + sequences.num_tokens(), out + T, ignore_index);
 }
 
-void segment_expand_kernel(const char* values, const int32_t* cu_seqlens, char* out, int64_t B, int64_t T,
-                           int64_t row) {
+void segment_expand_kernel(const char* values, const Sequences& sequences, char* out, int64_t T, int64_t row) {
   torch::stable::parallel_for(0, T, grain_rows(row), [&](int64_t begin, int64_t end) {
-    for_each_run(cu_seqlens, B, begin, end, [&](int64_t b, int64_t first, int64_t last) {
+    for_each_part(sequences, begin, end, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) std::memcpy(out + t * row, values + b * row, row);
     });
   });
+  std::memset(out + sequences.num_tokens() * row, 0, (T - sequences.num_tokens()) * row);
 }
 
 // Columns are taken in blocks whose accumulators stay in the first-level cache.
 template <class Value, class Sum>
-void segment_sum_kernel(const Value* values, const int32_t* cu_seqlens, Sum* out, int64_t B, int64_t D) {
+void segment_sum_kernel(const Value* values, const Sequences& sequences, Sum* out, int64_t D) {
   constexpr int64_t kBlock = 256;
   const int64_t blocks = (D + kBlock - 1) / kBlock;
-  torch::stable::parallel_for(0, B * blocks, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, sequences.B * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / blocks, column = task % blocks * kBlock, width = std::min(kBlock, D - column);
       double sum[kBlock] = {};
-      for (int64_t t = cu_seqlens[b]; t < cu_seqlens[b + 1]; ++t) {
+      for (int64_t t = sequences.begin(b); t < sequences.end(b); ++t) {
         const Value* value = values + t * D + column;
         for (int64_t d = 0; d < width; ++d) sum[d] += static_cast<double>(static_cast<Sum>(value[d]));
       }
@@ -136,8 +221,10 @@ void check_value(bool holds, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-// cu_seqlens must start at 0, never decrease, and end at num_tokens; returns its data and B.
-std::pair<const int32_t*, int64_t> checked(const Tensor& cu_seqlens, int64_t num_tokens, int64_t max_seqlen) {
+constexpr int64_t kUnbounded = INT64_MAX;
+
+// cu_seqlens must start at 0, never decrease, and end within the packed rows.
+Sequences checked(const Tensor& cu_seqlens, int64_t num_tokens, int64_t max_seqlen) {
   const auto* cu = static_cast<const int32_t*>(cu_seqlens.const_data_ptr());
   const int64_t B = cu_seqlens.size(0) - 1;
   check_value(B >= 0 && cu[0] == 0, "cu_seqlens must be [0, end of sequence 0, ...], but it does not start with 0.");
@@ -148,73 +235,127 @@ std::pair<const int32_t*, int64_t> checked(const Tensor& cu_seqlens, int64_t num
     check_value(length <= max_seqlen, "sequence ", b, " has ", length, " tokens, more than the padded length ",
                 max_seqlen, "; raise the padded length or shorten the sequence.");
   }
-  check_value(cu[B] == num_tokens, "cu_seqlens ends at ", cu[B], ", but the packed side has ", num_tokens,
-              " tokens; both must agree.");
+  check_value(cu[B] <= num_tokens, "cu_seqlens ends at ", cu[B], ", but the packed side has ", num_tokens,
+              " rows; it needs at least as many.");
   return {cu, B};
 }
 
-constexpr int64_t kAnyLength = INT64_MAX;
-
-Tensor unpad(const Tensor& padded, const Tensor& cu_seqlens, int64_t num_tokens, bool left) {
-  const Tensor input = torch::stable::contiguous(padded);
-  const auto [cu, B] = checked(cu_seqlens, num_tokens, input.size(1));
-  check_value(B == input.size(0), "padded has ", input.size(0), " rows, but cu_seqlens describes ", B, " sequences.");
-  Tensor packed = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 2));
-  if (packed.numel() > 0) {
-    const int64_t row = row_bytes(input, 2);
-    unpad_kernel(static_cast<const char*>(input.const_data_ptr()), cu,
-                 static_cast<char*>(with_huge_pages(packed)), B, input.size(1), num_tokens, row, left);
-  }
-  return packed;
+// Whether the columns of a sequence ascend from 0 or more to less than L.
+bool are_columns(const int32_t* column, int64_t length, int64_t L) {
+  if (length == 0) return true;
+  bool ascend = column[0] >= 0 && column[length - 1] < L;
+  for (int64_t i = 1; i < length; ++i) ascend &= column[i - 1] < column[i];
+  return ascend;
 }
 
-Tensor pad(const Tensor& packed, const Tensor& cu_seqlens, int64_t max_seqlen, bool left, double value) {
-  const Tensor input = torch::stable::contiguous(packed);
-  const auto [cu, B] = checked(cu_seqlens, input.size(0), max_seqlen);
-  const uint64_t pattern = fill_pattern(value, input.scalar_type());
-  Tensor padded = torch::stable::new_empty(input, with_trailing({B, max_seqlen}, input, 1));
-  if (padded.numel() > 0) {
-    const int64_t row = row_bytes(input, 1);
-    pad_kernel(static_cast<const char*>(input.const_data_ptr()), cu,
-               static_cast<char*>(with_huge_pages(padded)), B, max_seqlen, row, left, pattern);
+Places checked(const Sequences& sequences, const std::optional<Tensor>& columns, int64_t L, bool left) {
+  if (!columns) return {sequences, nullptr, L, left};
+  check_value(columns->size(0) >= sequences.num_tokens(), "column_T has ", columns->size(0),
+              " entries, but cu_seqlens ends at ", sequences.num_tokens(), "; both come from one mask.");
+  const auto* column = static_cast<const int32_t*>(columns->const_data_ptr());
+  for (int64_t b = 0; b < sequences.B; ++b) {
+    check_value(are_columns(column + sequences.begin(b), sequences.length(b), L), "column_T of sequence ", b,
+                " must ascend from 0 or more to less than the padded length ", L,
+                "; take cu_seqlens and column_T from the mask of this tensor.");
   }
-  return padded;
+  return {sequences, column, L, left};
+}
+
+std::vector<Tensor> contiguous(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> result;
+  for (const Tensor& tensor : tensors) result.push_back(torch::stable::contiguous(tensor));
+  return result;
+}
+
+Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pattern) {
+  return {static_cast<const char*>(in.const_data_ptr()), static_cast<char*>(with_huge_pages(out)), row_bytes, pattern};
+}
+
+std::vector<Tensor> unpad(const std::vector<Tensor>& padded, const Tensor& cu_seqlens,
+                          const std::optional<Tensor>& columns, int64_t num_tokens, bool left) {
+  if (padded.empty()) return {};
+  const std::vector<Tensor> inputs = contiguous(padded);
+  const int64_t B = inputs[0].size(0), L = inputs[0].size(1);
+  const Places places = checked(checked(cu_seqlens, num_tokens, L), columns, L, left);
+  std::vector<Tensor> outputs;
+  std::vector<Copy> copies;
+  for (const Tensor& input : inputs) {
+    check_value(input.size(0) == B && input.size(1) == L && B == places.sequences.B, "a padded tensor has ",
+                input.size(0), " x ", input.size(1), " tokens, expected ", places.sequences.B, " x ", L, ".");
+    outputs.push_back(torch::stable::new_empty(input, with_trailing({num_tokens}, input, 2)));
+    copies.push_back(copy_of(input, outputs.back(), row_bytes(input, 2), 0));
+  }
+  copy_kernel(copies, num_tokens, UnpadRuns{places});
+  return outputs;
+}
+
+std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seqlens,
+                        const std::optional<Tensor>& columns, int64_t max_seqlen, bool left,
+                        const std::vector<double>& values) {
+  if (packed.empty()) return {};
+  const std::vector<Tensor> inputs = contiguous(packed);
+  const int64_t T = inputs[0].size(0);
+  const Places places = checked(checked(cu_seqlens, T, max_seqlen), columns, max_seqlen, left);
+  std::vector<Tensor> outputs;
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_value(inputs[i].size(0) == T, "a packed tensor has ", inputs[i].size(0), " rows, expected ", T, ".");
+    const uint64_t pattern = fill_pattern(values.at(i), inputs[i].scalar_type());
+    outputs.push_back(
+        torch::stable::new_empty(inputs[i], with_trailing({places.sequences.B, max_seqlen}, inputs[i], 1)));
+    copies.push_back(copy_of(inputs[i], outputs[i], row_bytes(inputs[i], 1), pattern));
+  }
+  copy_kernel(copies, places.sequences.B * max_seqlen, PadRuns{places});
+  return outputs;
+}
+
+Tensor mask_columns(const Tensor& mask, const Tensor& cu_seqlens, int64_t num_tokens) {
+  const Tensor input = torch::stable::contiguous(mask);
+  const Sequences sequences = checked(cu_seqlens, kUnbounded, input.size(1));
+  check_value(sequences.num_tokens() <= num_tokens, "the mask has ", sequences.num_tokens(),
+              " tokens, more than max_tokens = ", num_tokens, "; raise the bound or cut the batch.");
+  check_value(sequences.B == input.size(0), "the mask has ", input.size(0), " rows, but cu_seqlens describes ",
+              sequences.B, " sequences.");
+  Tensor columns = torch::stable::new_empty(input, {num_tokens}, ScalarType::Int);
+  mask_columns_kernel(static_cast<const uint8_t*>(input.const_data_ptr()), sequences,
+                      static_cast<int32_t*>(columns.mutable_data_ptr()), input.size(1), num_tokens);
+  return columns;
 }
 
 Tensor position_ids(const Tensor& cu_seqlens, int64_t num_tokens) {
-  const auto [cu, B] = checked(cu_seqlens, num_tokens, kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, num_tokens, kUnbounded);
   Tensor out = torch::stable::new_empty(cu_seqlens, {num_tokens}, ScalarType::Long);
-  position_ids_kernel(cu, static_cast<int64_t*>(out.mutable_data_ptr()), B, num_tokens);
+  position_ids_kernel(sequences, static_cast<int64_t*>(out.mutable_data_ptr()), num_tokens);
   return out;
 }
 
 Tensor next_token_targets(const Tensor& input_ids, const Tensor& cu_seqlens, int64_t ignore_index) {
   const Tensor input = torch::stable::contiguous(input_ids);
-  const auto [cu, B] = checked(cu_seqlens, input.size(0), kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, input.size(0), kUnbounded);
   Tensor out = torch::stable::new_empty(input, {input.size(0)});
-  next_token_targets_kernel(static_cast<const int64_t*>(input.const_data_ptr()), cu,
-                            static_cast<int64_t*>(out.mutable_data_ptr()), B, input.size(0), ignore_index);
+  next_token_targets_kernel(static_cast<const int64_t*>(input.const_data_ptr()), sequences,
+                            static_cast<int64_t*>(out.mutable_data_ptr()), input.size(0), ignore_index);
   return out;
 }
 
 template <class Value, class Sum>
-void segment_sum_typed(const Tensor& values, const int32_t* cu, Tensor& out, int64_t B) {
+void segment_sum_typed(const Tensor& values, const Sequences& sequences, Tensor& out) {
   const int64_t D = row_bytes(values, 1) / static_cast<int64_t>(sizeof(Value));
-  segment_sum_kernel(static_cast<const Value*>(values.const_data_ptr()), cu, static_cast<Sum*>(out.mutable_data_ptr()),
-                     B, D);
+  segment_sum_kernel(static_cast<const Value*>(values.const_data_ptr()), sequences,
+                     static_cast<Sum*>(out.mutable_data_ptr()), D);
 }
 
 Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
   const Tensor input = torch::stable::contiguous(values);
-  const auto [cu, B] = checked(cu_seqlens, input.size(0), kAnyLength);
+  const Sequences sequences = checked(cu_seqlens, input.size(0), kUnbounded);
   const ScalarType dtype = input.scalar_type();
-  Tensor out = torch::stable::new_empty(input, with_trailing({B}, input, 1),
+  Tensor out = torch::stable::new_empty(input, with_trailing({sequences.B}, input, 1),
                                         dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
   switch (dtype) {
-    case ScalarType::Double: segment_sum_typed<double, double>(input, cu, out, B); break;
-    case ScalarType::Float: segment_sum_typed<float, float>(input, cu, out, B); break;
-    case ScalarType::Half: segment_sum_typed<torch::headeronly::Half, float>(input, cu, out, B); break;
-    case ScalarType::BFloat16: segment_sum_typed<torch::headeronly::BFloat16, float>(input, cu, out, B); break;
+    case ScalarType::Double: segment_sum_typed<double, double>(input, sequences, out); break;
+    case ScalarType::Float: segment_sum_typed<float, float>(input, sequences, out); break;
+    case ScalarType::Half: segment_sum_typed<torch::headeronly::Half, float>(input, sequences, out); break;
+    case ScalarType::BFloat16: segment_sum_typed<torch::headeronly::BFloat16, float>(input, sequences, out); break;
     default: STD_TORCH_CHECK(false, "segment_sum: unsupported dtype ", toString(dtype));
   }
   return out;
@@ -222,12 +363,13 @@ Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
 
 Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t num_tokens) {
   const Tensor input = torch::stable::contiguous(values);
-  const auto [cu, B] = checked(cu_seqlens, num_tokens, kAnyLength);
-  check_value(B == input.size(0), "values has ", input.size(0), " rows, but cu_seqlens describes ", B, " sequences.");
+  const Sequences sequences = checked(cu_seqlens, num_tokens, kUnbounded);
+  check_value(sequences.B == input.size(0), "values has ", input.size(0), " rows, but cu_seqlens describes ",
+              sequences.B, " sequences.");
   Tensor out = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 1));
   if (out.numel() > 0) {
-    segment_expand_kernel(static_cast<const char*>(input.const_data_ptr()), cu,
-                          static_cast<char*>(out.mutable_data_ptr()), B, num_tokens, row_bytes(input, 1));
+    segment_expand_kernel(static_cast<const char*>(input.const_data_ptr()), sequences,
+                          static_cast<char*>(out.mutable_data_ptr()), num_tokens, row_bytes(input, 1));
   }
   return out;
 }
@@ -238,6 +380,7 @@ Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t nu
 STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CPU, m) {
   m.impl("unpad", TORCH_BOX(&rlft::unpad));
   m.impl("pad", TORCH_BOX(&rlft::pad));
+  m.impl("mask_columns", TORCH_BOX(&rlft::mask_columns));
   m.impl("position_ids", TORCH_BOX(&rlft::position_ids));
   m.impl("next_token_targets", TORCH_BOX(&rlft::next_token_targets));
   m.impl("segment_sum", TORCH_BOX(&rlft::segment_sum));

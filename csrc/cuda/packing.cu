@@ -2,28 +2,36 @@
 //
 // Three of the operators only move rows, and differ in where a row comes from (-1: from nowhere, filled instead):
 //
-//   unpad           packed[t]    <- padded[b, t - cu[b] + shift_b]   b = the sequence of t
-//   pad             padded[b, l] <- packed[cu[b] + l - shift_b]      if 0 <= l - shift_b < length_b
+//   unpad           packed[t]    <- padded[b, column(t)]             b = the sequence of t
+//   pad             padded[b, l] <- packed[t]                        the t of b with column(t) = l, if there is one
 //   segment_expand  out[t]       <- values[b]
-//                                                                    shift_b = L - length_b if left, else 0
-// and three compute:
 //
+// where column(t) is columns[t] if columns are given, else t - cu[b] + shift_b, with shift_b = L - length_b or 0.
+// unpad and pad take any number of tensors of any dtypes and row sizes: their addresses travel in the kernel's
+// parameters, kTableSize per launch. The others compute:
+//
+//   mask_columns        out[cu[b] + i] = column of the i-th true entry of mask[b], -1 behind cu[B]
 //   position_ids        out[t] = t - cu[b]
 //   next_token_targets  out[t] = ids[t + 1], and ignore_index where t + 1 == cu[b + 1]
 //   segment_sum         out[b] = sum_{t in b} values[t], fp32 (fp64 for fp64)
 //
 // Bytes moved: every destination row is written once and its source read once; B + 1 integers and one binary search of
-// log2(B) cached reads per row come on top. Rows travel as the widest word (16 to 1 bytes) that divides the row size
-// and both addresses. No index tensor, no host sync.
+// log2(B) cached reads per row come on top. Columns cost 4 bytes per row of unpad, and per row of pad a search of
+// log2(length_b) cached reads. mask_columns reads B L bytes and writes 4 T. Rows travel as the widest word (16 to 1
+// bytes) that divides the row size and both addresses; the threads of a warp take consecutive words of a row and then
+// consecutive rows, so narrow rows coalesce too. No host sync.
 //
-// cu_seqlens is trusted on no account, because checking it would sync: rows that no sequence covers, or that would come
-// from outside the source, are filled.
+// cu_seqlens and columns are trusted on no account, because checking them would sync: rows that no sequence covers, or
+// that would come from outside the source, are filled, and nothing is written outside the destination.
 //
 // Deterministic: a thread sums its tokens in ascending order, a fixed tree adds the threads. No atomics.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <bit>
 #include <cstring>
+#include <optional>
+#include <vector>
 
 #include "launch.cuh"
 #include "packing.h"
@@ -32,6 +40,8 @@ namespace rlft {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTableSize = 32;  // tensors per launch; the table is 1.5 KB of the 4 KB that kernel parameters may take
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
 
@@ -41,29 +51,44 @@ __device__ int64_t covering_sequence(const int32_t* cu_seqlens, int64_t B, int64
   return sequence_of(cu_seqlens, B, t);
 }
 
-struct UnpadSource {
+// Where the tokens stand in the padded tensor. `columns` has T entries, or is null: each sequence is contiguous.
+struct Places {
   const int32_t* cu_seqlens;
-  int64_t B, L;
+  const int32_t* columns;
+  int64_t B, L, T;
   bool left;
+  __device__ int64_t shift(int64_t length) const { return left ? L - length : 0; }
+};
+
+struct UnpadSource {
+  Places places;
   __device__ int64_t operator()(int64_t t) const {
+    const auto& [cu_seqlens, columns, B, L, T, left] = places;
     const int64_t b = covering_sequence(cu_seqlens, B, t);
     if (b < 0) return -1;
     const int64_t start = cu_seqlens[b], length = cu_seqlens[b + 1] - start;
-    const int64_t column = t - start + (left ? L - length : 0);
+    const int64_t column = columns != nullptr ? columns[t] : t - start + places.shift(length);
     return column >= 0 && column < L ? b * L + column : -1;
   }
 };
 
 struct PadSource {
-  const int32_t* cu_seqlens;
-  int64_t T, L;
-  bool left;
+  Places places;
   __device__ int64_t operator()(int64_t row) const {
-    const int64_t b = row / L;
-    const int64_t start = cu_seqlens[b], length = cu_seqlens[b + 1] - start;
-    const int64_t place = row % L - (left ? L - length : 0);
-    const int64_t t = start + place;
-    return place >= 0 && place < length && t >= 0 && t < T ? t : -1;
+    const auto& [cu_seqlens, columns, B, L, T, left] = places;
+    const int64_t b = row / L, column = row % L;
+    const int64_t start = max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0});
+    const int64_t end = min(static_cast<int64_t>(cu_seqlens[b + 1]), T);
+    if (columns == nullptr) {
+      const int64_t place = column - places.shift(cu_seqlens[b + 1] - start);
+      return place >= 0 && place < end - start ? start + place : -1;
+    }
+    int64_t low = start, high = end;  // tokens before low stand in front of the column, those from high on do not
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      columns[middle] < column ? low = middle + 1 : high = middle;
+    }
+    return low < end && columns[low] == column ? low : -1;
   }
 };
 
@@ -73,24 +98,129 @@ struct ExpandSource {
   __device__ int64_t operator()(int64_t t) const { return covering_sequence(cu_seqlens, B, t); }
 };
 
-// A block is (words, rows): threadIdx.x walks along a row, threadIdx.y is one of the block's rows. Threads of a row run
-// the same binary search on the same addresses, which costs one broadcast read per step.
-template <class Word, class Source>
-__global__ void __launch_bounds__(kThreads)
-    copy_rows(const Word* __restrict__ in, Word* __restrict__ out, int64_t rows, int64_t row_words, Source source,
-              Word fill) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += stride) {
-    const int64_t from = source(row);
-    Word* destination = out + row * row_words;
-    if (from < 0) {
-      for (int64_t w = threadIdx.x; w < row_words; w += blockDim.x) destination[w] = fill;
-    } else {
-      const Word* origin = in + from * row_words;
+// One tensor of a copy. Rows of `out` are rows of `in`, or hold the pattern. 2^log2_lanes threads share a row.
+struct Copy {
+  const void* in;
+  void* out;
+  int64_t row_words;
+  uint64_t pattern;
+  int log2_word, log2_lanes;
+};
+
+struct CopyTable {
+  Copy copy[kTableSize];
+  int64_t first_block[kTableSize + 1];
+  int count;
+};
+
+template <class Word>
+__device__ Word repeated(uint64_t pattern) {
+  if constexpr (sizeof(Word) == 16) {
+    const auto low = static_cast<uint32_t>(pattern), high = static_cast<uint32_t>(pattern >> 32);
+    return make_uint4(low, high, low, high);
+  } else {
+    return static_cast<Word>(pattern);
+  }
+}
+
+template <class Word>
+__device__ void copy_row(const Copy& copy, int64_t row, int64_t from, int lane, int lanes) {
+  Word* destination = static_cast<Word*>(copy.out) + row * copy.row_words;
+  if (from < 0) {
+    for (int64_t w = lane; w < copy.row_words; w += lanes) destination[w] = repeated<Word>(copy.pattern);
+    return;
+  }
+  const Word* origin = static_cast<const Word*>(copy.in) + from * copy.row_words;
 #pragma unroll 4
-      for (int64_t w = threadIdx.x; w < row_words; w += blockDim.x) destination[w] = origin[w];
+  for (int64_t w = lane; w < copy.row_words; w += lanes) destination[w] = __ldg(origin + w);
+}
+
+// A block takes kThreads / lanes rows of one tensor. Threads of a row run the same search on the same addresses, which
+// costs one broadcast read per step.
+template <class Source>
+__global__ void __launch_bounds__(kThreads)
+    copy_rows(const __grid_constant__ CopyTable table, int64_t rows, Source source) {
+  for (int64_t block = blockIdx.x; block < table.first_block[table.count]; block += gridDim.x) {
+    int i = 0;
+    while (block >= table.first_block[i + 1]) ++i;
+    const Copy& copy = table.copy[i];
+    const int lanes = 1 << copy.log2_lanes, lane = threadIdx.x & (lanes - 1);
+    const int64_t first_row = (block - table.first_block[i]) * (kThreads >> copy.log2_lanes);
+    const int64_t row = first_row + (threadIdx.x >> copy.log2_lanes);
+    if (row >= rows) continue;
+    const int64_t from = source(row);
+    switch (copy.log2_word) {
+      case 4: copy_row<uint4>(copy, row, from, lane, lanes); break;
+      case 3: copy_row<uint64_t>(copy, row, from, lane, lanes); break;
+      case 2: copy_row<uint32_t>(copy, row, from, lane, lanes); break;
+      case 1: copy_row<uint16_t>(copy, row, from, lane, lanes); break;
+      default: copy_row<uint8_t>(copy, row, from, lane, lanes);
     }
   }
+}
+
+// Sum of `count` over the threads in front of this one, and over all threads.
+__device__ int exclusive_scan(int count, int* total) {
+  __shared__ int warp_total[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int inclusive = count;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, inclusive, distance);
+    if (lane >= distance) inclusive += other;
+  }
+  if (lane == 31) warp_total[warp] = inclusive;
+  __syncthreads();
+  int before = inclusive - count;
+  *total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warp_total[w];
+    *total += warp_total[w];
+  }
+  return before;
+}
+
+constexpr int kMaskBytes = 16;  // per thread and tile
+
+// Bit k is mask[k] for the first `count` bytes. One 16-byte read, except at the end of a row and in unaligned rows.
+__device__ uint32_t mask_bits(const uint8_t* mask, int64_t count) {
+  uint32_t bits = 0;
+  if (count >= kMaskBytes && reinterpret_cast<uintptr_t>(mask) % kMaskBytes == 0) {
+    const uint4 vector = *reinterpret_cast<const uint4*>(mask);
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int k = 0; k < kMaskBytes; ++k) bits |= ((words[k / 4] >> (8 * (k % 4)) & 0xff) != 0) << k;
+  } else {
+    for (int k = 0; k < min(count, int64_t{kMaskBytes}); ++k) bits |= (mask[k] != 0) << k;
+  }
+  return bits;
+}
+
+// One block per row of the mask, which it takes in tiles. The columns of a tile are collected in shared memory, so that
+// they leave in order, by consecutive threads.
+__global__ void __launch_bounds__(kThreads)
+    mask_columns_kernel(const uint8_t* __restrict__ mask, const int32_t* __restrict__ cu_seqlens,
+                        int32_t* __restrict__ columns, int64_t B, int64_t L, int64_t T) {
+  constexpr int kTile = kThreads * kMaskBytes;
+  __shared__ int32_t column[kTile];
+  for (int64_t b = blockIdx.x; b < B; b += gridDim.x) {
+    int64_t t = cu_seqlens[b];
+    for (int64_t tile = 0; tile < L; tile += kTile) {
+      const int64_t begin = tile + threadIdx.x * kMaskBytes;
+      uint32_t bits = begin < L ? mask_bits(mask + b * L + begin, L - begin) : 0;
+      int total;
+      int place = exclusive_scan(__popc(bits), &total);
+      for (; bits != 0; bits &= bits - 1) column[place++] = static_cast<int32_t>(begin) + __ffs(bits) - 1;
+      __syncthreads();
+      for (int64_t i = threadIdx.x; i < total; i += kThreads) {
+        if (t + i >= 0 && t + i < T) columns[t + i] = column[i];
+      }
+      t += total;
+      __syncthreads();  // the next tile overwrites column and warp_total
+    }
+  }
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  const int64_t end = max(static_cast<int64_t>(cu_seqlens[B]), int64_t{0});
+  for (int64_t t = end + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; t < T; t += stride) columns[t] = -1;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -142,46 +272,45 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers -------------------------------------------------------------------------------------------------
 
-// Threads along a row: a power of two, no wider than the row needs, at most one warp.
-unsigned row_threads(int64_t width) {
-  unsigned threads = 1;
-  while (threads < 32 && threads < width) threads *= 2;
-  return threads;
+// log2 of the threads along a row of `width` words (or columns): no more than the row needs, at most one warp.
+int log2_lanes(int64_t width) {
+  return std::min<int>(5, std::bit_width(static_cast<uint64_t>(width - 1)));
 }
 
-template <class Word, class Source>
-void launch_copy_words(const void* in, void* out, int64_t rows, int64_t row_bytes, const Source& source,
-                       uint64_t pattern, cudaStream_t stream) {
-  const int64_t row_words = row_bytes / static_cast<int64_t>(sizeof(Word));
-  Word fill;
-  for (size_t offset = 0; offset < sizeof(Word); offset += 8) {
-    std::memcpy(reinterpret_cast<char*>(&fill) + offset, &pattern, std::min<size_t>(8, sizeof(Word) - offset));
-  }
-  const unsigned x = row_threads(row_words);
-  const dim3 block(x, kThreads / x);
-  copy_rows<Word><<<grid_for(rows, block.y), block, 0, stream>>>(static_cast<const Word*>(in), static_cast<Word*>(out),
-                                                                rows, row_words, source, fill);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pattern) {
+  const void* source = in.const_data_ptr();
+  void* destination = out.mutable_data_ptr();
+  const auto bits = reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(destination) |
+                    static_cast<uintptr_t>(row_bytes);
+  const int log2_word = std::min(4, std::countr_zero(bits));
+  const int64_t row_words = row_bytes >> log2_word;
+  return {source, destination, row_words, pattern, log2_word, log2_lanes(row_words)};
 }
 
+// One launch for up to kTableSize tensors. All have `rows` rows.
 template <class Source>
-void launch_copy(const void* in, void* out, int64_t rows, int64_t row_bytes, const Source& source, uint64_t pattern,
-                 cudaStream_t stream) {
-  if (rows == 0 || row_bytes == 0) return;
-  const auto bits =
-      reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_bytes);
-  if (bits % 16 == 0) return launch_copy_words<uint4>(in, out, rows, row_bytes, source, pattern, stream);
-  if (bits % 8 == 0) return launch_copy_words<uint64_t>(in, out, rows, row_bytes, source, pattern, stream);
-  if (bits % 4 == 0) return launch_copy_words<uint32_t>(in, out, rows, row_bytes, source, pattern, stream);
-  if (bits % 2 == 0) return launch_copy_words<uint16_t>(in, out, rows, row_bytes, source, pattern, stream);
-  launch_copy_words<uint8_t>(in, out, rows, row_bytes, source, pattern, stream);
+void launch_copies(const std::vector<Copy>& copies, int64_t rows, const Source& source, cudaStream_t stream) {
+  for (size_t begin = 0; begin < copies.size(); begin += kTableSize) {
+    CopyTable table{};
+    for (size_t i = begin; i < std::min(copies.size(), begin + kTableSize); ++i) {
+      if (rows == 0 || copies[i].row_words == 0) continue;
+      const int64_t rows_per_block = kThreads >> copies[i].log2_lanes;
+      table.copy[table.count] = copies[i];
+      table.first_block[table.count + 1] =
+          table.first_block[table.count] + (rows + rows_per_block - 1) / rows_per_block;
+      ++table.count;
+    }
+    if (table.count == 0) continue;
+    copy_rows<<<grid_for(table.first_block[table.count], 1), kThreads, 0, stream>>>(table, rows, source);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 }
 
 template <class Value, class Sum>
 void launch_segment_sum(const void* values, const int32_t* cu_seqlens, void* out, int64_t B, int64_t T, int64_t D,
                         cudaStream_t stream) {
   if (B == 0 || D == 0) return;
-  const unsigned x = row_threads(D);
+  const unsigned x = 1u << log2_lanes(D);
   const dim3 block(x, kThreads / x);
   segment_sum_kernel<Value, Sum><<<grid_for(B * ((D + x - 1) / x), 1), block, 0, stream>>>(
       static_cast<const Value*>(values), cu_seqlens, static_cast<Sum*>(out), B, T, D);
@@ -192,25 +321,50 @@ void launch_segment_sum(const void* values, const int32_t* cu_seqlens, void* out
 
 const int32_t* offsets(const Tensor& cu_seqlens) { return static_cast<const int32_t*>(cu_seqlens.const_data_ptr()); }
 
-Tensor unpad(const Tensor& padded, const Tensor& cu_seqlens, int64_t num_tokens, bool left) {
-  const torch::stable::accelerator::DeviceGuard guard(padded.get_device_index());
-  const Tensor input = torch::stable::contiguous(padded);
-  Tensor packed = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 2));
-  const UnpadSource source{offsets(cu_seqlens), input.size(0), input.size(1), left};
-  launch_copy(input.const_data_ptr(), packed.mutable_data_ptr(), num_tokens, row_bytes(input, 2), source, 0,
-              current_stream(input));
-  return packed;
+const int32_t* columns_of(const std::optional<Tensor>& columns) {
+  return columns ? static_cast<const int32_t*>(columns->const_data_ptr()) : nullptr;
 }
 
-Tensor pad(const Tensor& packed, const Tensor& cu_seqlens, int64_t max_seqlen, bool left, double value) {
-  const torch::stable::accelerator::DeviceGuard guard(packed.get_device_index());
-  const Tensor input = torch::stable::contiguous(packed);
-  const int64_t B = cu_seqlens.size(0) - 1;
-  Tensor padded = torch::stable::new_empty(input, with_trailing({B, max_seqlen}, input, 1));
-  const PadSource source{offsets(cu_seqlens), input.size(0), max_seqlen, left};
-  launch_copy(input.const_data_ptr(), padded.mutable_data_ptr(), B * max_seqlen, row_bytes(input, 1), source,
-              fill_pattern(value, input.scalar_type()), current_stream(input));
-  return padded;
+std::vector<Tensor> unpad(const std::vector<Tensor>& padded, const Tensor& cu_seqlens,
+                          const std::optional<Tensor>& columns, int64_t num_tokens, bool left) {
+  if (padded.empty()) return {};
+  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens.get_device_index());
+  const int64_t B = padded[0].size(0), L = padded[0].size(1);
+  STD_TORCH_CHECK(B == cu_seqlens.size(0) - 1 && (!columns || columns->size(0) >= num_tokens),
+                  "cu_seqlens and columns must describe the rows of the padded tensors");
+  std::vector<Tensor> inputs, outputs;
+  std::vector<Copy> copies;
+  for (const Tensor& tensor : padded) {
+    STD_TORCH_CHECK(tensor.size(0) == B && tensor.size(1) == L, "padded tensors must share B and L");
+    inputs.push_back(torch::stable::contiguous(tensor));
+    outputs.push_back(torch::stable::new_empty(tensor, with_trailing({num_tokens}, tensor, 2)));
+    copies.push_back(copy_of(inputs.back(), outputs.back(), row_bytes(tensor, 2), 0));
+  }
+  const Places places{offsets(cu_seqlens), columns_of(columns), B, L, num_tokens, left};
+  launch_copies(copies, num_tokens, UnpadSource{places}, current_stream(cu_seqlens));
+  return outputs;
+}
+
+std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seqlens,
+                        const std::optional<Tensor>& columns, int64_t max_seqlen, bool left,
+                        const std::vector<double>& values) {
+  if (packed.empty()) return {};
+  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens.get_device_index());
+  const int64_t B = cu_seqlens.size(0) - 1, T = packed[0].size(0);
+  STD_TORCH_CHECK(values.size() == packed.size() && (!columns || columns->size(0) >= T),
+                  "values and columns must describe the packed tensors");
+  std::vector<Tensor> inputs, outputs;
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < packed.size(); ++i) {
+    STD_TORCH_CHECK(packed[i].size(0) == T, "packed tensors must share T");
+    inputs.push_back(torch::stable::contiguous(packed[i]));
+    outputs.push_back(torch::stable::new_empty(packed[i], with_trailing({B, max_seqlen}, packed[i], 1)));
+    copies.push_back(copy_of(inputs[i], outputs[i], row_bytes(packed[i], 1),
+                             fill_pattern(values[i], packed[i].scalar_type())));
+  }
+  const Places places{offsets(cu_seqlens), columns_of(columns), B, max_seqlen, T, left};
+  launch_copies(copies, B * max_seqlen, PadSource{places}, current_stream(cu_seqlens));
+  return outputs;
 }
 
 Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t num_tokens) {
@@ -218,9 +372,22 @@ Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t nu
   const Tensor input = torch::stable::contiguous(values);
   Tensor out = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 1));
   const ExpandSource source{offsets(cu_seqlens), input.size(0)};
-  launch_copy(input.const_data_ptr(), out.mutable_data_ptr(), num_tokens, row_bytes(input, 1), source, 0,
-              current_stream(input));
+  launch_copies({copy_of(input, out, row_bytes(input, 1), 0)}, num_tokens, source, current_stream(input));
   return out;
+}
+
+Tensor mask_columns(const Tensor& mask, const Tensor& cu_seqlens, int64_t num_tokens) {
+  const torch::stable::accelerator::DeviceGuard guard(mask.get_device_index());
+  const Tensor input = torch::stable::contiguous(mask);
+  const int64_t B = input.size(0), L = input.size(1);
+  STD_TORCH_CHECK(B == cu_seqlens.size(0) - 1, "the mask and cu_seqlens must describe the same sequences");
+  Tensor columns = torch::stable::new_empty(input, {num_tokens}, ScalarType::Int);
+  if (num_tokens == 0) return columns;
+  mask_columns_kernel<<<grid_for(B, 1), kThreads, 0, current_stream(input)>>>(
+      static_cast<const uint8_t*>(input.const_data_ptr()), offsets(cu_seqlens),
+      static_cast<int32_t*>(columns.mutable_data_ptr()), B, L, num_tokens);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return columns;
 }
 
 Tensor position_ids(const Tensor& cu_seqlens, int64_t num_tokens) {
@@ -275,6 +442,7 @@ Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
 STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CUDA, m) {
   m.impl("unpad", TORCH_BOX(&rlft::unpad));
   m.impl("pad", TORCH_BOX(&rlft::pad));
+  m.impl("mask_columns", TORCH_BOX(&rlft::mask_columns));
   m.impl("position_ids", TORCH_BOX(&rlft::position_ids));
   m.impl("next_token_targets", TORCH_BOX(&rlft::next_token_targets));
   m.impl("segment_sum", TORCH_BOX(&rlft::segment_sum));

@@ -2,24 +2,45 @@
 
 from rlft_fast.ops.grad_clip import ClipCoefficient, clip_coefficient, clip_grad_norm_, grad_norm
 from rlft_fast.ops.linear_logprob import linear_logprob, linear_logprob_loss
-from rlft_fast.ops.packing import next_token_targets, pad, position_ids, segment_mean, segment_sum, unpad
+from rlft_fast.ops.packing import (
+    MaskedTokens,
+    masked_tokens,
+    next_token_targets,
+    pad,
+    position_ids,
+    segment_mean,
+    segment_sum,
+    unpad,
+)
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss
 from rlft_fast.ops.support_logprob import support_logprob
+from rlft_fast.ops.ulysses import (
+    gather_heads_scatter_tokens,
+    gather_tokens,
+    gather_tokens_scatter_heads,
+    slice_tokens,
+)
 
 __all__ = [
     "ClipCoefficient",
     "LinearLogprob",
     "LinearLogprobLoss",
+    "MaskedTokens",
     "clip_coefficient",
     "clip_grad_norm_",
+    "gather_heads_scatter_tokens",
+    "gather_tokens",
+    "gather_tokens_scatter_heads",
     "grad_norm",
     "linear_logprob",
     "linear_logprob_loss",
+    "masked_tokens",
     "next_token_targets",
     "pad",
     "position_ids",
     "segment_mean",
     "segment_sum",
+    "slice_tokens",
     "support_logprob",
     "unpad",
 ]

@@ -1,79 +1,155 @@
 """Packing: padded (B, L, *) <-> packed (T, *), and per-sequence arithmetic on packed tensors.
 
 Packed tensors hold B sequences one behind the other; `cu_seqlens` (B + 1,) int32 says where: sequence b is
-[cu_seqlens[b], cu_seqlens[b + 1]), cu_seqlens[0] is 0 and cu_seqlens[B] is T. Empty sequences are allowed.
+[cu_seqlens[b], cu_seqlens[b + 1]), cu_seqlens[0] is 0 and cu_seqlens[B] at most T. Empty sequences are allowed. Rows
+behind cu_seqlens[B] belong to no sequence, so T may be an upper bound that is known without asking the device.
 
 On the CPU the contents of cu_seqlens are checked. On CUDA they are not, for that would stall the stream; there no
-memory outside the tensors is touched whatever cu_seqlens holds, and places that no sequence covers get zeros
-(`ignore_index`, `value`).
+memory outside the tensors is touched whatever cu_seqlens holds, sequences that reach behind T are cut off at T, and
+places that no sequence covers get zeros (`ignore_index`, `value`).
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rlft_fast.ops._library import check_device
 
 PaddingSide = Literal["right", "left"]
+Data = TypeVar("Data", Tensor, dict[str, Tensor])
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FILLABLE = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+class MaskedTokens(NamedTuple):
+    """Where the tokens of a padded tensor stand, see `masked_tokens`."""
+
+    cu_seqlens: Tensor
+    """(B + 1,) int32, see the module."""
+    column_T: Tensor
+    """(T,) int32, the column of each token in its row; -1 behind cu_seqlens[B]."""
+
+
+def masked_tokens(mask_BL: Tensor, max_tokens: int | None = None) -> MaskedTokens:
+    """The tokens that an attention mask names: padding may stand on the left, on the right, and in between.
+
+    `unpad(data, *masked_tokens(mask_BL))` keeps what `data[mask_BL]` keeps, in the same order, without an index tensor
+    wider than T and, given max_tokens, without waiting for the device. L is an upper bound of the longest sequence, and
+    attention kernels take such a bound; `position_ids` counts the tokens of each row.
+
+    Args:
+        mask_BL: (B, L) bool or integer, nonzero at tokens.
+        max_tokens: T, at least the number of tokens. The real number is cu_seqlens[B], on the device. On CUDA, tokens
+            beyond T are cut off. None reads the number from the device, which waits for it.
+
+    Returns:
+        `MaskedTokens`.
+
+    Raises:
+        ValueError: the mask is not (B, L) or too large for int32, max_tokens is negative or, on the CPU, too small.
+        TypeError: the mask is floating point.
+    """
+    check_device(mask_BL.device)
+    if mask_BL.dtype.is_floating_point or mask_BL.dtype.is_complex:
+        raise TypeError(f"mask_BL is {mask_BL.dtype}, expected bool or an integer: pass mask_BL > 0.")
+    if mask_BL.dim() != 2 or mask_BL.numel() > torch.iinfo(torch.int32).max:
+        raise ValueError(
+            f"mask_BL has shape {tuple(mask_BL.shape)}, expected (B, L) with at most 2^31 - 1 entries: "
+            "pass the tokenizer's attention mask, in smaller batches if need be."
+        )
+    mask_BL = mask_BL.bool()
+    cu_seqlens = functional.pad(mask_BL.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    num_tokens = _num_tokens(cu_seqlens, max_tokens)
+    return MaskedTokens(cu_seqlens, torch.ops.rlft_fast.mask_columns(mask_BL, cu_seqlens, num_tokens))
 
 
 def unpad(
-    padded: Tensor, cu_seqlens: Tensor, *, num_tokens: int | None = None, padding_side: PaddingSide = "right"
-) -> Tensor:
-    """Removes the padding: packed[cu_seqlens[b] + l] = padded[b, l + shift_b].
+    padded: Data,
+    cu_seqlens: Tensor,
+    column_T: Tensor | None = None,
+    *,
+    num_tokens: int | None = None,
+    padding_side: PaddingSide = "right",
+) -> Data:
+    """Removes the padding: packed[cu_seqlens[b] + i] = padded[b, column(b, i)].
 
-    shift_b is 0 for right padding and L - length_b for left padding, where every sequence ends at column L.
-    Differentiable; the backward is `pad` with zeros.
+    column(b, i) is column_T[cu_seqlens[b] + i] where that is given. Else it is i for right padding, and
+    L - length_b + i for left padding, where every sequence ends at column L. All tensors of a dict move in one kernel.
+    Differentiable in floating tensors; the backward is `pad` with zeros.
 
     Args:
-        padded: (B, L, *), any float, integer or bool dtype.
+        padded: (B, L, *), or a dict of such tensors that share B, L and the device. Any dtypes, any trailing shapes.
         cu_seqlens: (B + 1,) int32, see the module.
-        num_tokens: T = cu_seqlens[B]. None reads it from cu_seqlens, which on CUDA waits for the device.
-        padding_side: "right" or "left".
+        column_T: (T,) int32, ascending within each sequence, from `masked_tokens`. None: sequences are contiguous.
+        num_tokens: T, at least cu_seqlens[B]. None is column_T's or, without one, reads it from cu_seqlens, which on
+            CUDA waits for the device.
+        padding_side: "right" or "left", without column_T.
 
     Returns:
-        (T, *), dtype and device of `padded`.
+        (T, *), dtype and device of `padded`, or a dict of them. Rows behind cu_seqlens[B] are zero.
 
     Raises:
         ValueError: shapes, devices or contents do not fit together.
-        TypeError: cu_seqlens is not int32.
+        TypeError: cu_seqlens or column_T is not int32, or an entry is not a tensor.
     """
-    _check_cu_seqlens(cu_seqlens, padded)
-    if padded.dim() < 2 or padded.shape[0] != cu_seqlens.shape[0] - 1:
-        raise ValueError(
-            f"padded has shape {tuple(padded.shape)}, expected (B, L, ...) with B = {cu_seqlens.shape[0] - 1} "
-            "= len(cu_seqlens) - 1: pass one row per sequence."
-        )
+    tensors = _by_name(padded, "padded")
+    _check_cu_seqlens(cu_seqlens, tensors)
+    _check_padded(tensors, cu_seqlens.shape[0] - 1)
+    left = _is_left(padding_side)
+    if column_T is not None:
+        _check_columns(column_T, cu_seqlens, left)
+        num_tokens = column_T.shape[0] if num_tokens is None else num_tokens
+        if num_tokens != column_T.shape[0]:
+            raise ValueError(f"num_tokens is {num_tokens}, but column_T has {column_T.shape[0]} entries: leave it out.")
     num_tokens = _num_tokens(cu_seqlens, num_tokens)
-    return torch.ops.rlft_fast.unpad(padded, cu_seqlens, num_tokens, _is_left(padding_side))
+    packed = torch.ops.rlft_fast.unpad(list(tensors.values()), cu_seqlens, column_T, num_tokens, left)
+    return _like(padded, packed)
 
 
 def pad(
-    packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, padding_side: PaddingSide = "right", value: float = 0.0
-) -> Tensor:
-    """Adds padding: padded[b, l + shift_b] = packed[cu_seqlens[b] + l], and `value` everywhere else.
+    packed: Data,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    column_T: Tensor | None = None,
+    *,
+    padding_side: PaddingSide = "right",
+    value: float | dict[str, float] = 0.0,
+) -> Data:
+    """Adds padding: padded[b, column(b, i)] = packed[cu_seqlens[b] + i], and `value` everywhere else.
 
-    The inverse of `unpad`, which is its backward.
+    The inverse of `unpad`, which is its backward and defines column(b, i). All tensors of a dict move in one kernel.
 
     Args:
-        packed: (T, *), any float, integer or bool dtype.
+        packed: (T, *), or a dict of such tensors that share T and the device. Any float, integer or bool dtypes.
         cu_seqlens: (B + 1,) int32, see the module.
         max_seqlen: L, at least the longest sequence.
-        padding_side: "right" or "left".
-        value: what the padding holds.
+        column_T: (T,) int32, as in `unpad`, below max_seqlen.
+        padding_side: "right" or "left", without column_T.
+        value: what the padding holds; for a dict of tensors one number for all, or a dict, in which 0 may be left out.
 
     Returns:
-        (B, max_seqlen, *), dtype and device of `packed`.
+        (B, max_seqlen, *), dtype and device of `packed`, or a dict of them.
 
     Raises:
-        ValueError: shapes, devices or contents do not fit together.
-        TypeError: cu_seqlens is not int32.
+        ValueError: shapes, devices, names or contents do not fit together.
+        TypeError: cu_seqlens or column_T is not int32, an entry is not a tensor, or has another dtype than those.
     """
-    _check_cu_seqlens(cu_seqlens, packed)
+    tensors = _by_name(packed, "packed")
+    _check_cu_seqlens(cu_seqlens, tensors)
+    _check_packed(tensors)
     if max_seqlen < 0:
         raise ValueError(f"max_seqlen is {max_seqlen}, expected the padded length: pass at least the longest sequence.")
-    return torch.ops.rlft_fast.pad(packed, cu_seqlens, max_seqlen, _is_left(padding_side), float(value))
+    left = _is_left(padding_side)
+    if column_T is not None:
+        _check_columns(column_T, cu_seqlens, left)
+        _check_packed(tensors | {"column_T": column_T})
+    values = _fill_values(value, tensors)
+    padded = torch.ops.rlft_fast.pad(list(tensors.values()), cu_seqlens, column_T, max_seqlen, left, values)
+    return _like(packed, padded)
 
 
 def position_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
@@ -81,21 +157,23 @@ def position_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
 
     Args:
         cu_seqlens: (B + 1,) int32, see the module.
-        num_tokens: T = cu_seqlens[B]. None reads it from cu_seqlens, which on CUDA waits for the device.
+        num_tokens: T, at least cu_seqlens[B]. None reads it from cu_seqlens, which on CUDA waits for the device.
 
     Returns:
-        (T,) int64.
+        (T,) int64; 0 behind cu_seqlens[B].
 
     Raises:
         ValueError: contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens)
+    _check_cu_seqlens(cu_seqlens, {})
     return torch.ops.rlft_fast.position_ids(cu_seqlens, _num_tokens(cu_seqlens, num_tokens))
 
 
 def next_token_targets(input_ids_T: Tensor, cu_seqlens: Tensor, ignore_index: int = -100) -> Tensor:
     """The token that follows each position in the same sequence; `ignore_index` at each sequence's last position.
+
+    Behind cu_seqlens[B] it is `ignore_index`, too.
 
     Args:
         input_ids_T: (T,) int64.
@@ -109,7 +187,7 @@ def next_token_targets(input_ids_T: Tensor, cu_seqlens: Tensor, ignore_index: in
         ValueError: shapes, devices or contents do not fit together.
         TypeError: wrong dtypes.
     """
-    _check_cu_seqlens(cu_seqlens, input_ids_T)
+    _check_cu_seqlens(cu_seqlens, {"input_ids_T": input_ids_T})
     if input_ids_T.dtype != torch.int64:
         raise TypeError(f"input_ids_T is {input_ids_T.dtype}, expected torch.int64: convert with .long().")
     if input_ids_T.dim() != 1:
@@ -133,7 +211,7 @@ def segment_sum(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens, values_T)
+    _check_cu_seqlens(cu_seqlens, {"values_T": values_T})
     if not values_T.is_floating_point():
         values_T = values_T.float()
     return torch.ops.rlft_fast.segment_sum(values_T, cu_seqlens)
@@ -147,16 +225,16 @@ def segment_expand(values_B: Tensor, cu_seqlens: Tensor, num_tokens: int | None 
     Args:
         values_B: (B, *), any float, integer or bool dtype.
         cu_seqlens: (B + 1,) int32, see the module.
-        num_tokens: T = cu_seqlens[B]. None reads it from cu_seqlens, which on CUDA waits for the device.
+        num_tokens: T, at least cu_seqlens[B]. None reads it from cu_seqlens, which on CUDA waits for the device.
 
     Returns:
-        (T, *), dtype and device of `values_B`.
+        (T, *), dtype and device of `values_B`; zeros behind cu_seqlens[B].
 
     Raises:
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens, values_B)
+    _check_cu_seqlens(cu_seqlens, {"values_B": values_B})
     if values_B.shape[0] != cu_seqlens.shape[0] - 1:
         raise ValueError(
             f"values_B has {values_B.shape[0]} rows, expected B = {cu_seqlens.shape[0] - 1} = len(cu_seqlens) - 1: "
@@ -197,25 +275,91 @@ def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None =
 # ---- checks ----------------------------------------------------------------------------------------------------
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, rows: Tensor | None = None) -> None:
+def _by_name(data: Tensor | dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors by the names that error messages call them."""
+    tensors = data if isinstance(data, dict) else {name: data}
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{key} is a {type(tensor).__name__}, expected a tensor: pass one or a dict of tensors.")
+    return tensors
+
+
+def _like(data: Tensor | dict[str, Tensor], tensors: list[Tensor]) -> Any:
+    """The tensors as `data` came: under its names, or alone."""
+    return dict(zip(data, tensors, strict=True)) if isinstance(data, dict) else tensors[0]
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, tensors: dict[str, Tensor]) -> None:
     """Checks everything about cu_seqlens but its contents; the CPU kernels check those."""
     check_device(cu_seqlens.device)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}, expected torch.int32: convert with .int().")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or not cu_seqlens.is_contiguous():
+    _check_int32("cu_seqlens", cu_seqlens)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens is empty, expected (B + 1,): pass cumulative lengths that start with 0.")
+    for name, tensor in tensors.items():
+        if tensor.device != cu_seqlens.device:
+            raise ValueError(
+                f"cu_seqlens is on {cu_seqlens.device}, {name} on {tensor.device}: move both to one device."
+            )
+        if tensor.dim() == 0:
+            raise ValueError(f"{name} is a scalar, expected at least one dimension.")
+
+
+def _check_columns(column_T: Tensor, cu_seqlens: Tensor, left: bool) -> None:
+    _check_int32("column_T", column_T)
+    if column_T.device != cu_seqlens.device:
         raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and strides {cu_seqlens.stride()}, "
-            "expected a contiguous (B + 1,): pass cumulative lengths that start with 0."
+            f"cu_seqlens is on {cu_seqlens.device}, column_T on {column_T.device}: move both to one device."
         )
-    if rows is not None and rows.device != cu_seqlens.device:
+    if left:
+        raise ValueError("got padding_side='left' and column_T, which says where the tokens stand: leave one out.")
+
+
+def _check_int32(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} is {tensor.dtype}, expected torch.int32: convert with .int().")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device} and the data on {rows.device}: move both to one device."
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected one contiguous dimension."
         )
-    if rows is not None and rows.dim() == 0:
-        raise ValueError("the data is a scalar, expected at least one dimension.")
+
+
+def _check_padded(tensors: dict[str, Tensor], num_sequences: int) -> None:
+    for name, tensor in tensors.items():
+        first, other = next(iter(tensors.items()))
+        if tensor.dim() < 2 or tensor.shape[0] != num_sequences:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected (B, L, ...) with B = {num_sequences} "
+                "= len(cu_seqlens) - 1: pass one row per sequence."
+            )
+        if tensor.shape[1] != other.shape[1]:
+            raise ValueError(
+                f"{name} has padded length {tensor.shape[1]}, but {first} has {other.shape[1]}: "
+                "unpad tensors of different lengths in different calls."
+            )
+
+
+def _check_packed(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        first, other = next(iter(tensors.items()))
+        if tensor.shape[0] != other.shape[0]:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows, but {first} has {other.shape[0]}: both need T rows.")
+
+
+def _fill_values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> list[float]:
+    """What the padding of each tensor holds."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FILLABLE:
+            raise TypeError(f"{name} is {tensor.dtype}, expected a float, integer or bool: pad a view of such a dtype.")
+    if not isinstance(value, dict):
+        return [float(value)] * len(tensors)
+    if unknown := value.keys() - tensors.keys():
+        raise ValueError(f"value names {sorted(unknown)}, expected names of the packed tensors: {sorted(tensors)}.")
+    return [float(value.get(name, 0.0)) for name in tensors]
 
 
 def _num_tokens(cu_seqlens: Tensor, num_tokens: int | None) -> int:
+    if num_tokens is not None and num_tokens < 0:
+        raise ValueError(f"the number of tokens is {num_tokens}, expected at least cu_seqlens[B].")
     return int(cu_seqlens[-1]) if num_tokens is None else num_tokens
 
 
@@ -229,13 +373,18 @@ def _is_left(padding_side: PaddingSide) -> bool:
 
 
 @torch.library.register_fake("rlft_fast::unpad")
-def _(padded, cu_seqlens, num_tokens, left):
-    return padded.new_empty((num_tokens, *padded.shape[2:]))
+def _(padded, cu_seqlens, columns, num_tokens, left):
+    return [tensor.new_empty((num_tokens, *tensor.shape[2:])) for tensor in padded]
 
 
 @torch.library.register_fake("rlft_fast::pad")
-def _(packed, cu_seqlens, max_seqlen, left, value):
-    return packed.new_empty((cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:]))
+def _(packed, cu_seqlens, columns, max_seqlen, left, values):
+    return [tensor.new_empty((cu_seqlens.shape[0] - 1, max_seqlen, *tensor.shape[1:])) for tensor in packed]
+
+
+@torch.library.register_fake("rlft_fast::mask_columns")
+def _(mask, cu_seqlens, num_tokens):
+    return mask.new_empty((num_tokens,), dtype=torch.int32)
 
 
 @torch.library.register_fake("rlft_fast::position_ids")
@@ -260,25 +409,49 @@ def _(values, cu_seqlens, num_tokens):
 
 
 def _setup_unpad(ctx, inputs, output):
-    padded, cu_seqlens, _, ctx.left = inputs
-    ctx.max_seqlen = padded.shape[1]
-    ctx.save_for_backward(cu_seqlens)
+    padded, cu_seqlens, columns, _, ctx.left = inputs
+    ctx.max_seqlen = padded[0].shape[1]
+    ctx.save_for_backward(cu_seqlens, columns)
+    ctx.mark_non_differentiable(*_constant(padded, output))
 
 
-def _backward_unpad(ctx, grad_packed):
-    (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.rlft_fast.pad(grad_packed, cu_seqlens, ctx.max_seqlen, ctx.left, 0.0), None, None, None
+def _backward_unpad(ctx, grads):
+    cu_seqlens, columns = ctx.saved_tensors
+
+    def pad_zeros(needed: list[Tensor]) -> list[Tensor]:
+        zeros = [0.0] * len(needed)
+        return torch.ops.rlft_fast.pad(needed, cu_seqlens, columns, ctx.max_seqlen, ctx.left, zeros)
+
+    return _where_needed(pad_zeros, grads, ctx.needs_input_grad[0]), None, None, None, None
 
 
 def _setup_pad(ctx, inputs, output):
-    packed, cu_seqlens, _, ctx.left, _ = inputs
-    ctx.num_tokens = packed.shape[0]
-    ctx.save_for_backward(cu_seqlens)
+    packed, cu_seqlens, columns, _, ctx.left, _ = inputs
+    ctx.num_tokens = packed[0].shape[0]
+    ctx.save_for_backward(cu_seqlens, columns)
+    ctx.mark_non_differentiable(*_constant(packed, output))
 
 
-def _backward_pad(ctx, grad_padded):
-    (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.rlft_fast.unpad(grad_padded, cu_seqlens, ctx.num_tokens, ctx.left), None, None, None, None
+def _backward_pad(ctx, grads):
+    cu_seqlens, columns = ctx.saved_tensors
+
+    def remove(needed: list[Tensor]) -> list[Tensor]:
+        return torch.ops.rlft_fast.unpad(needed, cu_seqlens, columns, ctx.num_tokens, ctx.left)
+
+    return _where_needed(remove, grads, ctx.needs_input_grad[0]), None, None, None, None, None
+
+
+def _constant(inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Outputs that need no gradient, although others of the same call do."""
+    return [output for input, output in zip(inputs, outputs, strict=True) if not input.requires_grad]
+
+
+def _where_needed(
+    function: Callable[[list[Tensor]], list[Tensor]], grads: list[Tensor], needed: list[bool]
+) -> list[Tensor | None]:
+    """One call for all gradients that are needed; None for the others, integers among them."""
+    results = iter(function([grad for grad, need in zip(grads, needed, strict=True) if need]))
+    return [next(results) if need else None for need in needed]
 
 
 def _setup_segment(ctx, inputs, output):
