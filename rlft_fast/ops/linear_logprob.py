@@ -92,7 +92,7 @@ def linear_logprob(
     if workspace_mib is None:
         workspace_mib = 256 if hidden_TD.is_cuda else 64
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
+    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
     if backend == "triton" and not any(needs_grad):
@@ -178,7 +178,7 @@ def linear_logprob_loss(
         workspace_mib = _loss_workspace_mib(hidden_TD, weight_VD)
     _check_row_fits(weight_VD, workspace_mib)
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD.shape[0], ignore_index, vocab_group)
+    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     group = "" if vocab_group is None else vocab_group.group_name
     options = (softcap or 0.0, logit_scale, backend, group, workspace_mib, return_entropy)
@@ -292,14 +292,19 @@ def _may_wait(x: Tensor) -> bool:
     return x.device.type == "cpu" or (x.is_cuda and os.environ.get("RLFT_FAST_DEBUG") == "1")
 
 
-def _local_targets(target_T: Tensor, vocab: int, ignore_index: int, group: ProcessGroup | None) -> Tensor:
+def _local_targets(target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None) -> Tensor:
     """Targets as rows of this rank's weight, checked."""
     if group is None:
-        _check_targets(target_T, vocab, ignore_index)
+        _check_targets(target_T, weight_VD.shape[0], ignore_index)
         return target_T
-    local_T, whole_vocab = rebase_targets(target_T, vocab, group)
+    local_T, shapes = rebase_targets(target_T, weight_VD, group)
     if _may_wait(target_T):
-        _check_targets(target_T, int(whole_vocab), ignore_index)
+        if (shapes[:, 1:] != shapes[0, 1:]).any():
+            raise ValueError(
+                f"the ranks of vocab_group disagree: their (V, D) shards and T are {shapes.tolist()} as [V, D, T]; all "
+                "need the same hidden size and the same tokens"
+            )
+        _check_targets(target_T, int(shapes[:, 0].sum()), ignore_index)
     return local_T
 
 

@@ -267,13 +267,13 @@ def _all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType =
     dist.all_reduce(tensor, operation, group=cast(Any, dist.distributed_c10d)._resolve_process_group(group))
 
 
-def rebase_targets(target: Tensor, vocab: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Targets counted from this rank's first vocabulary id, and the size of the whole vocabulary; one collective."""
-    own = torch.tensor([vocab], device=target.device)
+def rebase_targets(target: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Targets counted from this rank's first vocabulary id, and (N, 3) every rank's V, D and T; one collective."""
+    own = torch.tensor([*weight.shape, target.shape[0]], device=target.device)
     sizes = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(sizes, own, group=group)
-    ends = torch.cat(sizes).cumsum(0)
-    return target - (ends[group.rank()] - vocab), ends[-1]
+    shapes = torch.stack(sizes)
+    return target - shapes[: group.rank(), 0].sum(), shapes
 
 
 # ---- forward only, and forward + recomputing backward ---------------------------------------------------------------

@@ -395,6 +395,9 @@ def check_vocab_group(rank: int, world_size: int) -> None:
         assert actual.any()
     with pytest.raises(ValueError, match="outside the vocabulary of 3003"):
         linear_logprob(hidden, weight[own], target.fill_(3003), vocab_group=dist.group.WORLD)
+    rows = 60 - rank
+    with pytest.raises(ValueError, match="disagree"):
+        linear_logprob(hidden[:rows], weight[own], target[:rows], vocab_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="gather the weight"):
         linear_logprob(hidden, weight[own], target, vocab_group=dist.group.WORLD, backend="reference")
 
@@ -485,3 +488,23 @@ def test_bad_loss_function():
         linear_logprob_loss(H, W, Y, lambda logprob, _: logprob.sum())
     with pytest.raises(ValueError, match=r"per_token\[0\]"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
+
+
+def test_a_row_of_logits_must_fit_the_workspace():
+    hidden, weight, target = torch.randn(2, 1), torch.randn(300_000, 1), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"cannot hold one row.*at least 2"):
+        linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, workspace_mib=1)
+
+
+def test_autocast_casts_as_linear_does():
+    hidden, weight, target, _ = make_problem(40, 16, 300)
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = linear_logprob(h, w, target)
+        fused = linear_logprob_loss(h, w, target, lambda logprob, _: logprob)
+    expected = linear_logprob(hidden.bfloat16(), weight.bfloat16(), target).logprob
+    assert result.logprob.dtype == F32
+    assert result.logprob.equal(expected)
+    assert fused.logprob.equal(expected)
+    result.logprob.sum().backward()
+    assert h.grad.dtype == w.grad.dtype == F32
