@@ -6,7 +6,9 @@ Callers have checked every argument.
 
     no grad              1 GEMM    logits tile -> online softmax statistics
     with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so
-                                   every row of dW is reduced over all tokens at once and written once
+                                   every row of dW is reduced over all tokens at once and written once; rows without
+                                   upstream gradient are left out, on a GPU by Triton's GEMMs, which stop at a row
+                                   number that they read there
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   the loss is known per token, so logits become dlogits in place in the forward
 
@@ -78,6 +80,20 @@ class _Head(NamedTuple):
 
             return triton_logprob
         return torch.ops.rlft_fast
+
+    def multiply_rows(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:
+        """``out (+)= a @ b``, of the first ``count`` rows where that is given."""
+        if count is None:
+            _multiply(a, b, out, accumulate)
+        else:
+            self.kernels.multiply_rows(a, b, out, count, accumulate)
+
+    def multiply_columns(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None) -> None:
+        """``out = a.T @ b`` over all rows, or the first ``count``."""
+        if count is None:
+            _multiply(a.T, b, out)
+        else:
+            self.kernels.multiply_columns(a, b, out, count)
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
@@ -229,9 +245,12 @@ def _forward_chunk(head: _Head, rows: _Rows, columns: int, sums: _Sums) -> _Stat
         )  # fmt: skip
         return sums.finish(head)
     scratch = rows.hidden_RD.new_empty(rows.hidden_RD.shape[0] * columns, dtype=torch.float32)
+    num_rows = rows.hidden_RD.shape[0]
+    # One GEMM for forward and backward: errors of its rounding cancel in p - 1 only if they are the same ones.
+    count = scratch.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
     for tile, weight, bias in head.tiles(columns):
-        z = scratch[: rows.hidden_RD.shape[0] * weight.shape[0]].view(-1, weight.shape[0])
-        _multiply(rows.hidden_RD, weight.T, out=z)
+        z = scratch[: num_rows * weight.shape[0]].view(num_rows, -1)
+        head.multiply_rows(rows.hidden_RD, weight.T, z, count)
         head.kernels.logprob_stats_(
             z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale, *sums
         )
@@ -338,11 +357,10 @@ def _linear_logprob_backward(
     grads = _Gradients.allocate(hidden, weight, bias, needs_grad)
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
-    if not hidden.is_cuda:  # rows that the loss does not see (clipped, zero advantage) cost nothing
-        seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
-        keep = seen.nonzero().squeeze(-1)
-        active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
-        upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
+    seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
+    keep, count = _seen_first(seen, backend)
+    active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
+    upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
     rows = _Rows.gather(hidden, target, inv_temperature, active_index)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
@@ -354,20 +372,33 @@ def _linear_logprob_backward(
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
     for tile, weight_tile, bias_tile in head.tiles(columns):
         z, dz = memory.views(weight_tile.shape[0])
-        _multiply(rows.hidden_RD, weight_tile.T, out=z)
+        head.multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
         head.kernels.logprob_grad_(
             z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
             maximum, log_sum, row_entropy, upstream, upstream_entropy, dz,
         )  # fmt: skip
         if grad_rows is not None:
-            _multiply(dz, weight_tile, out=grad_rows, accumulate=True)
+            head.multiply_rows(dz, weight_tile, grad_rows, count, accumulate=True)
         if needs_grad[1]:
-            _multiply(dz.T, rows.hidden_RD, out=grads.weight[tile])
+            head.multiply_columns(dz, rows.hidden_RD, grads.weight[tile], count)
         if needs_grad[2]:
             grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     if grad_rows is not None:
         grads.set_hidden(active_index, grad_rows, head)
     return grads.hidden, grads.weight, grads.bias
+
+
+def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | None]:
+    """Which rows backward takes: those that the loss sees (not clipped, advantage not zero).
+
+    A device is not waited for: there they come first, with their number as a () int32 tensor, and Triton's GEMMs stop
+    behind them. The vendor's need sizes from the host and take all rows.
+    """
+    if backend == "triton":
+        return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)
+    if seen.is_cuda:
+        return slice(None), None
+    return seen.nonzero().squeeze(-1), None
 
 
 @_linear_logprob_backward.register_fake

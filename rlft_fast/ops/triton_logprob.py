@@ -7,6 +7,8 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     logprob_grad_     reads it once, writes dlogits once, in the dtype of the GEMM that follows
     logprob_frozen_   reads it twice, the second time from cache, and writes once
     fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
+    multiply_rows     GEMMs over the first `count` rows, a number that only the device knows: blocks of rows behind it
+    multiply_columns  return at once, and sums over rows end there. No vendor's GEMM takes its size from the device.
 
 Deterministic: a row belongs to one program, or to one per vocabulary split, and splits are merged in their order.
 """
@@ -226,6 +228,70 @@ def _fused_stats_kernel(
         tl.store(squares_ptr + out, r, mask=row_inside)
 
 
+@triton.jit
+def _tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """Row and column block of a program: neighbours walk down GROUP row blocks, so that both operands stay in L2."""
+    per_group = GROUP * column_blocks
+    first_row = program // per_group * GROUP
+    group = min(row_blocks - first_row, GROUP)
+    return first_row + program % per_group % group, program % per_group // group
+
+
+@triton.jit
+def _multiply_rows_kernel(
+    a_ptr, b_ptr, out_ptr, count_ptr, columns, depth, a_stride, b_stride_k, b_stride_n, out_stride,
+    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
+    count = tl.load(count_ptr)
+    if row_block * ROWS >= count:
+        return
+    i = (row_block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    i_inside, j_inside = i < count, j < columns
+    out = out_ptr + i[:, None] * out_stride + j[None, :]
+    inside = i_inside[:, None] & j_inside[None, :]
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, depth, DEPTH):
+        d = (k + tl.arange(0, DEPTH)).to(tl.int64)
+        a = tl.load(
+            a_ptr + i[:, None] * a_stride + d[None, :], mask=i_inside[:, None] & (d < depth)[None, :], other=0.0
+        )
+        b = tl.load(
+            b_ptr + d[:, None] * b_stride_k + j[None, :] * b_stride_n, mask=(d < depth)[:, None] & j_inside[None, :],
+            other=0.0,
+        )  # fmt: skip
+        z = tl.dot(a, b, z, input_precision="ieee")
+    if ACCUMULATE:
+        z += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, z.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply_columns_kernel(
+    a_ptr, b_ptr, out_ptr, count_ptr, rows, columns, a_stride, b_stride, out_stride, row_blocks, column_blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
+    count = tl.load(count_ptr)
+    i = (row_block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    i_inside, j_inside = i < rows, j < columns
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, count, DEPTH):
+        t = (k + tl.arange(0, DEPTH)).to(tl.int64)
+        a = tl.load(
+            a_ptr + t[None, :] * a_stride + i[:, None], mask=(t < count)[None, :] & i_inside[:, None], other=0.0
+        )
+        b = tl.load(
+            b_ptr + t[:, None] * b_stride + j[None, :], mask=(t < count)[:, None] & j_inside[None, :], other=0.0
+        )
+        z = tl.dot(a, b, z, input_precision="ieee")
+    out = out_ptr + i[:, None] * out_stride + j[None, :]
+    tl.store(out, z.to(out_ptr.dtype.element_ty), mask=i_inside[:, None] & j_inside[None, :])
+
+
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
 
 
@@ -311,3 +377,42 @@ def fused_stats(
         shift.copy_(((shifts + down * sums) * factor).sum(0))
     if squares is not None:
         squares.copy_((square_sums * factor.square()).sum(0))
+
+
+# ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
+
+_TILES = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+
+
+def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
+    """``out[:count] (+)= a[:count] @ b``, summed in float32; the rows of ``out`` behind are left as they are.
+
+    Args:
+        a: (R, K) with contiguous rows.
+        b: (K, N), any strides.
+        out: (R, N) with contiguous rows.
+        count: () int32 on the device.
+        accumulate: add to ``out``.
+    """
+    (num_rows, depth), columns = a.shape, b.shape[1]
+    row_blocks, column_blocks = triton.cdiv(num_rows, _TILES["ROWS"]), triton.cdiv(columns, _TILES["COLUMNS"])
+    _multiply_rows_kernel[(row_blocks * column_blocks,)](
+        a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
+        column_blocks, ACCUMULATE=accumulate, **_TILES,
+    )  # fmt: skip
+
+
+def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
+    """``out = a[:count].T @ b[:count]``, summed in float32 and rounded once.
+
+    Args:
+        a: (R, M) with contiguous rows.
+        b: (R, N) with contiguous rows.
+        out: (M, N) with contiguous rows.
+        count: () int32 on the device.
+    """
+    rows, columns = a.shape[1], b.shape[1]
+    row_blocks, column_blocks = triton.cdiv(rows, _TILES["ROWS"]), triton.cdiv(columns, _TILES["COLUMNS"])
+    _multiply_columns_kernel[(row_blocks * column_blocks,)](
+        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks, **_TILES
+    )

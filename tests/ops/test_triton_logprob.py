@@ -131,3 +131,19 @@ def test_same_bits_every_run():
     problem = on_device(*make_problem(67, 24, 2100)[:3])
     first, second = (run(triton_logprob, *problem, {}, torch.float32) for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_without_upstream_gradient_are_left_out():
+    """Unseen rows are marked by nan: one that took part would spoil dweight."""
+    hidden, weight, target, _ = make_problem(300, 16, 500)
+    hidden, weight, target = on_device(hidden, weight, target)
+    silent = torch.rand(300, device=DEVICE) < 0.5
+    bad = hidden.masked_fill(silent[:, None], torch.nan).requires_grad_()
+    upstream = torch.randn(300, device=DEVICE).masked_fill(silent, 0)
+    w = weight.clone().requires_grad_()
+    triton_logprob(bad, w, target).logprob.backward(upstream)
+    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    reference.linear_logprob(h64, w64, target).logprob.backward(upstream.double())
+    assert (bad.grad[silent] == 0).all()
+    torch.testing.assert_close(bad.grad.double(), h64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad.double(), w64.grad, rtol=1e-4, atol=1e-4)
