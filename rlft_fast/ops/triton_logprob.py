@@ -84,6 +84,14 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
     return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
 
 
+@triton.jit
+def _load_depth(block, offset, d, left, EVEN: tl.constexpr):
+    """A block of a GEMM operand, 0 behind the ``left`` remaining elements of the summed dimension."""
+    if EVEN:
+        return tl.load(block + offset)
+    return tl.load(block + offset, mask=d < left, other=0.0)
+
+
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
@@ -187,12 +195,12 @@ def _frozen_kernel(
 def _fused_stats_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, target_ptr, bias_ptr, inv_temperature_ptr,
     inv_temperature_stride, softcap, scale, tiles_per_split, max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     # Programs with one split and neighbouring rows run side by side and read the same weight tiles, from L2.
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(1)
+    first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
+    i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     row_inside = i < rows
     inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
     target = tl.load(target_ptr + i, mask=row_inside, other=-1)
@@ -200,24 +208,29 @@ def _fused_stats_kernel(
     s = tl.zeros((ROWS,), tl.float32)
     q = tl.zeros((ROWS,), tl.float32)
     r = tl.zeros((ROWS,), tl.float32)
-    hidden_row = hidden_ptr + i.to(tl.int64)[:, None] * hidden_stride
-    for tile in range(split * tiles_per_split, (split + 1) * tiles_per_split):
+    a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
+    for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tl.cdiv(vocab, COLUMNS))):
         j = tile * COLUMNS + tl.arange(0, COLUMNS)
         column_inside = j < vocab
-        weight_row = weight_ptr + j.to(tl.int64)[None, :] * weight_stride
+        b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d[:, None]
+        a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
+        b_block = weight_ptr + tile.to(tl.int64) * (COLUMNS * weight_stride)
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, dim, DEPTH):
-            d = k + tl.arange(0, DEPTH)
-            a = tl.load(hidden_row + d[None, :], mask=row_inside[:, None] & (d < dim)[None, :], other=0.0)
-            b = tl.load(weight_row + d[:, None], mask=column_inside[None, :] & (d < dim)[:, None], other=0.0)
+            a = _load_depth(a_block, a_offset, d[None, :], dim - k, EVEN)
+            b = _load_depth(b_block, b_offset, d[:, None], dim - k, EVEN)
             z = tl.dot(a, b, z, input_precision="ieee")
+            a_block += DEPTH
+            b_block += DEPTH
         bias = 0.0
         if HAS_BIAS:
             bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
         x = _softmax_logits(z, bias, inv_temperature[:, None], softcap, scale, SOFTCAP)
         x = tl.where(column_inside[None, :], x, -float("inf"))
         hit = (j[None, :] == target[:, None]) & column_inside[None, :]
-        tl.store(target_logit_ptr + i[:, None] + tl.zeros_like(j)[None, :], x, mask=hit)
+        # A row's target is in one tile: the sum picks it.
+        target_logit = tl.sum(tl.where(hit, x, 0.0), 1)
+        tl.store(target_logit_ptr + i, target_logit, mask=row_inside & (tl.sum(hit.to(tl.int32), 1) > 0))
         m, s, q, r = _add_block(x, 1, m, s, q, r)
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
@@ -240,29 +253,31 @@ def _tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
 @triton.jit
 def _multiply_rows_kernel(
     a_ptr, b_ptr, out_ptr, count_ptr, columns, depth, a_stride, b_stride_k, b_stride_n, out_stride,
-    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
     count = tl.load(count_ptr)
     if row_block * ROWS >= count:
         return
-    i = (row_block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    i_inside, j_inside = i < count, j < columns
-    out = out_ptr + i[:, None] * out_stride + j[None, :]
-    inside = i_inside[:, None] & j_inside[None, :]
+    # Blocks begin at 64-bit addresses, and within a block 32 bits are enough: registers decide how large it may be.
+    i, j, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    first_row, first_column = (row_block * ROWS).to(tl.int64), (column_block * COLUMNS).to(tl.int64)
+    i_inside, j_inside = i < count - row_block * ROWS, j < columns - column_block * COLUMNS
+    # What lies outside reads row 0 instead, and is not stored: masks would take registers.
+    a_offset = tl.where(i_inside, i, 0)[:, None] * a_stride + d[None, :]
+    b_offset = d[:, None] * b_stride_k + tl.where(j_inside, j, 0)[None, :] * b_stride_n
+    a_block = a_ptr + first_row * a_stride
+    b_block = b_ptr + first_column * b_stride_n
     z = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, depth, DEPTH):
-        d = (k + tl.arange(0, DEPTH)).to(tl.int64)
-        a = tl.load(
-            a_ptr + i[:, None] * a_stride + d[None, :], mask=i_inside[:, None] & (d < depth)[None, :], other=0.0
-        )
-        b = tl.load(
-            b_ptr + d[:, None] * b_stride_k + j[None, :] * b_stride_n, mask=(d < depth)[:, None] & j_inside[None, :],
-            other=0.0,
-        )  # fmt: skip
+        a = _load_depth(a_block, a_offset, d[None, :], depth - k, EVEN)
+        b = _load_depth(b_block, b_offset, d[:, None], depth - k, EVEN)
         z = tl.dot(a, b, z, input_precision="ieee")
+        a_block += DEPTH
+        b_block += DEPTH * b_stride_k
+    out = out_ptr + first_row * out_stride + first_column + i[:, None] * out_stride + j[None, :]
+    inside = i_inside[:, None] & j_inside[None, :]
     if ACCUMULATE:
         z += tl.load(out, mask=inside, other=0.0)
     tl.store(out, z.to(out_ptr.dtype.element_ty), mask=inside)
@@ -275,20 +290,19 @@ def _multiply_columns_kernel(
 ):  # fmt: skip
     row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
     count = tl.load(count_ptr)
-    i = (row_block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    i_inside, j_inside = i < rows, j < columns
+    i, j, t = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    first_row, first_column = (row_block * ROWS).to(tl.int64), (column_block * COLUMNS).to(tl.int64)
+    i_inside, j_inside = i < rows - row_block * ROWS, j < columns - column_block * COLUMNS
+    a_block, b_block = a_ptr + first_row, b_ptr + first_column
     z = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, count, DEPTH):
-        t = (k + tl.arange(0, DEPTH)).to(tl.int64)
-        a = tl.load(
-            a_ptr + t[None, :] * a_stride + i[:, None], mask=(t < count)[None, :] & i_inside[:, None], other=0.0
-        )
-        b = tl.load(
-            b_ptr + t[:, None] * b_stride + j[None, :], mask=(t < count)[:, None] & j_inside[None, :], other=0.0
-        )
+        t_inside = t < count - k
+        a = tl.load(a_block + t[None, :] * a_stride + i[:, None], mask=t_inside[None, :] & i_inside[:, None], other=0.0)
+        b = tl.load(b_block + t[:, None] * b_stride + j[None, :], mask=t_inside[:, None] & j_inside[None, :], other=0.0)
         z = tl.dot(a, b, z, input_precision="ieee")
-    out = out_ptr + i[:, None] * out_stride + j[None, :]
+        a_block += DEPTH * a_stride
+        b_block += DEPTH * b_stride
+    out = out_ptr + first_row * out_stride + first_column + i[:, None] * out_stride + j[None, :]
     tl.store(out, z.to(out_ptr.dtype.element_ty), mask=i_inside[:, None] & j_inside[None, :])
 
 
@@ -344,7 +358,7 @@ def logprob_frozen_(
 
 # ---- forward without logits -----------------------------------------------------------------------------------------
 
-_ROWS, _COLUMNS, _DEPTH = 128, 256, 64
+_ROWS, _COLUMNS, _DEPTH = 64, 128, 64  # the largest of sm_90 that does not spill
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
@@ -365,7 +379,7 @@ def fused_stats(
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), weight.stride(0), target, bias, inv_temperature,
         int(inv_temperature.shape[0] != 1), softcap, scale, tiles_per_split, *partial, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, num_warps=8, num_stages=3,
+        EVEN=dim % _DEPTH == 0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, num_warps=8, num_stages=3,
     )  # fmt: skip
     tops, sums, shifts, square_sums = partial
     top = tops.amax(0)
@@ -381,7 +395,7 @@ def fused_stats(
 
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
 
-_TILES = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+_TILES = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
@@ -398,7 +412,7 @@ def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: 
     row_blocks, column_blocks = triton.cdiv(num_rows, _TILES["ROWS"]), triton.cdiv(columns, _TILES["COLUMNS"])
     _multiply_rows_kernel[(row_blocks * column_blocks,)](
         a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
-        column_blocks, ACCUMULATE=accumulate, **_TILES,
+        column_blocks, ACCUMULATE=accumulate, EVEN=depth % _TILES["DEPTH"] == 0, **_TILES,
     )  # fmt: skip
 
 
