@@ -25,7 +25,7 @@ from rlft_fast.ops._memory_order import in_order_of, is_dense
 
 
 class ClipCoefficient(NamedTuple):
-    """What an optimizer needs to clip while it steps. Both are 0-d float32 on the norm's device."""
+    """What `FusedAdamW` needs to clip while it steps. Both are 0-d float32 on the norm's device."""
 
     coefficient: Tensor
     """Factor for every gradient, in (0, 1]; 1 where the norm is not finite."""
