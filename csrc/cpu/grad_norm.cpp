@@ -1,6 +1,7 @@
 // Gradient norm and scaling over a list of tensors on the CPU.
 //
-//   multi_tensor_norm_pow   sum_i |g_i|^p in double, for p = inf max_i |g_i| (NaN wins); float64
+//   multi_tensor_norm_pow   sum_i |g_i|^p in double, for p = inf max_i |g_i| (NaN wins); float64, one for each group of
+//                           neighbours in the list
 //   multi_tensor_scale_     g_i <- g_i * coefficient, in place; nothing is touched where the coefficient is exactly 1
 //
 // Tensors are cut into pieces of fixed size. Each piece has one partial sum, and the partials are added in order: the
@@ -8,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "groups.h"
 #include "multiversion.h"
 #include "pieces.h"
 #include "stable.h"
@@ -76,9 +78,11 @@ void check_same(const std::vector<Tensor>& tensors) {
   }
 }
 
-Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, double norm_type) {
+Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vector<int64_t>& group_sizes,
+                             double norm_type) {
   STD_TORCH_CHECK(!tensors.empty(), "multi_tensor_norm_pow needs at least one tensor");
   check_same(tensors);
+  check_groups(tensors, group_sizes);
   const std::vector<Piece> pieces = cut(tensors);
   std::vector<double> partial(pieces.size());
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
@@ -86,10 +90,14 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, double norm_typ
       partial[i] = norm_pow(pieces[i].in<const T>(tensors), pieces[i].numel, norm_type);
     });
   });
-  double total = 0;
-  for (double value : partial) total = std::isinf(norm_type) ? max_with_nan(total, value) : total + value;
-  Tensor out = torch::stable::new_empty(tensors[0], {}, ScalarType::Double);
-  *static_cast<double*>(out.mutable_data_ptr()) = total;
+  Tensor out = torch::stable::new_zeros(tensors[0], {static_cast<int64_t>(group_sizes.size())}, ScalarType::Double);
+  auto* total = static_cast<double*>(out.mutable_data_ptr());
+  auto size = group_sizes.begin();
+  int64_t end = *size;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    for (; pieces[i].tensor >= end; end += *++size) ++total;
+    *total = std::isinf(norm_type) ? max_with_nan(*total, partial[i]) : *total + partial[i];
+  }
   return out;
 }
 

@@ -34,7 +34,7 @@ struct Chunk {
   int64_t numel;
 };
 
-// Device memory: first_chunk[count + 1], numel[count], address[list][count].
+// Device memory: first_chunk[count + 1], numel[count], address[list][count], and what a kernel needs besides.
 struct Table {
   const int64_t* data;
   int64_t count;
@@ -72,10 +72,11 @@ struct OwnedTable {
 };
 
 // The first list says how many elements the tensors have. All must be contiguous and on one device.
-inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& lists) {
+inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& lists,
+                             const std::vector<int64_t>& appendix = {}) {
   const std::vector<Tensor>& tensors = *lists[0];
   const auto count = static_cast<int64_t>(tensors.size());
-  const auto size = static_cast<int64_t>(lists.size() + 2) * count + 1;
+  const auto size = static_cast<int64_t>((lists.size() + 2) * tensors.size() + 1 + appendix.size());
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   const Tensor host = torch::stable::empty({size}, ScalarType::Long, std::nullopt, cpu, /*pin_memory=*/true);
   auto* first_chunk = static_cast<int64_t*>(host.mutable_data_ptr());
@@ -89,6 +90,7 @@ inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& list
   for (const std::vector<Tensor>* list : lists) {
     for (const Tensor& tensor : *list) *address++ = reinterpret_cast<int64_t>(tensor.data_ptr());
   }
+  std::copy(appendix.begin(), appendix.end(), address);
   const int64_t chunks = first_chunk[count];
   const Tensor storage = torch::stable::to(host, tensors[0].device(), /*non_blocking=*/true);
   return {storage, {static_cast<const int64_t*>(storage.const_data_ptr()), count, chunks}};

@@ -1,20 +1,22 @@
 // Gradient norm and scaling over a list of tensors on CUDA.
 //
-//   multi_tensor_norm_pow   sum_i |g_i|^p, for p = inf max_i |g_i| (nan wins); float64           one read, two launches
+//   multi_tensor_norm_pow   sum_i |g_i|^p, for p = inf max_i |g_i| (nan wins); float64, one      one read, two launches
+//                           for each group of neighbours in the list
 //   multi_tensor_scale_     g_i <- g_i * coefficient, in place; nothing moves where the          one read, one write, one
 //                           coefficient on the device is exactly 1                               launch
 //
 // How the tensors are cut into chunks for the blocks is in chunks.cuh.
 //
-// Deterministic: the grid depends only on the device and on the sizes, each thread adds its elements in ascending
-// order, fixed trees add the threads, and one block adds the blocks in double. No atomics. No host sync.
+// Deterministic, and the same on every device: a chunk has one partial sum, its threads add their elements in ascending
+// order, fixed trees add the threads, and one block per group adds its chunks in double. No atomics. No host sync.
 //
-// Accumulators are fp32 (fp64 for fp64 gradients) inside a block, eight or sixteen per thread side by side, and fp64
-// between blocks: the sum of fp32 gradients overflows where a block's does, at norms of 1e19, where torch's does too.
+// Accumulators are fp32 (fp64 for fp64 gradients) inside a chunk, four or eight per thread side by side, and fp64 between
+// chunks: the sum of fp32 gradients overflows where a chunk's does, at norms of 1e19, where torch's does too.
 #include <cmath>
 #include <vector>
 
 #include "chunks.cuh"
+#include "groups.h"
 
 namespace rlft {
 namespace {
@@ -54,32 +56,40 @@ __device__ C accumulate(C sum, C x, C p) {
   return sum + pow(fabs(x), p);
 }
 
+template <Norm norm, class C>
+__device__ C reduce_warp(C value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = combine<norm>(value, __shfl_down_sync(0xffffffff, value, offset));
+  }
+  return value;
+}
+
 // Sum (or maximum) over the block; valid in thread 0.
 template <Norm norm, class C>
 __device__ C reduce_block(C value) {
-  __shared__ C shared[kThreads];
-  shared[threadIdx.x] = value;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) shared[threadIdx.x] = combine<norm>(shared[threadIdx.x], shared[threadIdx.x + half]);
-  }
-  return shared[threadIdx.x];
+  __shared__ C warp[kThreads / 32];
+  value = reduce_warp<norm>(value);
+  __syncthreads();  // what the last call left there has been read
+  if (threadIdx.x % 32 == 0) warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  return reduce_warp<norm>(threadIdx.x < kThreads / 32 ? warp[threadIdx.x] : C(0));
 }
 
-// Stage one: partial[block] = sum over the chunks block, block + grid, ...
+// Stage one: partial[chunk] = sum over the chunk.
 template <class T, Norm norm>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     norm_chunks(Table table, float p, Compute<T>* __restrict__ partial) {
   using C = Compute<T>;
   constexpr int kSize = Vector<T>::kSize;
-  C sum[kSize] = {};
   for (int64_t index = blockIdx.x; index < table.chunks; index += gridDim.x) {
     const Chunk chunk = table.find(index);
-    T* data = table.at<T>(0, chunk);
+    const T* data = table.at<const T>(0, chunk);
     const int64_t head = unaligned_head(data, chunk.numel);
     const int64_t vectors = (chunk.numel - head) / kSize;
     const int64_t tail = head + vectors * kSize;
     const auto* vector = reinterpret_cast<const Vector<T>*>(data + head);
+    C sum[kSize] = {};
     for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
       const Vector<T> x = vector[v];
 #pragma unroll
@@ -88,20 +98,25 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     // Head and tail together are shorter than two vectors, so the first threads take one element each.
     const int64_t edge = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;
     if (edge < chunk.numel) sum[0] = accumulate<norm, C>(sum[0], static_cast<C>(data[edge]), p);
-  }
 #pragma unroll
-  for (int k = 1; k < kSize; ++k) sum[0] = combine<norm>(sum[0], sum[k]);
-  const C total = reduce_block<norm>(sum[0]);
-  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+    for (int k = 1; k < kSize; ++k) sum[0] = combine<norm>(sum[0], sum[k]);
+    const C total = reduce_block<norm>(sum[0]);
+    if (threadIdx.x == 0) partial[index] = total;
+  }
 }
 
-// Stage two, one block: out = sum of the partials, in double.
+// Stage two, one block per group: out[group] = sum of its chunks' partials, in double. `groups` holds, in running
+// totals, every group's first tensor.
 template <class C, Norm norm>
-__global__ void __launch_bounds__(kThreads) norm_partials(const C* __restrict__ partial, int64_t count, double* out) {
+__global__ void __launch_bounds__(kThreads)
+    norm_groups(Table table, const int64_t* __restrict__ groups, const C* __restrict__ partial, double* out) {
+  const int64_t end = table.data[groups[blockIdx.x + 1]];
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum = combine<norm>(sum, static_cast<double>(partial[i]));
+  for (int64_t i = table.data[groups[blockIdx.x]] + threadIdx.x; i < end; i += kThreads) {
+    sum = combine<norm>(sum, static_cast<double>(partial[i]));
+  }
   const double total = reduce_block<norm>(sum);
-  if (threadIdx.x == 0) *out = total;
+  if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
 
 template <class T>
@@ -131,21 +146,31 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // ---- launchers -------------------------------------------------------------------------------------------------
 
+struct Groups {
+  const int64_t* first_tensor;  // on the device
+  unsigned count;
+};
+
 template <class T, Norm norm>
-void launch_norm(const Table& table, unsigned blocks, float p, void* partial, double* out, cudaStream_t stream) {
-  using C = Compute<T>;
-  norm_chunks<T, norm><<<blocks, kThreads, 0, stream>>>(table, p, static_cast<C*>(partial));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  norm_partials<C, norm><<<1, kThreads, 0, stream>>>(static_cast<const C*>(partial), blocks, out);
+void launch_norm(const OwnedTable& owned, const Groups& groups, float p, void* partial, double* out,
+                 cudaStream_t stream) {
+  auto* sums = static_cast<Compute<T>*>(partial);
+  if (owned.table.chunks > 0) {
+    norm_chunks<T, norm><<<owned.blocks(), kThreads, 0, stream>>>(owned.table, p, sums);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  norm_groups<Compute<T>, norm>
+      <<<groups.count, kThreads, 0, stream>>>(owned.table, groups.first_tensor, sums, out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <class T>
-void launch_norm(const Table& table, unsigned blocks, double p, void* partial, double* out, cudaStream_t stream) {
+void launch_norm(const OwnedTable& owned, const Groups& groups, double p, void* partial, double* out,
+                 cudaStream_t stream) {
   const auto power = static_cast<float>(p);
-  if (p == 2) return launch_norm<T, Norm::kTwo>(table, blocks, power, partial, out, stream);
-  if (std::isinf(p)) return launch_norm<T, Norm::kMax>(table, blocks, power, partial, out, stream);
-  launch_norm<T, Norm::kAny>(table, blocks, power, partial, out, stream);
+  if (p == 2) return launch_norm<T, Norm::kTwo>(owned, groups, power, partial, out, stream);
+  if (std::isinf(p)) return launch_norm<T, Norm::kMax>(owned, groups, power, partial, out, stream);
+  launch_norm<T, Norm::kAny>(owned, groups, power, partial, out, stream);
 }
 
 template <class T>
@@ -164,19 +189,23 @@ void check_same(const std::vector<Tensor>& tensors) {
   }
 }
 
-Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, double norm_type) {
+Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vector<int64_t>& group_sizes,
+                             double norm_type) {
   STD_TORCH_CHECK(!tensors.empty(), "multi_tensor_norm_pow needs at least one tensor");
   check_same(tensors);
+  check_groups(tensors, group_sizes);
   const torch::stable::accelerator::DeviceGuard guard(tensors[0].get_device_index());
   const cudaStream_t stream = current_stream(tensors[0]);
-  const OwnedTable owned = make_table({&tensors});
-  Tensor out = torch::stable::new_empty(tensors[0], {}, ScalarType::Double);
-  if (owned.table.chunks == 0) return torch::stable::zero_(out);
-  const unsigned blocks = owned.blocks();
-  const Tensor partial = torch::stable::new_empty(tensors[0], {blocks}, ScalarType::Double);  // wide enough for both
+  std::vector<int64_t> first_tensor{0};
+  for (const int64_t size : group_sizes) first_tensor.push_back(first_tensor.back() + size);
+  const OwnedTable owned = make_table({&tensors}, first_tensor);
+  const auto count = static_cast<int64_t>(tensors.size());
+  const Groups groups{owned.table.data + 3 * count + 1, static_cast<unsigned>(group_sizes.size())};
+  Tensor out = torch::stable::new_empty(tensors[0], {groups.count}, ScalarType::Double);
+  const Tensor partial = torch::stable::new_empty(tensors[0], {owned.table.chunks}, ScalarType::Double);  // or float
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
-    launch_norm<T>(owned.table, blocks, norm_type, partial.mutable_data_ptr(),
-                   static_cast<double*>(out.mutable_data_ptr()), stream);
+    launch_norm<T>(owned, groups, norm_type, partial.mutable_data_ptr(), static_cast<double*>(out.mutable_data_ptr()),
+                   stream);
   });
   return out;
 }

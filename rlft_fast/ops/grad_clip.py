@@ -235,7 +235,7 @@ def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor
     for gradient in gradients:
         by_layout.setdefault(tuple(sorted(gradient.groups)), []).append(gradient)
     layouts = sorted(by_layout)
-    powers = [_local_power(by_layout[layout], norm_type) for layout in layouts]
+    powers = _local_powers([by_layout[layout] for layout in layouts], norm_type)
     for key in sorted(groups):
         members = [i for i, layout in enumerate(layouts) if key in layout]
         vector = torch.stack([powers[i] for i in members])
@@ -253,43 +253,51 @@ def _all_reduce(vector: Tensor, group: dist.ProcessGroup, norm_type: float) -> N
         dist.all_reduce(vector, group=group)
 
 
-def _local_power(gradients: list[_Gradient], norm_type: float) -> Tensor:
-    """This rank's sum of |g|^p (largest |g| for inf) in float64, on the device where it is reduced."""
-    device = gradients[0].device
-    powers = [
-        torch.ops.rlft_fast.multi_tensor_norm_pow(tensors, norm_type).to(device)
-        for tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None])
-    ]
-    if not powers:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack(powers)
-    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tensor]:
+    """This rank's sum of |g|^p (largest |g| for inf) of every list, in float64 on the device where it is reduced.
+
+    All lists go in one pass per device and dtype.
+    """
+    combine = torch.maximum if math.isinf(norm_type) else torch.add
+    powers = [torch.zeros((), dtype=torch.float64, device=gradients[0].device) for gradients in layouts]
+    passes: dict[_Kind, list[list[Tensor]]] = {}
+    for i, gradients in enumerate(layouts):
+        for kind, tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None]).items():
+            passes.setdefault(kind, [[] for _ in layouts])[i] = tensors
+    for lists in passes.values():
+        tensors, sizes = [tensor for tensors in lists for tensor in tensors], [len(tensors) for tensors in lists]
+        sums = torch.ops.rlft_fast.multi_tensor_norm_pow(tensors, sizes, norm_type).unbind()
+        powers = [combine(power, more.to(power.device)) for power, more in zip(powers, sums, strict=True)]
+    return powers
 
 
 def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    for group in _by_device_and_dtype([tensor for tensor in tensors if is_dense(tensor)]):
+    for group in _by_device_and_dtype([tensor for tensor in tensors if is_dense(tensor)]).values():
         torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
     for tensor in tensors:
         if not is_dense(tensor):
             tensor.mul_(coefficient.to(tensor.device))
 
 
-def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+_Kind = tuple[torch.device, torch.dtype]
+
+
+def _by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
     """The tensors that have elements, contiguous, in lists of one device and dtype; copies where they have gaps."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
             check_device(tensor.device)
             groups.setdefault((tensor.device, tensor.dtype), []).append(in_order_of(tensor, tensor))
-    return list(groups.values())
+    return groups
 
 
 # ---- fakes -------------------------------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("rlft_fast::multi_tensor_norm_pow")
-def _(tensors, norm_type):
-    return tensors[0].new_empty((), dtype=torch.float64)
+def _(tensors, group_sizes, norm_type):
+    return tensors[0].new_empty((len(group_sizes),), dtype=torch.float64)
 
 
 @torch.library.register_fake("rlft_fast::multi_tensor_scale_")

@@ -311,7 +311,7 @@ def test_two_launches_per_dtype_and_no_sync_on_cuda():
         coefficient, found_inf = clip_coefficient(grad_norm(parameters), 1.0)
         optimizer.step(coefficient=coefficient, found_inf=found_inf)
 
-    kernels = ["norm_chunks", "norm_partials", "scale_chunks", "count_steps", "update_chunks"]
+    kernels = ["norm_chunks", "norm_groups", "scale_chunks", "count_steps", "update_chunks"]
     expected = {kernel: 2 for kernel in kernels if kernel != "scale_chunks"}
     assert count_launches(clip_and_step, kernels) == expected
 

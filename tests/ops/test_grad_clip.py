@@ -181,8 +181,8 @@ def test_two_launches_no_sync_and_the_same_bits_on_cuda():
     parameters = [parameter(gradient) for gradient in gradients]
     norms = [grad_norm(parameters) for _ in range(3)]
     assert norms[0].item() == norms[1].item() == norms[2].item()
-    counts = count_launches(lambda: clip_grad_norm_(parameters, 1.0), ["norm_chunks", "norm_partials", "scale_chunks"])
-    assert counts == {"norm_chunks": 2, "norm_partials": 2, "scale_chunks": 2}  # once per dtype
+    counts = count_launches(lambda: clip_grad_norm_(parameters, 1.0), ["norm_chunks", "norm_groups", "scale_chunks"])
+    assert counts == {"norm_chunks": 2, "norm_groups": 2, "scale_chunks": 2}  # once per dtype
 
 
 @pytest.mark.gpu
@@ -274,7 +274,7 @@ def test_result_does_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device):
     gradients = random_gradients([(3,), (4, 5)], torch.float32, device)
-    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, 2.0))
+    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, [1, 0, 1], 2.0))
     coefficient = torch.tensor(0.5, device=device)
     torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_scale_.default, (gradients, coefficient))
 
@@ -354,7 +354,7 @@ def two_processes(rank: int) -> None:
         grad_norm([partial])
 
 
-def count_all_reduces(rank: int) -> None:
+def count_all_reduces_and_passes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     full = full_gradients()
     calls = []
@@ -364,6 +364,12 @@ def count_all_reduces(rank: int) -> None:
     grad_norm([sharded(gradient, mesh, Replicate()) for gradient in full])
     dist.all_reduce = original
     assert calls == [1]
+    # However the gradients lie, they are read in one pass.
+    placements = [Shard(0), Replicate(), Shard(0), Replicate()]
+    parameters = [sharded(gradient, mesh, p) for gradient, p in zip(full, placements, strict=True)]
+    with CountCalls() as counter:
+        grad_norm([*parameters, parameter(full[0])])
+    assert [name for name, _ in counter.calls] == ["multi_tensor_norm_pow"]
 
 
 def fsdp_model(rank: int) -> None:
@@ -416,7 +422,7 @@ def fully_sharded_twice(mesh: DeviceMesh, rank: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("function", [two_processes, count_all_reduces, fsdp_model])
+@pytest.mark.parametrize("function", [two_processes, count_all_reduces_and_passes, fsdp_model])
 def test_two_processes(function):
     run_distributed(function, 2)
 
