@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import bench_linear_logprob, bench_packing, bench_planning
+from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.harness import NUM_THREADS, Measurement, Results, environment, measure
 from benchmarks.plot import save_plot
@@ -34,7 +34,7 @@ logits and dX; for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
-held against a copy of as many bytes."""
+held against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
 
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
 FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
@@ -121,6 +121,13 @@ def planning_bars(results: Results) -> Iterator[Bar]:
     yield Bar("plan: fullest micro-batch / token cap", fullest, 1)
 
 
+def adamw_bars(results: Results) -> Iterator[Bar]:
+    for task in bench_adamw.MODELS:
+        ways = results.ways(task)
+        speedup = ways[bench_adamw.FUSED].median_s / ways[OURS].median_s
+        yield Bar(f"{task}: torch's fused / ours", speedup, 1, at_most=False)
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +192,7 @@ def markdown(
     parts += ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
-    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing and planning", small_table(small)]
+    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing, planning and AdamW", small_table(small)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -210,9 +217,9 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, float32"} | environment() | versions()
-    small = measure([*bench_packing.suite(), *bench_planning.suite()], rounds=9)
+    small = measure([*bench_packing.suite(), *bench_planning.suite(), *bench_adamw.suite()], rounds=9)
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
-    bars = [*linear_logprob_bars(results), *packing_bars(small), *planning_bars(small)]
+    bars = [*linear_logprob_bars(results), *packing_bars(small), *planning_bars(small), *adamw_bars(small)]
     method = METHOD.format(threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds)
     text = markdown(facts, method, bars, results, scan, small)
 
