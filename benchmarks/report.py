@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import bench_linear_logprob, bench_packing, bench_planning
+from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
@@ -34,7 +34,7 @@ and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
-held against a copy of as many bytes."""
+held against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
@@ -149,6 +149,13 @@ def planning_bars(results: Results) -> Iterator[Bar]:
     yield Bar("plan: fullest micro-batch / token cap", fullest, 1)
 
 
+def adamw_bars(results: Results) -> Iterator[Bar]:
+    for task in bench_adamw.MODELS:
+        ways = results.ways(task)
+        speedup = ways[bench_adamw.FUSED].median_s / ways[OURS].median_s
+        yield Bar(f"{task}: torch's fused / ours", speedup, 1, at_most=False)
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +227,7 @@ def markdown(
     parts += ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
-    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing and planning", small_table(small)]
+    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing, planning and AdamW", small_table(small)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -247,8 +254,8 @@ def main() -> None:
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
-    small = clock([*bench_packing.suite(), *bench_planning.suite()], Results(), rounds=9)
-    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small)]
+    small = clock([*bench_packing.suite(), *bench_planning.suite(), *bench_adamw.suite()], Results(), rounds=9)
+    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small), *adamw_bars(small)]
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
         device_method=DEVICE_METHOD[DEVICE.type],

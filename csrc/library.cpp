@@ -51,6 +51,13 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def("segment_expand(Tensor values, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
 
   // grad_clip: one pass over all gradients of a (device, dtype) group; no host sync, fixed summation order.
-  m.def("multi_tensor_norm_pow(Tensor[] tensors, float norm_type) -> Tensor");
+  m.def("multi_tensor_norm_pow(Tensor[] tensors, int[] group_sizes, float norm_type) -> Tensor");
   m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
+
+  // adamw: one pass over all parameters of a (device, dtype, gradient dtype) group, the formula is in csrc/adamw.h.
+  // Gradients are only read; lr_tensor, where given, replaces lr; nothing changes where found_inf is not 0.
+  m.def(
+      "multi_tensor_adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] masters, Tensor(e!)[] steps, float lr, Tensor? lr_tensor, float beta1, float beta2, "
+      "float weight_decay, float eps, Tensor? coefficient, Tensor? found_inf) -> ()");
 }

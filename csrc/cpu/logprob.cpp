@@ -24,15 +24,8 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include "memory.h"
+#include "multiversion.h"
 #include "stable.h"
-
-// One binary for every x86-64: the loops below are compiled three times and picked when the library loads.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define RLFT_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define RLFT_MULTIVERSION
-#endif
-#define RLFT_INLINE inline __attribute__((always_inline))
 
 namespace rlft {
 namespace {

@@ -5,6 +5,7 @@ is a pure function), runs its own micro-batches, and results are gathered. Losse
 the gradient does not depend on micro-batches, their order, or the number of ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -32,7 +33,7 @@ from rlft_fast.engine.distributed import (
 from rlft_fast.engine.forward import active_fields, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
 from rlft_fast.models import PolicyModel, ValueModel, load_critic, load_policy
-from rlft_fast.ops import clip_grad_norm_
+from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_weights
 
 Output = Literal["logprob", "entropy", "value"]
@@ -84,7 +85,7 @@ class FSDPEngine:
         self.step = 0
         self.skipped_steps = 0
         self.model: PolicyModel | ValueModel
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: FusedAdamW | None = None
 
     def initialize(self) -> "FSDPEngine":
         """Loads the weights, shards them, and builds the optimizer. Returns the engine itself.
@@ -175,7 +176,8 @@ class FSDPEngine:
     def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """One optimizer step on the whole batch.
 
-        plan -> forward and backward per micro-batch, gradients reduced with the last -> clip by global norm -> AdamW.
+        plan -> forward and backward per micro-batch, gradients reduced with the last -> global norm -> AdamW, which
+        clips. The host waits for the device once, at the end, for the metrics.
         A gradient norm that is not finite skips the step: parameters, moments and schedule stay as they are.
 
         Args:
@@ -196,13 +198,12 @@ class FSDPEngine:
         for i, indices in enumerate(micro_batches):
             self._reduce_gradients(i == len(micro_batches) - 1)
             _accumulate(totals, self._forward_backward(batch.select(indices), loss))
-        norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        totals = all_reduce(totals)
+        norm = grad_norm(self.model.parameters())
+        learning_rate = self._optimizer_step(norm)
+        totals = all_reduce(totals) | {"grad_norm": norm}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
-        metrics["grad_norm"] = norm.item()
-        metrics["learning_rate"] = self._optimizer_step(finite=bool(torch.isfinite(norm)))
-        metrics["skipped_steps"] = self.skipped_steps
-        return metrics
+        self._count_step(finite=math.isfinite(metrics["grad_norm"]))
+        return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _forward_backward(self, micro_batch: Batch, loss: Loss) -> dict[str, Tensor]:
         inputs = prepare_model_inputs(micro_batch, self.device)
@@ -221,21 +222,24 @@ class FSDPEngine:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
 
-    def _optimizer_step(self, finite: bool) -> float:
-        """Steps, or skips and counts it. Returns the learning rate."""
+    def _optimizer_step(self, norm: Tensor) -> float:
+        """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""
         assert self.optimizer is not None
         assert self.num_training_steps is not None
         factor = learning_rate_factor(self.step, self.config.optimizer, self.num_training_steps)
         learning_rate = self.config.optimizer.learning_rate * factor
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        coefficient, found_inf = clip_coefficient(norm, self.config.optimizer.max_grad_norm)
+        self.optimizer.step(coefficient=coefficient, found_inf=found_inf)
+        self.optimizer.zero_grad(set_to_none=True)
+        return learning_rate
+
+    def _count_step(self, finite: bool) -> None:
         if finite:
-            self.optimizer.step()
             self.step += 1
         else:
             self.skipped_steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return learning_rate
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
@@ -253,9 +257,9 @@ class FSDPEngine:
         """Parameters and AdamW moments by name; they alias the engine's own (sharded) tensors."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         if self.optimizer is not None:
+            self.optimizer.initialize_state()
             for name, parameter in self.model.named_parameters():
-                moments = self.optimizer.state[parameter] or _initial_moments(parameter)
-                self.optimizer.state[parameter] = moments
+                moments = self.optimizer.state[parameter]
                 state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         return state
 
@@ -280,12 +284,3 @@ def _accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
             totals[name] = torch.maximum(totals[name], value)
         else:
             totals[name] = totals[name] + value
-
-
-def _initial_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state before its first step, in the layout that torch's fused AdamW creates lazily."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }

@@ -3,22 +3,22 @@
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
+from rlft_fast.ops import FusedAdamW
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW (decoupled weight decay, arXiv 1711.05101). Only matrices decay: never biases, norms or scalars."""
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> FusedAdamW:
+    """AdamW that clips while it steps. Only matrices decay: never biases, norms or scalars."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return FusedAdamW(
         [group for group in groups if group["params"]],
-        lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True,
+        lr=config.learning_rate, betas=config.betas, eps=config.eps,
     )  # fmt: skip
 
 

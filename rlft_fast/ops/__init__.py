@@ -1,5 +1,6 @@
 """Kernels for reinforcement fine-tuning, usable from any trainer: they need torch and nothing else."""
 
+from rlft_fast.ops.adamw import FusedAdamW
 from rlft_fast.ops.grad_clip import ClipCoefficient, clip_coefficient, clip_grad_norm_, grad_norm
 from rlft_fast.ops.linear_logprob import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.packing import (
@@ -23,6 +24,7 @@ from rlft_fast.ops.ulysses import (
 
 __all__ = [
     "ClipCoefficient",
+    "FusedAdamW",
     "LinearLogprob",
     "LinearLogprobLoss",
     "MaskedTokens",

@@ -5,7 +5,8 @@
 
 A sharded gradient contributes its local part, and the sums of |g|^p are added over exactly the mesh dimensions that
 shard it; replicas are neither added nor communicated. There is one small all-reduce per process group, and no host
-sync: norm and coefficient stay on the device. Pipeline stages are the caller's to combine.
+sync: norm and coefficient stay on the device. Powers are added in float64, since squares leave float32's range long
+before gradients do. Pipeline stages are the caller's to combine.
 """
 
 import functools
@@ -20,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from rlft_fast.ops._library import check_device
+from rlft_fast.ops._memory_order import in_order_of, is_dense
 
 
 class ClipCoefficient(NamedTuple):
-    """What an optimizer needs to clip while it steps. Both are 0-d float32 on the norm's device."""
+    """What `FusedAdamW` needs to clip while it steps. Both are 0-d float32 on the norm's device."""
 
     coefficient: Tensor
     """Factor for every gradient, in (0, 1]; 1 where the norm is not finite."""
@@ -65,7 +67,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
     Raises:
         ValueError: max_norm is negative or nan.
     """
-    finite = norm.isfinite()
+    finite = norm < math.inf  # one kernel where isfinite takes four; a norm is never negative, and nan is not less
     found_inf = finite.logical_not().float()
     limit = _limit(max_norm)
     if limit is None:
@@ -218,7 +220,8 @@ def _global_norm(gradients: list[_Gradient], norm_type: float) -> Tensor:
         return torch.zeros(())
     powers = [power.to(gradients[0].device) for power in _reduced_powers(gradients, norm_type)]
     total = torch.stack(powers)
-    return total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)
+    norm = total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)
+    return norm.float()
 
 
 def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor]:
@@ -232,7 +235,7 @@ def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor
     for gradient in gradients:
         by_layout.setdefault(tuple(sorted(gradient.groups)), []).append(gradient)
     layouts = sorted(by_layout)
-    powers = [_local_power(by_layout[layout], norm_type) for layout in layouts]
+    powers = _local_powers([by_layout[layout] for layout in layouts], norm_type)
     for key in sorted(groups):
         members = [i for i, layout in enumerate(layouts) if key in layout]
         vector = torch.stack([powers[i] for i in members])
@@ -250,59 +253,51 @@ def _all_reduce(vector: Tensor, group: dist.ProcessGroup, norm_type: float) -> N
         dist.all_reduce(vector, group=group)
 
 
-def _local_power(gradients: list[_Gradient], norm_type: float) -> Tensor:
-    """This rank's sum of |g|^p (largest |g| for inf), on the device where it is reduced."""
-    device = gradients[0].device
-    powers = [
-        torch.ops.rlft_fast.multi_tensor_norm_pow([_flat(tensor) for tensor in tensors], norm_type).to(device)
-        for tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None])
-    ]
-    if not powers:
-        return torch.zeros((), device=device)
-    stacked = torch.stack(powers)
-    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tensor]:
+    """This rank's sum of |g|^p (largest |g| for inf) of every list, in float64 on the device where it is reduced.
+
+    All lists go in one pass per device and dtype.
+    """
+    combine = torch.maximum if math.isinf(norm_type) else torch.add
+    powers = [torch.zeros((), dtype=torch.float64, device=gradients[0].device) for gradients in layouts]
+    passes: dict[_Kind, list[list[Tensor]]] = {}
+    for i, gradients in enumerate(layouts):
+        for kind, tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None]).items():
+            passes.setdefault(kind, [[] for _ in layouts])[i] = tensors
+    for lists in passes.values():
+        tensors, sizes = [tensor for tensors in lists for tensor in tensors], [len(tensors) for tensors in lists]
+        sums = torch.ops.rlft_fast.multi_tensor_norm_pow(tensors, sizes, norm_type).unbind()
+        powers = [combine(power, more.to(power.device)) for power, more in zip(powers, sums, strict=True)]
+    return powers
 
 
 def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    for group in _by_device_and_dtype(tensors):
-        local_coefficient = coefficient.to(group[0].device)
-        dense = [tensor for tensor in group if _is_dense(tensor)]
-        torch.ops.rlft_fast.multi_tensor_scale_([_flat(tensor) for tensor in dense], local_coefficient)
-        for tensor in group:
-            if not _is_dense(tensor):
-                tensor.mul_(local_coefficient)
+    for group in _by_device_and_dtype([tensor for tensor in tensors if is_dense(tensor)]).values():
+        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
+    for tensor in tensors:
+        if not is_dense(tensor):
+            tensor.mul_(coefficient.to(tensor.device))
 
 
-def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors that have elements, in lists of one device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+_Kind = tuple[torch.device, torch.dtype]
+
+
+def _by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
+    """The tensors that have elements, contiguous, in lists of one device and dtype; copies where they have gaps."""
+    groups: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
             check_device(tensor.device)
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
-
-
-def _sorted_dims(tensor: Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of dimensions."""
-    return tensor.is_contiguous() or tensor.permute(_sorted_dims(tensor)).is_contiguous()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in memory order, as a contiguous view where the tensor is dense, else as a copy."""
-    return tensor if tensor.is_contiguous() else tensor.permute(_sorted_dims(tensor)).contiguous()
+            groups.setdefault((tensor.device, tensor.dtype), []).append(in_order_of(tensor, tensor))
+    return groups
 
 
 # ---- fakes -------------------------------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("rlft_fast::multi_tensor_norm_pow")
-def _(tensors, norm_type):
-    return tensors[0].new_empty((), dtype=torch.float32)
+def _(tensors, group_sizes, norm_type):
+    return tensors[0].new_empty((len(group_sizes),), dtype=torch.float64)
 
 
 @torch.library.register_fake("rlft_fast::multi_tensor_scale_")

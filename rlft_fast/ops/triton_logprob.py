@@ -209,12 +209,14 @@ def _fused_stats_kernel(
     q = tl.zeros((ROWS,), tl.float32)
     r = tl.zeros((ROWS,), tl.float32)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
+    tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
     for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tl.cdiv(vocab, COLUMNS))):
         j = tile * COLUMNS + tl.arange(0, COLUMNS)
         column_inside = j < vocab
         b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d[:, None]
         a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
-        b_block = weight_ptr + tile.to(tl.int64) * (COLUMNS * weight_stride)
+        b_block = tile_ptr
+        tile_ptr += COLUMNS * weight_stride
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, dim, DEPTH):
             a = _load_depth(a_block, a_offset, d[None, :], dim - k, EVEN)

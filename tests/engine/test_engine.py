@@ -1,5 +1,6 @@
 """The engine on one process, against plain transformers in float64."""
 
+import copy
 import math
 
 import pytest
@@ -162,6 +163,31 @@ def test_step_is_adamw_of_the_gradient(tiny_model, batch):
         # At the first step both bias-corrected moments are the gradient itself.
         expected = decayed - 1e-3 * gradient / (gradient.abs() + 1e-4)
         torch.testing.assert_close(reference.weights(engine)[name], expected, rtol=0, atol=2e-6)
+
+
+def test_step_is_torchs_clipping_and_adamw(tiny_model, batch):
+    options = {"weight_decay": 0.1, "max_grad_norm": 0.05}
+    engine = make_engine(tiny_model("llama"), optimizer=options)
+    unclipped = make_engine(tiny_model("llama"))
+    model = copy.deepcopy(engine.model)
+    peer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        eps=1e-4,
+    )
+    unclipped.train_step(batch, policy_loss())
+    for name, gradient in reference.gradients(unclipped).items():
+        model.get_parameter(name).grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    peer.step()
+    metrics = engine.train_step(batch, policy_loss())
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert norm > 0.1  # it is clipped
+    for name, parameter in engine.model.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=1e-5, atol=1e-7)
 
 
 def test_training_fits_the_batch(tiny_model, batch):

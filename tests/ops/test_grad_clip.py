@@ -1,7 +1,9 @@
 """Gradient norm and clipping against float64, torch.nn.utils, and unsharded copies of sharded gradients."""
 
+import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlft_fast.ops.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
 from tests.distributed import run_distributed
+from tests.launches import count_launches
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
@@ -104,6 +108,98 @@ def test_agrees_with_torch(device):
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+def test_signature_is_that_of_torch():
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (clip_grad_norm_, nn.utils.clip_grad_norm_)
+    )
+    assert ours == theirs
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the calls of our operators, each of which is one pass over its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "rlft_fast":
+            self.calls.append((function._opname, len(args[0])))
+        return function(*args, **(kwargs or {}))
+
+
+def test_any_number_of_tensors_goes_in_one_pass_per_dtype():
+    # Tables in kernel parameters hold 110 tensors in other libraries, and a dtype is taken from the first one in some.
+    gradients = [torch.full((i % 5,), 1.0, dtype=DTYPES[i % 2]) for i in range(3000)]
+    parameters = [parameter(gradient) for gradient in gradients]
+    expected = exact_norm(gradients)
+    with CountCalls() as counter:
+        norm = clip_grad_norm_(parameters, expected / 2)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert exact_norm(gradients) == pytest.approx(expected / 2, rel=1e-5)
+    names = ["multi_tensor_norm_pow"] * 2 + ["multi_tensor_scale_"] * 2
+    assert counter.calls == [(name, 1200) for name in names]  # 600 tensors are empty
+
+
+# Squares and higher powers of these leave float32's range on both sides, the norms do not.
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_powers_may_leave_the_range_of_float32(magnitude, norm_type):
+    for dtype in (torch.float32, torch.float64):
+        gradient = magnitude * random_gradients([(1000,)], dtype)[0]
+        assert grad_norm(parameter(gradient), norm_type).item() == pytest.approx(exact_norm([gradient], norm_type))
+
+
+def test_more_elements_than_an_int32_counts():
+    # Fresh zeros that are only read take no memory. The last element lies beyond 2^32 bytes and 2^31 elements.
+    gradient = torch.from_numpy(np.zeros(2**31 + 5, dtype=np.int16)).view(torch.bfloat16)
+    gradient[0], gradient[2**31 - 1], gradient[-1] = 2.0, 3.0, 6.0
+    assert grad_norm(gradient_only(gradient)).item() == 7.0
+
+
+@pytest.mark.gpu
+@requires_gpu
+def test_more_elements_than_an_int32_counts_on_cuda():
+    gradient = torch.zeros(2**31 + 5, dtype=torch.bfloat16, device="cuda")
+    gradient[0], gradient[2**31 - 1], gradient[-1] = 2.0, 3.0, 6.0
+    assert clip_grad_norm_(gradient_only(gradient), 3.5).item() == 7.0
+    assert [gradient[i].item() for i in (0, 1, 2**31 - 1, -1)] == [1.0, 0.0, 1.5, 3.0]
+
+
+def gradient_only(gradient: Tensor) -> Tensor:
+    """A parameter that has this gradient and no memory of its own."""
+    leaf = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape).requires_grad_()
+    leaf.grad = gradient
+    return leaf
+
+
+@pytest.mark.gpu
+@requires_gpu
+def test_two_launches_no_sync_and_the_same_bits_on_cuda():
+    gradients = [g for dtype in (torch.float32, torch.bfloat16) for g in random_gradients(SHAPES * 50, dtype, "cuda")]
+    parameters = [parameter(gradient) for gradient in gradients]
+    norms = [grad_norm(parameters) for _ in range(3)]
+    assert norms[0].item() == norms[1].item() == norms[2].item()
+    counts = count_launches(lambda: clip_grad_norm_(parameters, 1.0), ["norm_chunks", "norm_groups", "scale_chunks"])
+    assert counts == {"norm_chunks": 2, "norm_groups": 2, "scale_chunks": 2}  # once per dtype
+
+
+@pytest.mark.gpu
+@requires_gpu
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_offloaded_gradients_beside_those_on_the_device(norm_type):
+    full = random_gradients([(1000,), (77,)], torch.float32)
+    for devices in (("cpu", "cuda"), ("cuda", "cpu")):
+        parameters = [parameter(gradient.to(device, copy=True)) for gradient, device in zip(full, devices, strict=True)]
+        expected = exact_norm(full, norm_type)
+        norm = clip_grad_norm_(parameters, expected / 2, norm_type)
+        assert norm.device == parameters[0].device
+        assert norm.item() == pytest.approx(expected, rel=1e-6)
+        for leaf, original in zip(parameters, full, strict=True):
+            torch.testing.assert_close(leaf.grad.cpu(), original / 2)
+
+
 def test_mixed_dtypes_missing_gradients_and_duplicates():
     gradients = [random_gradients([(11,)], dtype)[0] for dtype in DTYPES]
     parameters = [parameter(gradient) for gradient in gradients]
@@ -124,6 +220,10 @@ def test_gradient_need_not_be_contiguous(view, device):
     torch.testing.assert_close(gradient, view(original) / 2)
     view(original).div_(2)
     torch.testing.assert_close(storage, original)
+
+
+def test_norm_of_an_expanded_gradient():
+    assert grad_norm(gradient_only(torch.full((1, 5), 2.0).expand(4, 5))).item() == pytest.approx(math.sqrt(80))
 
 
 @pytest.mark.parametrize("parameters", [[], [torch.ones(3, requires_grad=True)], iter(())])
@@ -174,7 +274,7 @@ def test_result_does_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device):
     gradients = random_gradients([(3,), (4, 5)], torch.float32, device)
-    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, 2.0))
+    torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, [1, 0, 1], 2.0))
     coefficient = torch.tensor(0.5, device=device)
     torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_scale_.default, (gradients, coefficient))
 
@@ -254,7 +354,7 @@ def two_processes(rank: int) -> None:
         grad_norm([partial])
 
 
-def count_all_reduces(rank: int) -> None:
+def count_all_reduces_and_passes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     full = full_gradients()
     calls = []
@@ -264,6 +364,12 @@ def count_all_reduces(rank: int) -> None:
     grad_norm([sharded(gradient, mesh, Replicate()) for gradient in full])
     dist.all_reduce = original
     assert calls == [1]
+    # However the gradients lie, they are read in one pass.
+    placements = [Shard(0), Replicate(), Shard(0), Replicate()]
+    parameters = [sharded(gradient, mesh, p) for gradient, p in zip(full, placements, strict=True)]
+    with CountCalls() as counter:
+        grad_norm([*parameters, parameter(full[0])])
+    assert [name for name, _ in counter.calls] == ["multi_tensor_norm_pow"]
 
 
 def fsdp_model(rank: int) -> None:
@@ -292,9 +398,31 @@ def four_processes(rank: int) -> None:
         ]
         check_clipping(parameters, [a, b, c, d], norm_type, shift=rank)
 
+    fully_sharded_twice(mesh, rank)
+
+
+def fully_sharded_twice(mesh: DeviceMesh, rank: int) -> None:
+    """FSDP2 with replicas, and on top of tensor parallelism, whose shards are strided; one norm over both models."""
+
+    def shard_rows(name: str, module: nn.Module, inner: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), inner, [Shard(0)]))
+            module.bias = nn.Parameter(distribute_tensor(module.bias.detach(), inner, [Replicate()]))
+
+    hybrid, tensor_parallel = (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)) for _ in range(2))
+    fully_shard(hybrid, mesh=mesh)
+    distribute_module(tensor_parallel, mesh["shard"], shard_rows)
+    fully_shard(tensor_parallel, mesh=mesh["replicate"])
+    parameters = [*hybrid.parameters(), *tensor_parallel.parameters()]
+    full = random_gradients([tuple(leaf.shape) for leaf in parameters], torch.float32)
+    for norm_type in NORM_TYPES:
+        for leaf, gradient in zip(parameters, full, strict=True):
+            leaf.grad = distribute_tensor(gradient.clone(), leaf.device_mesh, leaf.placements)
+        check_clipping(parameters, full, norm_type, shift=rank)
+
 
 @pytest.mark.dist
-@pytest.mark.parametrize("function", [two_processes, count_all_reduces, fsdp_model])
+@pytest.mark.parametrize("function", [two_processes, count_all_reduces_and_passes, fsdp_model])
 def test_two_processes(function):
     run_distributed(function, 2)
 

@@ -1,0 +1,114 @@
+// AdamW as both backends compute it: the formula of one element, its factors, and the checks of the operator's lists.
+//
+//   g = coefficient * gradient
+//   m = m + (1 - beta1) (g - m)                               v = beta2 v + (1 - beta2) g^2
+//   w = (1 - lr * weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//
+// w is the master where the parameter is narrower than 32 bits, else the parameter; t counts this step. Everything
+// that holds for a whole tensor is worked out in double: 1 - 0.999f has four digits left. That includes the second
+// moment's correction c = sqrt(1 - beta2^t), which leaves one division per element: m / (sqrt(v) / c + eps) is
+// c m / (sqrt(v) + c eps).
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#include "stable.h"
+
+#ifdef __CUDACC__
+#define RLFT_ELEMENT __host__ __device__ __forceinline__
+#else
+#define RLFT_ELEMENT inline __attribute__((always_inline))
+#endif
+
+namespace rlft {
+
+struct AdamWSettings {
+  double lr, beta1, beta2, weight_decay, eps;
+};
+
+// Of one tensor in one step; C is the type that is computed in.
+template <class C>
+struct AdamWFactors {
+  C coefficient;
+  C decay;  // 1 - lr * weight_decay
+  C beta1, one_minus_beta1;
+  C beta2, one_minus_beta2;
+  C step_size;  // c * lr / (1 - beta1^t)
+  C eps;        // c * eps
+  bool is_slow;  // beta1 > 1/2, see lerp
+};
+
+template <class C>
+RLFT_ELEMENT AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
+  const double correction = std::sqrt(1 - std::pow(s.beta2, step));
+  return {
+      static_cast<C>(coefficient),
+      static_cast<C>(1 - s.lr * s.weight_decay),
+      static_cast<C>(s.beta1),
+      static_cast<C>(1 - s.beta1),
+      static_cast<C>(s.beta2),
+      static_cast<C>(1 - s.beta2),
+      static_cast<C>(correction * s.lr / (1 - std::pow(s.beta1, step))),
+      static_cast<C>(correction * s.eps),
+      s.beta1 > 0.5,
+  };
+}
+
+template <class C>
+RLFT_ELEMENT void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
+  const C g = gradient * f.coefficient;
+  // lerp from the nearer end, as torch does: with beta1 = 0 the moment is g itself, and not m + (g - m).
+  const C near = f.is_slow ? exp_avg : g;
+  const C far = f.is_slow ? g : exp_avg;
+  exp_avg = near + (f.is_slow ? f.one_minus_beta1 : f.beta1) * (far - near);
+  exp_avg_sq = f.beta2 * exp_avg_sq + f.one_minus_beta2 * g * g;
+  weight = f.decay * weight - f.step_size * exp_avg / (std::sqrt(exp_avg_sq) + f.eps);
+}
+
+// The operator's lists: one entry per parameter, and no masters where the parameters are wide enough themselves.
+struct AdamWLists {
+  const std::vector<Tensor>& params;
+  const std::vector<Tensor>& grads;
+  const std::vector<Tensor>& exp_avgs;
+  const std::vector<Tensor>& exp_avg_sqs;
+  const std::vector<Tensor>& masters;
+  const std::vector<Tensor>& steps;
+};
+
+inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr,
+                        const std::optional<Tensor>& coefficient, const std::optional<Tensor>& found_inf) {
+  const Tensor& first = lists.params[0];
+  const bool is_double = first.scalar_type() == ScalarType::Double;
+  const ScalarType compute = is_double ? ScalarType::Double : ScalarType::Float;
+  const auto check = [&](const char* name, const std::vector<Tensor>& list, ScalarType dtype) {
+    STD_TORCH_CHECK(list.size() == lists.params.size(), name, " has ", list.size(), " tensors, expected ",
+                    lists.params.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      STD_TORCH_CHECK(list[i].device() == first.device() && list[i].scalar_type() == dtype &&
+                          list[i].is_contiguous() && list[i].numel() == lists.params[i].numel(),
+                      name, "[", i, "] must be contiguous, ", toString(dtype), ", on the parameters' device, of ",
+                      lists.params[i].numel(), " elements");
+    }
+  };
+  check("params", lists.params, first.scalar_type());
+  check("grads", lists.grads, lists.grads.empty() ? compute : lists.grads[0].scalar_type());
+  STD_TORCH_CHECK((lists.grads[0].scalar_type() == ScalarType::Double) == is_double,
+                  "parameters and gradients must both be float64 or neither");
+  check("exp_avgs", lists.exp_avgs, compute);
+  check("exp_avg_sqs", lists.exp_avg_sqs, compute);
+  if (first.scalar_type() != compute) check("masters", lists.masters, compute);
+  STD_TORCH_CHECK(lists.steps.size() == lists.params.size(), "steps must be as many as params");
+  const auto check_scalar = [&](const char* name, const Tensor& scalar) {
+    STD_TORCH_CHECK(scalar.device() == first.device() && scalar.scalar_type() == ScalarType::Float &&
+                        scalar.numel() == 1,
+                    name, " must be one float32 on the parameters' device");
+  };
+  for (const Tensor& step : lists.steps) check_scalar("a step", step);
+  if (lr.has_value()) check_scalar("lr_tensor", *lr);
+  if (coefficient.has_value()) check_scalar("coefficient", *coefficient);
+  if (found_inf.has_value()) check_scalar("found_inf", *found_inf);
+}
+
+}  // namespace rlft

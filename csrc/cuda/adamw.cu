@@ -1,0 +1,149 @@
+// AdamW over a list of parameters on CUDA; the formula is in csrc/adamw.h.
+//
+// Two launches. The first has one thread per parameter: it counts the step and works out the parameter's factors, in
+// double. The second does the rest in chunks (chunks.cuh). Both read found_inf on the device and leave everything as
+// it is where that is not zero; the gradients are read, never written. No host sync.
+//
+// Bytes moved per element: p, g, m, v read and p, m, v written, 28 for float32; with a master 12 + 12 for it and the
+// moments, and the sizes of g and p. Deterministic: every element belongs to one thread.
+#include <type_traits>
+
+#include "adamw.h"
+#include "chunks.cuh"
+
+namespace rlft {
+namespace {
+
+constexpr int kCountThreads = 128;   // pow in double needs its registers
+constexpr int kUpdateThreads = 256;  // with 128 registers each: four lists in flight spill at 512 threads with 64
+
+// Lists of the table. Parameters that are wide enough have no masters, and no such list.
+enum List { kParam, kGrad, kExpAvg, kExpAvgSq, kStep, kMaster };
+
+// What the step reads on the device besides the lists; null where it is not given.
+struct Inputs {
+  const float* lr;
+  const float* coefficient;
+  const float* found_inf;
+
+  __device__ bool skips() const { return found_inf != nullptr && *found_inf != 0; }
+};
+
+// ---- kernels ---------------------------------------------------------------------------------------------------
+
+template <class C>
+__global__ void __launch_bounds__(kCountThreads)
+    count_steps(Table table, AdamWSettings settings, Inputs inputs, AdamWFactors<C>* __restrict__ factors) {
+  if (inputs.skips()) return;
+  if (inputs.lr != nullptr) settings.lr = *inputs.lr;
+  const double coefficient = inputs.coefficient != nullptr ? *inputs.coefficient : 1;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kCountThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kCountThreads + threadIdx.x; i < table.count; i += stride) {
+    auto* step = table.tensor<float>(kStep, i);
+    *step += 1;
+    factors[i] = adamw_factors<C>(settings, coefficient, *step);
+  }
+}
+
+// N elements, read and written in words of up to 16 bytes.
+template <class T, int N>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
+  T element[N];
+};
+
+template <int N, class P, class G, class C>
+__device__ void update(P* param, const G* grad, C* exp_avg, C* exp_avg_sq, C* master, int64_t pack,
+                       const AdamWFactors<C>& factors) {
+  const Pack<G, N> g = reinterpret_cast<const Pack<G, N>*>(grad)[pack];
+  Pack<C, N> w = reinterpret_cast<Pack<C, N>*>(master)[pack];
+  Pack<C, N> m = reinterpret_cast<Pack<C, N>*>(exp_avg)[pack];
+  Pack<C, N> v = reinterpret_cast<Pack<C, N>*>(exp_avg_sq)[pack];
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    adamw_element(w.element[k], static_cast<C>(g.element[k]), m.element[k], v.element[k], factors);
+  }
+  reinterpret_cast<Pack<C, N>*>(master)[pack] = w;
+  reinterpret_cast<Pack<C, N>*>(exp_avg)[pack] = m;
+  reinterpret_cast<Pack<C, N>*>(exp_avg_sq)[pack] = v;
+  if constexpr (!std::is_same_v<P, C>) {
+    Pack<P, N> narrow;
+#pragma unroll
+    for (int k = 0; k < N; ++k) narrow.element[k] = static_cast<P>(w.element[k]);
+    reinterpret_cast<Pack<P, N>*>(param)[pack] = narrow;
+  }
+}
+
+template <class P, class G>
+__global__ void __launch_bounds__(kUpdateThreads, 2)
+    update_chunks(Table table, Inputs inputs, const AdamWFactors<Compute<P>>* __restrict__ factors) {
+  using C = Compute<P>;
+  constexpr int kSize = 16 / sizeof(C);
+  if (inputs.skips()) return;
+  for (int64_t index = blockIdx.x; index < table.chunks; index += gridDim.x) {
+    const Chunk chunk = table.find(index);
+    auto* param = table.at<P>(kParam, chunk);
+    auto* grad = table.at<const G>(kGrad, chunk);
+    auto* exp_avg = table.at<C>(kExpAvg, chunk);
+    auto* exp_avg_sq = table.at<C>(kExpAvgSq, chunk);
+    auto* master = table.at<C>(std::is_same_v<P, C> ? kParam : kMaster, chunk);
+    const AdamWFactors<C> f = factors[chunk.tensor];
+    // A list that starts between 16-byte words, as shards may, goes element by element, as do the last few of a chunk.
+    const auto addresses = reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad) |
+                           reinterpret_cast<uintptr_t>(exp_avg) | reinterpret_cast<uintptr_t>(exp_avg_sq) |
+                           reinterpret_cast<uintptr_t>(master);
+    const int64_t packs = addresses % 16 == 0 ? chunk.numel / kSize : 0;
+    for (int64_t i = threadIdx.x; i < packs; i += kUpdateThreads) {
+      update<kSize>(param, grad, exp_avg, exp_avg_sq, master, i, f);
+    }
+    for (int64_t i = packs * kSize + threadIdx.x; i < chunk.numel; i += kUpdateThreads) {
+      update<1>(param, grad, exp_avg, exp_avg_sq, master, i, f);
+    }
+  }
+}
+
+// ---- binding ---------------------------------------------------------------------------------------------------
+
+template <class P, class G>
+void launch(const Table& table, const Tensor& like, const AdamWSettings& settings, const Inputs& inputs,
+            cudaStream_t stream) {
+  using C = Compute<P>;
+  const auto bytes = table.count * static_cast<int64_t>(sizeof(AdamWFactors<C>));
+  const Tensor scratch = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
+  auto* factors = static_cast<AdamWFactors<C>*>(scratch.mutable_data_ptr());
+  count_steps<C><<<grid_for(table.count, kCountThreads), kCountThreads, 0, stream>>>(table, settings, inputs, factors);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (table.chunks == 0) return;
+  update_chunks<P, G><<<grid_for(table.chunks, 1), kUpdateThreads, 0, stream>>>(table, inputs, factors);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+const float* float_or_null(const std::optional<Tensor>& scalar) {
+  return scalar.has_value() ? static_cast<const float*>(scalar->const_data_ptr()) : nullptr;
+}
+
+void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
+                         const std::vector<Tensor>& exp_avgs, const std::vector<Tensor>& exp_avg_sqs,
+                         const std::vector<Tensor>& masters, const std::vector<Tensor>& steps, double lr,
+                         const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double weight_decay,
+                         double eps, const std::optional<Tensor>& coefficient,
+                         const std::optional<Tensor>& found_inf) {
+  if (params.empty()) return;
+  check_adamw({params, grads, exp_avgs, exp_avg_sqs, masters, steps}, lr_tensor, coefficient, found_inf);
+  const torch::stable::accelerator::DeviceGuard guard(params[0].get_device_index());
+  const cudaStream_t stream = current_stream(params[0]);
+  std::vector<const std::vector<Tensor>*> lists{&params, &grads, &exp_avgs, &exp_avg_sqs, &steps};
+  if (!masters.empty()) lists.push_back(&masters);
+  const OwnedTable owned = make_table(lists);
+  const AdamWSettings settings{lr, beta1, beta2, weight_decay, eps};
+  const Inputs inputs{float_or_null(lr_tensor), float_or_null(coefficient), float_or_null(found_inf)};
+  dispatch(params[0].scalar_type(), [&]<class P>(P*) {
+    dispatch(grads[0].scalar_type(), [&]<class G>(G*) {
+      if constexpr (std::is_same_v<Compute<P>, Compute<G>>) launch<P, G>(owned.table, params[0], settings, inputs, stream);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace rlft
+
+STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CUDA, m) { m.impl("multi_tensor_adamw_", TORCH_BOX(&rlft::multi_tensor_adamw_)); }

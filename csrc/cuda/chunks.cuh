@@ -1,0 +1,111 @@
+// A list of tensors on CUDA, cut into chunks that the blocks of one launch share.
+//
+// A table in device memory holds, in running totals, every tensor's first chunk, its number of elements, and its
+// address, once for each list of tensors that run in parallel; a block finds the tensor of its chunk by binary search.
+// The table goes over in one asynchronous copy from pinned memory, which torch keeps until the stream has read it.
+// The other way, the table in the kernel's parameters, holds a few hundred tensors per launch (4 KB on older drivers):
+// a model has thousands, and FSDP2 moves the gradients every step, so that would be many launches instead of one copy.
+//
+// All indices are 64-bit.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "launch.cuh"
+
+namespace rlft {
+
+constexpr int kThreads = 512;
+constexpr int kBlocksPerMultiprocessor = 4;  // 4 * 512 threads fill a multiprocessor
+constexpr int kResidentBlocks = 2;           // at least; without this bound ptxas spills to reach all four
+constexpr int64_t kChunk = 32 * 1024;        // elements; many times what a block reads per step, few enough to balance
+
+template <class T>
+using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+struct Chunk {
+  int64_t tensor;
+  int64_t begin;
+  int64_t numel;
+};
+
+// Device memory: first_chunk[count + 1], numel[count], address[list][count], and what a kernel needs besides.
+struct Table {
+  const int64_t* data;
+  int64_t count;
+  int64_t chunks;
+
+  __device__ Chunk find(int64_t chunk) const {
+    int64_t low = 0, high = count;  // first_chunk[low] <= chunk < first_chunk[high]
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (data[middle] <= chunk ? low : high) = middle;
+    }
+    const int64_t begin = (chunk - data[low]) * kChunk;
+    const int64_t numel = data[count + 1 + low];
+    return {low, begin, min(kChunk, numel - begin)};
+  }
+
+  template <class T>
+  __device__ T* tensor(int list, int64_t index) const {
+    return reinterpret_cast<T*>(data[(list + 2) * count + 1 + index]);
+  }
+
+  template <class T>
+  __device__ T* at(int list, const Chunk& chunk) const {
+    return tensor<T>(list, chunk.tensor) + chunk.begin;
+  }
+};
+
+// The table, and the tensor that owns its memory until the launches are enqueued.
+struct OwnedTable {
+  Tensor storage;
+  Table table;
+  unsigned blocks() const {
+    return static_cast<unsigned>(std::min(table.chunks, device_blocks(kBlocksPerMultiprocessor)));
+  }
+};
+
+// The first list says how many elements the tensors have. All must be contiguous and on one device.
+inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& lists,
+                             const std::vector<int64_t>& appendix = {}) {
+  const std::vector<Tensor>& tensors = *lists[0];
+  const auto count = static_cast<int64_t>(tensors.size());
+  const auto size = static_cast<int64_t>((lists.size() + 2) * tensors.size() + 1 + appendix.size());
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  const Tensor host = torch::stable::empty({size}, ScalarType::Long, std::nullopt, cpu, /*pin_memory=*/true);
+  auto* first_chunk = static_cast<int64_t*>(host.mutable_data_ptr());
+  int64_t* numel = first_chunk + count + 1;
+  int64_t* address = numel + count;
+  first_chunk[0] = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    numel[i] = tensors[i].numel();
+    first_chunk[i + 1] = first_chunk[i] + (numel[i] + kChunk - 1) / kChunk;
+  }
+  for (const std::vector<Tensor>* list : lists) {
+    for (const Tensor& tensor : *list) *address++ = reinterpret_cast<int64_t>(tensor.data_ptr());
+  }
+  std::copy(appendix.begin(), appendix.end(), address);
+  const int64_t chunks = first_chunk[count];
+  const Tensor storage = torch::stable::to(host, tensors[0].device(), /*non_blocking=*/true);
+  return {storage, {static_cast<const int64_t*>(storage.const_data_ptr()), count, chunks}};
+}
+
+// Calls f(T*) with a null pointer of the dtype's type.
+template <class F>
+void dispatch(ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case ScalarType::Double: return f(static_cast<double*>(nullptr));
+    case ScalarType::Float: return f(static_cast<float*>(nullptr));
+    case ScalarType::Half: return f(static_cast<__half*>(nullptr));
+    case ScalarType::BFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    default: STD_TORCH_CHECK(false, "tensors must be float64, float32, float16 or bfloat16, got ", toString(dtype));
+  }
+}
+
+}  // namespace rlft

@@ -1,0 +1,20 @@
+// Groups of neighbours in a list of tensors.
+#pragma once
+
+#include <vector>
+
+#include "stable.h"
+
+namespace rlft {
+
+inline void check_groups(const std::vector<Tensor>& tensors, const std::vector<int64_t>& group_sizes) {
+  int64_t total = 0;
+  for (const int64_t size : group_sizes) {
+    STD_TORCH_CHECK(size >= 0, "group sizes must not be negative, got ", size);
+    total += size;
+  }
+  STD_TORCH_CHECK(total == static_cast<int64_t>(tensors.size()), "group sizes add up to ", total, ", expected ",
+                  tensors.size());
+}
+
+}  // namespace rlft

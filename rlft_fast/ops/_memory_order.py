@@ -1,0 +1,20 @@
+"""Tensors whose dimensions lie in memory in another order than in their shape, as transposed and channels-last ones."""
+
+from torch import Tensor
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The tensor's dimensions from the largest stride to the smallest."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, in whatever order of dimensions."""
+    return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
+
+
+def in_order_of(layout: Tensor, tensor: Tensor) -> Tensor:
+    """The elements in the memory order of `layout`, contiguous: a view where they lie in that order, else a copy."""
+    if tensor.is_contiguous() and layout.is_contiguous():
+        return tensor
+    return tensor.permute(memory_order(layout)).contiguous()
