@@ -13,14 +13,15 @@ PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+SANITIZED := $(CURDIR)/build/sanitize
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint cuda bench clean
+.PHONY: help install demo test test-slow lint cuda sanitize bench clean
 
 help:
-	@echo "make install | demo | test | test-slow | lint | cuda | bench | clean"
+	@echo "make install | demo | test | test-slow | lint | cuda | sanitize | bench | clean"
 
 install: $(BUILT)
 
@@ -60,6 +61,19 @@ lint: install
 cuda: install
 	@test -f rlft_fast/_C_cuda.abi3.so || { echo "no nvcc found: the CUDA kernels were not compiled"; exit 1; }
 	$(BIN)/python -m pytest tests/test_build.py
+
+# The tests of the compiled CPU code under AddressSanitizer and UBSan, in a build of its own. PYTHONSAFEPATH keeps the
+# folder that Python starts in, and with it the usual build, off the path. Left out is what weighs memory, which here is
+# mostly the sanitizer's, what starts processes, and Triton's interpreter.
+sanitize: install
+	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" \
+	CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED)/lib:$(CURDIR) \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	$(BIN)/python -m pytest -o pythonpath= --capture=sys -m "not dist and not slow" -k "not memory and not triton" \
+	  tests/ops tests/data/test_planning.py
 
 bench: install
 	$(PIP) --no-deps $(PEERS)

@@ -1,7 +1,8 @@
 """Build of the compiled half: one ninja file for all three libraries, so that everything compiles in parallel.
 
     rlft_fast/_C.abi3.so         schemas and CPU kernels, LibTorch stable ABI
-    rlft_fast/_C_cuda.abi3.so    CUDA kernels, stable ABI; built wherever an nvcc is found, GPU or not
+    rlft_fast/_C_cuda.abi3.so    CUDA kernels, stable ABI; built wherever an nvcc is found, GPU or not, unless
+                                 RLFT_FAST_CPU_ONLY is set
     rlft_fast/_planner.*.so      host-side planning, pybind11
 
 torch's own BuildExtension is not used: it refuses to compile CUDA sources against a CPU-only torch and builds
@@ -119,7 +120,7 @@ extensions = [
     Extension("rlft_fast._C", [], py_limited_api=True),
     Extension("rlft_fast._planner", []),
 ]
-if find_nvcc() and glob(f"{ROOT}/csrc/cuda/*.cu"):
+if find_nvcc() and glob(f"{ROOT}/csrc/cuda/*.cu") and "RLFT_FAST_CPU_ONLY" not in os.environ:
     extensions.append(Extension("rlft_fast._C_cuda", [], py_limited_api=True))
 
 setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild})

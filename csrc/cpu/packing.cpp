@@ -128,7 +128,8 @@ struct Copy {
 };
 
 template <class Runs>
-void copy_kernel(const std::vector<Copy>& copies, int64_t rows, const Runs& runs) {
+void copy_kernel(std::vector<Copy> copies, int64_t rows, const Runs& runs) {
+  std::erase_if(copies, [](const Copy& copy) { return copy.row_bytes == 0; });  // memset and memcpy take no null
   const auto add = [](int64_t bytes, const Copy& copy) { return bytes + copy.row_bytes; };
   const int64_t row_bytes = std::accumulate(copies.begin(), copies.end(), int64_t{0}, add);
   if (row_bytes == 0) return;

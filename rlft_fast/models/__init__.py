@@ -3,6 +3,7 @@
 from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
 from rlft_fast.models.heads import LogprobHead, ModelInputs, PolicyModel, ValueModel
 from rlft_fast.models.loading import load_critic, load_policy, load_tokenizer
+from rlft_fast.models.patch import patch_lm_head
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -14,4 +15,5 @@ __all__ = [
     "load_policy",
     "load_tokenizer",
     "packed_attention",
+    "patch_lm_head",
 ]

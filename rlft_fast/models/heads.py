@@ -71,23 +71,49 @@ class LogprobHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        target_A: Tensor | None = None,
+        target: Tensor | None = None,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
+        active_index: Tensor | None = None,
     ) -> Tensor | LinearLogprob | LinearLogprobLoss:
-        """Logits (without ``target_A``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``)."""
-        if target_A is None:
+        """Logits (without ``target``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``).
+
+        Args:
+            hidden: (*, D) final hidden states; converted to the dtype of the weight.
+            target: (*) int64 next tokens, -100 where none is to be scored.
+            temperature: one number or a (*) tensor.
+            return_entropy: also the entropies, or hand them to ``loss_fn``.
+            loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
+            per_token: (*) tensors for ``loss_fn``.
+            active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
+
+        Returns:
+            (*, V) logits, or statistics in the shape of ``target``.
+
+        Raises:
+            ValueError: shapes, devices or option values that do not fit.
+        """
+        if target is None:
             return linear(hidden, self.weight, self.bias)
+        arguments = (hidden.flatten(0, -2).to(self.weight.dtype), self.weight, target.flatten())
         options = self.options | {
-            "bias_V": self.bias, "temperature": temperature, "return_entropy": return_entropy,
-            "active_index": torch.arange(len(target_A), device=target_A.device),
+            "bias_V": self.bias, "return_entropy": return_entropy, "active_index": active_index,
+            "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
         }  # fmt: skip
         if loss_fn is None:
-            return linear_logprob(hidden, self.weight, target_A, **options)
-        return linear_logprob_loss(hidden, self.weight, target_A, loss_fn, *per_token, **options)
+            result = linear_logprob(*arguments, **options)
+        else:
+            result = linear_logprob_loss(*arguments, loss_fn, *(x.flatten() for x in per_token), **options)
+        entropy = None if result.entropy is None else _reshaped(result.entropy, target)
+        return result._replace(logprob=_reshaped(result.logprob, target), entropy=entropy)
+
+
+def _reshaped(values: Tensor, like: Tensor) -> Tensor:
+    """No view: an in-place operation on one would make FSDP2 lose its hook for the backward pass."""
+    return values if values.shape == like.shape else values.view(like.shape).clone()
 
 
 class PolicyModel(nn.Module):
@@ -106,7 +132,8 @@ class PolicyModel(nn.Module):
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
         hidden_TD = packed_hidden(self.model.base_model, inputs)
-        return self.head(hidden_TD.index_select(0, inputs.active_index), inputs.target, **head)
+        everything = torch.arange(len(inputs.target), device=inputs.target.device)  # all are active: no need to look
+        return self.head(hidden_TD.index_select(0, inputs.active_index), inputs.target, active_index=everything, **head)
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
@@ -173,7 +200,13 @@ def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def logit_transform(config: Any) -> tuple[float | None, float]:
-    """(softcap, logit_scale) that the model applies to its raw logits: Gemma caps, Cohere scales, Granite divides."""
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return softcap, float(scale)
+    """(softcap, logit_scale) that a model of this configuration applies to its raw logits; (None, 1) if nothing."""
+    config = config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if softcap is None:
+        softcap = getattr(config, "logits_soft_cap", None)  # RecurrentGemma
+    for multiplier in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        if getattr(config, multiplier, None) is not None:
+            return softcap, float(getattr(config, multiplier))
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides, HyperCLOVA X multiplies
+    return softcap, divisor if config.model_type == "hyperclovax" else 1.0 / divisor

@@ -44,7 +44,8 @@ def softmax_logits(
 ) -> Tensor:
     """The (T, V) logits z that the softmax sees, in float32 (float64 for float64 inputs)."""
     dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
-    z = hidden_TD.to(dtype) @ weight_VD.to(dtype).T
+    with torch.autocast(hidden_TD.device.type, enabled=False):  # which would narrow the logits
+        z = hidden_TD.to(dtype) @ weight_VD.to(dtype).T
     if bias_V is not None:
         z = z + bias_V.to(dtype)
     z = z * logit_scale
@@ -71,6 +72,7 @@ def linear_logprob(
 ) -> LinearLogprob:
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
     active = target_T != ignore_index
+    hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # whatever stands there must not reach a gradient
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
     log_p = torch.log_softmax(z, dim=-1)
     logprob = log_p.gather(-1, target_T.where(active, 0).unsqueeze(-1)).squeeze(-1)

@@ -7,6 +7,8 @@ from transformers import (
     CohereForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaModel,
     PreTrainedModel,
@@ -47,12 +49,14 @@ def plain_logits(model: PreTrainedModel, inputs: ModelInputs, lengths: list[int]
     return torch.cat(rows)
 
 
-# Cohere multiplies its logits and Granite divides them; a forgotten transform shows in every log-probability.
+# Cohere multiplies its logits, Granite divides them, and HyperCLOVA X multiplies by the setting that Granite divides
+# by; a forgotten transform shows in every log-probability.
 @pytest.mark.parametrize(
     ("model_class", "config"),
     [
         (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.25)),
         (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=3.0)),
+        (HyperCLOVAXForCausalLM, HyperCLOVAXConfig(**SIZES, logits_scaling=3.0)),
     ],
 )
 def test_logit_transforms_of_the_model_are_applied(model_class, config):
@@ -88,6 +92,19 @@ def test_head_with_softcap_and_bias(bias):
     weight = torch.arange(5.0)
     result = head(hidden, target, temperature=0.7, loss_fn=loss_fn, per_token=(weight,))
     torch.testing.assert_close(result.loss, (weight * wanted.square()).sum(), rtol=1e-5, atol=0)
+
+
+def test_head_keeps_the_shape_of_its_targets_and_leaves_out_ignored_ones():
+    torch.manual_seed(0)
+    linear, targets = torch.nn.Linear(8, 31), torch.tensor([[0, -100, 3], [-100, -100, 30]])
+    head = LogprobHead(linear.weight, linear.bias, softcap=None, logit_scale=1.0, workspace_mib=1)
+    hidden, temperature = torch.randn(2, 3, 8), torch.rand(2, 3) + 0.5
+    result = head(hidden, targets, temperature=temperature, return_entropy=True)
+    log_p = torch.log_softmax(linear(hidden) / temperature[..., None], -1)
+    active = targets != -100
+    logprob = log_p.gather(-1, targets.where(active, 0)[..., None])[..., 0]
+    torch.testing.assert_close(result.logprob, logprob.where(active, 0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.entropy, -(log_p.exp() * log_p).sum(-1).where(active, 0), rtol=0, atol=1e-6)
 
 
 def test_head_shares_its_weight_with_the_model(tiny_model):

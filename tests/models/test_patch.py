@@ -1,0 +1,321 @@
+"""patch_lm_head on tiny random models, against their own logits."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    CohereConfig,
+    CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlft_fast import patch_lm_head
+from tests.distributed import run_distributed
+
+V = 67
+SIZES = {
+    "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+
+# Each for something that happens between the last block and the probabilities.
+MODELS = {
+    "nothing": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "tied": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "softcap": (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
+    "multiplied": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.25)),
+    "divided": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=3.0)),
+    "multiplied by the divisor": (HyperCLOVAXForCausalLM, HyperCLOVAXConfig(**SIZES, logits_scaling=3.0)),
+    "a mixture of layers": (FalconH1ForCausalLM, FalconH1Config(**SIZES | {"num_key_value_heads": 2},
+        lm_head_multiplier=0.5, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)),
+    "bias": (PhiForCausalLM, PhiConfig(**SIZES)),
+    "dropout, other names": (GPT2LMHeadModel, GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2)),
+    "no call of the base model": (OPTForCausalLM, OPTConfig(vocab_size=V, hidden_size=16, ffn_dim=24,
+        num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=12, init_std=0.3)),
+}  # fmt: skip
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_class, config = MODELS[name]
+    model = model_class(copy.deepcopy(config)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases start at 0, which would hide that they are forgotten
+            nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)
+    return model
+
+
+def batch() -> dict[str, Tensor]:
+    """Two sequences, the second with padding on the left."""
+    input_ids = torch.randint(3, V, (2, 7), generator=torch.Generator().manual_seed(1))
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, :3] = 0
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def next_tokens(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    targets = input_ids.roll(-1, 1).masked_fill(attention_mask == 0, -100)
+    targets[:, -1] = -100
+    return targets
+
+
+def plain_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits / temperature, -1)
+    active = targets != -100
+    logprob = log_p.gather(-1, targets.where(active, 0)[..., None])[..., 0]
+    return logprob.where(active, 0), -(log_p.exp() * log_p).sum(-1).where(active, 0)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_and_gradients_are_those_of_the_logits(name):
+    model, inputs = build(name), batch()
+    targets = next_tokens(**inputs)
+    logprob, entropy = plain_logprob(model(**inputs).logits, targets, 0.8)
+    upstream = torch.randn(targets.shape)
+    expected = gradients(model, (upstream * logprob + entropy).sum())
+
+    assert patch_lm_head(model) is model
+    result = model(**inputs, logprob_targets=targets, temperature=0.8, return_entropy=True)
+    torch.testing.assert_close(result.logprob, logprob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(result.entropy, entropy, rtol=0, atol=1e-5)
+    actual = gradients(model, (upstream * result.logprob + result.entropy).sum())
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(actual[parameter], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_in_three_gemms():
+    model, inputs = build("softcap"), batch()
+    targets, weight = next_tokens(**inputs), torch.randn(2, 7)
+    logprob, _ = plain_logprob(model(**inputs).logits, targets)
+    expected = gradients(model, (weight * logprob.square()).sum())
+
+    patch_lm_head(model)
+    result = model(
+        **inputs, logprob_targets=targets, loss_fn=lambda logprob, _, weight: weight * logprob.square(),
+        per_token=(weight,),
+    )  # fmt: skip
+    torch.testing.assert_close(result.loss, (weight * logprob.square()).sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.logprob, logprob, rtol=0, atol=1e-5)
+    for parameter, gradient in gradients(model, result.loss).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_to_keep():
+    model, inputs = patch_lm_head(build("divided")), batch()
+    targets = next_tokens(**inputs)
+    whole = model(**inputs, logprob_targets=targets).logprob
+    last = model(**inputs, logprob_targets=targets[:, -3:], logits_to_keep=3).logprob
+    assert torch.equal(last, whole[:, -3:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_targets_nothing_changes(name, tmp_path):
+    model, inputs = build(name), batch()
+    logits, keys = model(**inputs).logits, list(model.state_dict())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    sequences = model.generate(**inputs, **options)
+
+    patch_lm_head(model)
+    model(**inputs, logprob_targets=next_tokens(**inputs))
+    assert torch.equal(model(**inputs).logits, logits)
+    assert torch.equal(model.generate(**inputs, **options), sequences)
+    assert list(model.state_dict()) == keys
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is MODELS[name][0]
+    assert torch.equal(loaded(**inputs).logits, logits)
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model, inputs = patch_lm_head(build("tied")), batch()
+    reference = copy.deepcopy(model)
+    targets = next_tokens(**inputs)
+    before = model(**inputs, logprob_targets=targets).logprob
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert torch.equal(reference(**inputs, logprob_targets=targets).logprob, before)
+    assert not torch.allclose(model(**inputs, logprob_targets=targets).logprob, before)
+    assert reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
+
+
+def test_autocast():
+    """Hidden states may come narrower than the head's weight; the head itself then computes in the weight's dtype."""
+    model, inputs = patch_lm_head(build("tied")), batch()
+    targets = next_tokens(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = model(**inputs, logprob_targets=targets).logprob
+    torch.testing.assert_close(narrow, model(**inputs, logprob_targets=targets).logprob, rtol=0.05, atol=0.05)
+
+
+# ---- sharded ---------------------------------------------------------------------------------------------------------
+
+
+def check_sharded(rank: int, name: str, own_unit: bool) -> None:
+    """Rank r trains on sequence r; the mean over ranks is the mean over the batch."""
+    inputs, mesh = batch(), init_device_mesh("cpu", (2,))
+    targets = next_tokens(**inputs)
+    plain = build(name)
+    logprob, _ = plain_logprob(plain(**inputs).logits, targets)
+    expected = gradients(plain, logprob.sum() / 2)
+
+    model = patch_lm_head(build(name))
+    for unit in ([model.lm_head] if own_unit else []) + [*model.model.layers, model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    own = {key: value[rank : rank + 1] for key, value in inputs.items()}
+    gathered, original = [], dist.all_gather_single
+    dist.all_gather_single = lambda *args, **kwargs: gathered.append(1) or original(*args, **kwargs)
+    result = model(**own, logprob_targets=targets[rank : rank + 1])
+    dist.all_gather_single = original
+    assert len(gathered) == len(model.model.layers) + 1 + 2 * own_unit  # once per unit; a head of its own twice
+    torch.testing.assert_close(result.logprob, logprob[rank : rank + 1], rtol=0, atol=1e-5)
+    result.logprob.sum().backward()
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(value.grad.full_tensor(), expected[parameter], rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(ValueError, match="patch before sharding"):
+        patch_lm_head(fully_shard(build("nothing"), mesh=mesh))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "own_unit"), [("tied", False), ("nothing", False), ("nothing", True)])
+def test_sharded(name, own_unit):
+    run_distributed(check_sharded, 2, name, own_unit)
+
+
+# ---- what it refuses ------------------------------------------------------------------------------------------------
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.a, self.b = nn.Linear(base_layer.in_features, 2), nn.Linear(2, base_layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+def with_adapter() -> PreTrainedModel:
+    model = build("nothing")
+    model.lm_head = LoraLinear(model.lm_head)
+    return model
+
+
+def quantized() -> PreTrainedModel:
+    model = build("nothing")
+    model.lm_head = torch.ao.nn.quantized.dynamic.Linear(16, V)
+    return model
+
+
+def with_weight_norm() -> PreTrainedModel:
+    model = build("nothing")
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    return model
+
+
+def with_replaced_forward() -> PreTrainedModel:
+    model = build("nothing")
+    model.forward = torch.no_grad()(model.forward)
+    return model
+
+
+BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.DataParallel(build("nothing")), TypeError, "got DataParallel: patch the model before wrapping"),
+        (lambda: BartForConditionalGeneration(BartConfig(**BART)), ValueError, "is an encoder-decoder"),
+        (lambda: LlamaModel(LlamaConfig(**SIZES)), ValueError, "LlamaModel has no lm_head"),
+        (with_adapter, ValueError, "has an adapter .*LoraLinear"),
+        (quantized, ValueError, "is a torch.*quantized.*Linear"),
+        (with_weight_norm, ValueError, "is a torch.*ParametrizedLinear"),
+        (lambda: patch_lm_head(build("nothing")), ValueError, "patched already"),
+        (with_replaced_forward, ValueError, "forward of LlamaForCausalLM was replaced"),
+    ],
+)
+def test_what_cannot_be_patched(make, error, message):
+    model = make()
+    before = type(model)
+    with pytest.raises(error, match=message):
+        patch_lm_head(model)
+    assert type(model) is before
+
+
+def test_unknown_transform_of_the_logits():
+    model, inputs = build("divided"), batch()
+    model.config.logits_scaling = 1.0
+    patch_lm_head(model)
+    model.config.logits_scaling = 3.0
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"GraniteForCausalLM turns raw logits .* logit_scale=1\.0"):
+            model(**inputs, logprob_targets=next_tokens(**inputs))
+    assert model(**inputs).logits.shape == (2, 7, V)
+
+
+def test_what_a_call_with_targets_refuses():
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    targets = next_tokens(**inputs)
+    with pytest.raises(ValueError, match="labels and logprob_targets"):
+        model(**inputs, logprob_targets=targets, labels=targets)
+    with pytest.raises(ValueError, match="loss_fn needs logprob_targets"):
+        model(**inputs, loss_fn=lambda logprob, _: logprob)
+    with pytest.raises(ValueError, match=r"target_T of shape \(14,\)"):
+        model(**inputs, logprob_targets=targets[:, 1:])
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
+    with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
+        patch_lm_head(experts)(**inputs, logprob_targets=targets)
+    result = experts(**inputs, logprob_targets=targets, output_router_logits=False)
+    expected, _ = plain_logprob(experts(**inputs).logits, targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
+
+
+def test_ops_need_torch_alone():
+    code = (
+        "import sys, rlft_fast.ops; assert 'transformers' not in sys.modules and 'rlft_fast.models' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

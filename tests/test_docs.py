@@ -1,0 +1,59 @@
+"""The examples of the documentation run, from top to bottom."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.distributed import run_distributed
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = re.compile(r"^```python(?P<torchrun> torchrun)?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run_examples(path: Path, names: dict[str, Any], *, torchrun: bool = False) -> None:
+    """Runs the file's Python blocks in one namespace: those marked torchrun, or the others."""
+    text = path.read_text()
+    blocks = [match for match in EXAMPLE.finditer(text) if bool(match["torchrun"]) == torchrun]
+    assert blocks, f"no examples found in {path}"
+    for block in blocks:
+        lines_before = text[: block.start("code")].count("\n")  # an error then names the line of the document
+        exec(compile("\n" * lines_before + block["code"], str(path), "exec"), names)
+
+
+def test_readme():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    names = {
+        "torch": torch, "model": model, "lm_head": model.lm_head, "hidden": torch.randn(6, 16, requires_grad=True),
+        "target": torch.randint(0, 50, (6,)), "advantage": torch.randn(6), "weight": torch.ones(6),
+        "old_logprob": torch.full((6,), -4.0), "input_ids": torch.randint(0, 50, (2, 5)),
+        "targets": torch.randint(0, 50, (2, 5)),
+    }  # fmt: skip
+    run_examples(ROOT / "README.md", names)
+    torch.testing.assert_close(names["fused"].logprob, names["logprob"], rtol=0, atol=1e-5)
+
+
+def test_ops(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)  # the Trainer makes a folder for its output
+    names: dict[str, Any] = {}
+    run_examples(ROOT / "docs" / "ops.md", names)
+
+
+def torchrun_examples(rank: int) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    run_examples(ROOT / "docs" / "ops.md", names, torchrun=True)
+    assert names["result"].logprob.shape == names["result"].entropy.shape == (2, 7)
+    assert names["norm"] > 0
+
+
+@pytest.mark.dist
+def test_ops_under_fsdp2():
+    run_distributed(torchrun_examples, 2)
