@@ -56,7 +56,9 @@ struct Tile {
 // stays NaN: the comparisons are written so that NaN fails them.
 RLFT_INLINE float exp_nonpositive(float exponent) {
   const float x = exponent < kMinExponent ? kMinExponent : exponent;
-  const float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // round to nearest, vectorises everywhere
+  // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits: vectorises everywhere, defined for NaN.
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -65,7 +67,7 @@ RLFT_INLINE float exp_nonpositive(float exponent) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const float result = p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  const float result = p * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127) << 23);
   return exponent < kMinExponent ? 0.0f : result;
 }
 
