@@ -28,7 +28,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kVector = 4;                         // floats of one 16-byte access
 constexpr int kPerThread = 8;                      // two of them
-constexpr int64_t kBlock = kThreads * kPerThread;  // columns; _GPU_COLUMN_MULTIPLE in ops/tiled_logprob.py
+constexpr int64_t kBlock = kThreads * kPerThread;  // columns; _GPU_COLUMN_MULTIPLE in ops/tiles.py
 constexpr float kMinExponent = -87.0f;             // exp(-87) is the smallest normal float
 
 struct Tile {

@@ -1,6 +1,6 @@
 """Log-probabilities straight from hidden states: the vocabulary projection without its logits.
 
-The public face: checks, backends, and which of the four algorithms of `rlft_fast.ops.tiled_logprob` runs.
+The public face: checks, backends, and which of the algorithms of `tiled_logprob` and `tiled_loss` runs.
 
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary.
 """
@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlft_fast.ops import reference
+from rlft_fast.ops import tiled_logprob as tiled_logprob  # registers its ops
 from rlft_fast.ops._library import has_cuda_kernels
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.tiled_logprob import compiled_handle, loss_functions, rebase_targets
+from rlft_fast.ops.tiled_loss import compiled_handle, loss_functions
+from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, rebase_targets
 
 
 def linear_logprob(
@@ -149,8 +151,8 @@ def linear_logprob_loss(
         active_index: see there.
         vocab_group: see there.
         backend: see there.
-        workspace_mib: see there; whole rows of logits must fit. None for 64 on the CPU; on a GPU as much as a float32
-            accumulator of dweight would take, which is not needed then, or 1024.
+        workspace_mib: see there; whole rows of logits must fit. None for 64 on the CPU; on a GPU for the
+            dlogits of all rows, or as much as the float32 accumulator of dweight takes that is then not needed.
 
     Returns:
         ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
@@ -218,11 +220,12 @@ def _needs_grad(*inputs: Tensor | None) -> list[bool]:
 
 
 def _loss_workspace_mib(hidden: Tensor, weight: Tensor) -> int:
+    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare."""
     if not hidden.is_cuda:
         return 64
-    accumulator_bytes = 4 * weight.numel()
-    logits_bytes = 2 * hidden.shape[0] * weight.shape[0] + 4 * 512 * weight.shape[0]
-    return max(min(accumulator_bytes, logits_bytes) // 2**20, 1024)
+    chunk_bytes = 4 * GPU_LOGIT_ROWS * weight.shape[0]
+    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * weight.shape[0]
+    return -(-(chunk_bytes + min(grad_bytes, 4 * weight.numel())) // 2**20)
 
 
 def _check_row_fits(weight: Tensor, workspace_mib: int) -> None:

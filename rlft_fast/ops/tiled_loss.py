@@ -1,0 +1,240 @@
+"""`linear_logprob_loss`: the loss is known per token, so gradients are finished in the forward, in three GEMMs.
+
+Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops.reference import LossFunction
+from rlft_fast.ops.tiles import (
+    GPU_LOGIT_ROWS,
+    THREAD_TILE_COLUMNS,
+    Gradients,
+    Head,
+    Rows,
+    Stats,
+    Sums,
+    empty_gradients,
+    float_bias,
+    in_huge_pages,
+    multiply,
+    operand,
+    per_token_results,
+    rounded_rows,
+    row_chunks,
+    scatter_gradients,
+)
+
+loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
+
+
+@torch.compiler.assume_constant_result
+def compiled_handle(loss_fn: LossFunction) -> int:
+    """A handle that lives as long as the process, as the compiled graph that holds it may."""
+    handle = id(loss_fn)
+    loss_functions[handle] = loss_fn
+    return handle
+
+
+# ---- two ways to cut the work --------------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """Active rows whose logits are in memory at once, and where they stand among those of their group."""
+
+    rows: slice
+    in_group: slice
+
+
+class _ThreadTiles:
+    """On the CPU: each thread takes whole tiles of a chunk, GEMMs and all. dlogits replace the logits."""
+
+    def __init__(self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+        self.head, self.grads = head, grads
+        limit = rounded_rows(workspace_mib * 2**20 // (4 * head.vocab), hidden)
+        self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(num_rows, limit, hidden)]
+        self.logits = in_huge_pages(hidden.new_empty(min(limit, num_rows) * head.vocab, dtype=torch.float32))
+        self.sums = grads.accumulators(in_float=True)
+
+    def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
+        torch.ops.rlft_fast.logprob_chunk_stats_(*self._problem(rows), *sums)
+
+    def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, *upstream: Tensor | None) -> None:
+        grad_rows = torch.empty_like(rows.hidden_RD) if self.grads.hidden.numel() else None
+        torch.ops.rlft_fast.logprob_chunk_grad_(
+            *self._problem(rows), *upstream, grad_rows, *self.sums, chunk.rows.start > 0
+        )
+        if grad_rows is not None:
+            self.grads.set_hidden(index, grad_rows, self.head)
+
+    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+        """Every chunk has finished its gradients."""
+
+    def _problem(self, rows: Rows) -> tuple[Any, ...]:
+        return (
+            rows.hidden_RD, self.head.weight_VD, self.logits, THREAD_TILE_COLUMNS, rows.target_R,
+            self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale,
+        )  # fmt: skip
+
+
+class _LargeGemms:
+    """On a GPU: logits of a few rows at a time become dlogits, and those of a whole group of chunks two large GEMMs.
+
+    A group of all rows needs no float32 accumulator of dweight, which is as large as the dlogits of 2 D rows.
+    """
+
+    def __init__(self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+        self.head, self.grads = head, grads
+        self.weight = operand(head.weight_VD)
+        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // head.vocab)
+        self.groups = [
+            [
+                _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
+                for rows in row_chunks(group.stop - group.start, limit, hidden)
+            ]
+            for group in row_chunks(num_rows, group_limit, hidden)
+        ]
+        self.grad_logits = hidden.new_empty(min(group_limit, num_rows), head.vocab, dtype=self.weight.dtype)
+        self.logits = None  # results replace them
+        if self.weight.dtype != torch.float32:
+            self.logits = hidden.new_empty(min(limit, num_rows), head.vocab, dtype=torch.float32)
+        self.sums = grads.accumulators(in_float=len(self.groups) > 1)
+
+    def _limits(self, like: Tensor, column_bytes: int) -> tuple[int, int]:
+        """Most rows of a chunk and of a group, in so many bytes per column of the logits."""
+        if self.weight.dtype == torch.float32:
+            limit = rounded_rows(column_bytes // 4, like)
+            return limit, limit
+        size = self.weight.dtype.itemsize
+        limit = rounded_rows(min(column_bytes // (4 + size), GPU_LOGIT_ROWS), like)
+        return limit, max((column_bytes - 4 * limit) // (size * limit), 1) * limit
+
+    def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
+        logits, _ = self._memory(chunk)
+        multiply(rows.hidden_RD, self.weight.T, out=logits)
+        self.head.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
+
+    def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, *upstream: Tensor | None) -> None:
+        logits, grad_logits = self._memory(chunk)
+        self.head.kernels.logprob_grad_(*self._tile(logits, rows), *upstream, grad_logits)
+
+    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+        grad_logits = self.grad_logits[: group[-1].in_group.stop]
+        if self.grads.hidden.numel():
+            dtype = torch.float32 if self.head.group else self.grads.hidden.dtype  # shards are added in float32
+            grad_rows = torch.empty_like(hidden_RD, dtype=dtype)
+            multiply(grad_logits, self.weight, out=grad_rows)
+            self.grads.set_hidden(index, grad_rows, self.head)
+        weight_sum, bias_sum = self.sums
+        accumulate = group[0].rows.start > 0
+        if weight_sum is not None:
+            multiply(grad_logits.T, hidden_RD, out=weight_sum, accumulate=accumulate)
+        if bias_sum is not None:
+            column_sums = grad_logits.sum(0, dtype=torch.float32)
+            bias_sum.add_(column_sums) if accumulate else bias_sum.copy_(column_sums)
+
+    def _memory(self, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+        """(logits, dlogits) of a chunk."""
+        grad_logits = self.grad_logits[chunk.in_group]
+        return (grad_logits if self.logits is None else self.logits[: len(grad_logits)]), grad_logits
+
+    def _tile(self, logits: Tensor, rows: Rows) -> tuple[Any, ...]:
+        return logits, rows.target_R, 0, self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rlft_fast::linear_logprob_loss", mutates_args=())
+def _linear_logprob_loss(
+    hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
+    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
+    return_entropy: bool, needs_grad: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
+    hidden = hidden.detach()
+    head = Head(weight.detach(), float_bias(bias), softcap, scale, backend, group)
+    grads = Gradients.allocate(hidden, weight, bias, needs_grad)
+    algorithm = _ThreadTiles if backend == "native" and hidden.device.type == "cpu" else _LargeGemms
+    work = algorithm(head, grads, hidden, active_index.shape[0], workspace_mib)
+    logprob, entropy, *_ = per_token_results(hidden, return_entropy, False, False)
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    for chunks in work.groups:
+        for chunk in chunks:
+            index = active_index[chunk.rows]
+            rows = Rows.gather(hidden, target, inv_temperature, index)
+            sums = Sums.of_nothing(rows, return_entropy)
+            work.stats(chunk, rows, sums)
+            stats = sums.finish(head)
+            loss_R, d_logprob, d_entropy = _differentiate(
+                loss_functions[loss_fn], stats, [values[index] for values in per_token]
+            )
+            loss += loss_R.sum()
+            logprob[index] = stats.logprob
+            if stats.entropy is not None:
+                entropy[index] = stats.entropy
+            if any(needs_grad):
+                work.grad(
+                    chunk, rows, index, stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy
+                )  # fmt: skip
+        if any(needs_grad):
+            index = active_index[chunks[0].rows.start : chunks[-1].rows.stop]
+            work.finish(chunks, operand(hidden[index]), index)
+    grads.round_from(*work.sums, empty=not work.groups)
+    return loss, logprob, entropy, grads.hidden, grads.weight, grads.bias
+
+
+def _differentiate(
+    loss_fn: LossFunction, stats: Stats, per_token: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per-row losses and their derivatives in logprob and entropy."""
+    # An op's kernel runs below autograd, which is switched off for this thread; the loss needs it back.
+    functionality = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(functionality, False), torch.enable_grad():
+        logprob = stats.logprob.detach().requires_grad_()
+        entropy = None if stats.entropy is None else stats.entropy.detach().requires_grad_()
+        loss_R = loss_fn(logprob, entropy, *per_token)
+        if loss_R.shape != logprob.shape:
+            raise ValueError(
+                f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_R.shape)}: "
+                "do not reduce inside it"
+            )
+        variables = [logprob] if entropy is None else [logprob, entropy]
+        if not loss_R.requires_grad:
+            return loss_R, torch.zeros_like(stats.logprob), None
+        grads = torch.autograd.grad(loss_R.sum(), variables, allow_unused=True)
+    d_logprob = torch.zeros_like(stats.logprob) if grads[0] is None else grads[0].contiguous()
+    d_entropy = grads[1].contiguous() if entropy is not None and grads[1] is not None else None
+    return loss_R.detach(), d_logprob, d_entropy
+
+
+@_linear_logprob_loss.register_fake
+def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, backend, group,
+      workspace_mib, return_entropy, needs_grad):  # fmt: skip
+    scalar = hidden.new_empty((), dtype=torch.float32)
+    logprob, entropy, *_ = per_token_results(hidden, return_entropy, False, False)
+    return scalar, logprob, entropy, *empty_gradients(hidden, weight, bias, needs_grad)
+
+
+def _save_gradients(ctx, inputs, output) -> None:
+    *_, d_hidden, d_weight, d_bias = output
+    ctx.needs, ctx.num_per_token = inputs[-1], len(inputs[6])
+    ctx.save_for_backward(d_hidden, d_weight, d_bias)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or backward is handed zeros of dweight's size for the outputs without gradient
+
+
+def _scale_gradients(ctx, grad_loss, *_):
+    # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
+    # therefore raises autograd's "modified by an inplace operation".
+    grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
+    d_hidden, d_weight, _, _, d_bias = scatter_gradients(grads, ctx.needs, num_inputs=5)
+    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 8)
+
+
+_linear_logprob_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
