@@ -236,7 +236,7 @@ def _merge_shards(group: str, own: Sums) -> Sums:
     factor = down.exp()
     sums = {
         "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
-        "seen": own.target_logit.isfinite().float(),
+        "seen": own.target_logit.isnan().logical_not().float(),
         "sum_exp": own.sum_exp * factor,
     }
     if own.shift is not None:
