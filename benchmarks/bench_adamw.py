@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import Variant
+from benchmarks.harness import DEVICE, Variant, synchronise
 from benchmarks.ways import OURS
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_NORM = 1.0
 FUSED, FOREACH = "torch, fused", "torch, foreach"
 # (layers, hidden size, vocabulary) by task.
@@ -52,7 +51,7 @@ def _ours(parameters: list[nn.Parameter]) -> Callable[[], None]:
     def run() -> None:
         coefficient, found_inf = clip_coefficient(grad_norm(parameters), MAX_NORM)
         optimizer.step(coefficient=coefficient, found_inf=found_inf)
-        _synchronise()
+        synchronise()
 
     return run
 
@@ -64,16 +63,11 @@ def _torchs(**options: bool) -> Callable[[list[nn.Parameter]], Callable[[], None
         def run() -> None:
             nn.utils.clip_grad_norm_(parameters, MAX_NORM)
             optimizer.step()
-            _synchronise()
+            synchronise()
 
         return run
 
     return build
-
-
-def _synchronise() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 WAYS = {OURS: _ours, FUSED: _torchs(fused=True), FOREACH: _torchs(foreach=True)}

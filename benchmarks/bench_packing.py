@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Variant
+from benchmarks.harness import DEVICE, Variant, synchronise
 from benchmarks.ways import OURS
 from rlft_fast.ops import packing
 
 B, L, D = 64, 2048, 576
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPERATORS = ("unpad", "pad")
 MICRO_BATCHES = 10  # of a step: one alone takes no longer than what the first call in cold caches does besides
 STEP = (f"unpad {MICRO_BATCHES} micro-batches", f"pad {MICRO_BATCHES} micro-batches")
@@ -127,8 +126,7 @@ def _repeated(run: Callable[[], object]) -> Callable[[], object]:
 def _synchronised(run: Callable[[], object]) -> Callable[[], object]:
     def wait() -> object:
         output = run()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
+        synchronise()
         return output
 
     return wait

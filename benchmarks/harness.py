@@ -198,6 +198,12 @@ def _device_seconds_of(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def synchronise() -> None:
+    """Waits for the device, if there is one: what pytest-benchmark times has to include its work."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def extra_bytes_of(run: Callable[[], object]) -> int:
     """Peak bytes beyond inputs and outputs of one run."""
     gc.collect()

@@ -48,11 +48,16 @@ def softmax_logits(
         z = hidden_TD.to(dtype) @ weight_VD.to(dtype).T
     if bias_V is not None:
         z = z + bias_V.to(dtype)
+    return transform_logits(z, temperature, softcap, logit_scale)
+
+
+def transform_logits(z: Tensor, temperature: float | Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    """What scale, soft-cap and temperature, one number or (T,), make of raw logits (T, *) with their bias."""
     z = z * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(dtype).unsqueeze(-1)
+        temperature = temperature.to(z.dtype).unsqueeze(-1)
     return z / temperature
 
 

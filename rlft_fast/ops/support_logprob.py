@@ -14,7 +14,7 @@ Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.reference import LinearLogprob
+from rlft_fast.ops.reference import LinearLogprob, transform_logits
 
 
 def support_logprob(
@@ -63,10 +63,7 @@ def support_logprob(
     z = torch.ops.rlft_fast.support_logits(hidden_TD, weight_VD, ids_TK, workspace_mib)
     if bias_V is not None:
         z = z + bias_V[ids_TK].float()
-    z = z * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    z = transform_logits(z, temperature, softcap, logit_scale)
     active = target_T != ignore_index
     # A row without any token would give nan, and nan gradients to all: it gets a finite one that nothing reads.
     z = z.masked_fill(~kept_TK & (active & kept_TK.any(-1)).unsqueeze(-1), -torch.inf)

@@ -72,7 +72,7 @@ class _ThreadTiles:
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.head)
 
-    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+    def finish(self, group: list[_Chunk], hidden: Tensor, index: Tensor) -> None:
         """Every chunk has finished its gradients."""
 
     def _problem(self, rows: Rows) -> tuple[Any, ...]:
@@ -123,7 +123,8 @@ class _LargeGemms:
         logits, grad_logits = self._memory(chunk)
         self.head.kernels.logprob_grad_(*self._tile(logits, rows), *upstream, grad_logits)
 
-    def finish(self, group: list[_Chunk], hidden_RD: Tensor, index: Tensor) -> None:
+    def finish(self, group: list[_Chunk], hidden: Tensor, index: Tensor) -> None:
+        hidden_RD = operand(hidden[index])
         grad_logits = self.grad_logits[: group[-1].in_group.stop]
         if self.grads.hidden.numel():
             dtype = torch.float32 if self.head.group else self.grads.hidden.dtype  # shards are added in float32
@@ -184,7 +185,7 @@ def _linear_logprob_loss(
                 )  # fmt: skip
         if any(needs_grad):
             index = active_index[chunks[0].rows.start : chunks[-1].rows.stop]
-            work.finish(chunks, operand(hidden[index]), index)
+            work.finish(chunks, hidden, index)
     grads.round_from(*work.sums, empty=not work.groups)
     return loss, logprob, entropy, grads.hidden, grads.weight, grads.bias
 
