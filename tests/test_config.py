@@ -17,7 +17,8 @@ FULL = MINIMAL | {
     "data": {"path": "train.jsonl", "system_prompt": "Only the number: 1e5"},
     "reward": {"function": "rewards.py:score"},
     "algorithm": {"advantage": "gae", "kl_in": "reward", "kl_coef": 0.05},
-    "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}},
+    "actor": {"lora": {"rank": 8}},
+    "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
     "evaluation": {"path": "test.jsonl", "every": 5},
 }
 

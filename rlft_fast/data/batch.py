@@ -7,7 +7,7 @@ positions: index t speaks about the prediction made *at* position t, that is, ab
 import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -207,6 +207,18 @@ class Batch:
         if self.multi_modal_inputs is not None:
             fields["multi_modal_inputs"] = {k: [v[i] for i in index_B] for k, v in self.multi_modal_inputs.items()}
         return self.replace(**fields)
+
+    def asking_at_the_end(self) -> "Batch":
+        """The same sequences with one position active in each: the last. For models that judge whole sequences.
+
+        A position is active if the next token is of interest, so each sequence gets one token more, which nothing
+        depends on and which therefore never runs.
+        """
+        bounds = self.cu_seqlens.tolist()
+        sequences = [self.input_ids_T[begin:end].tolist() for begin, end in pairwise(bounds)]
+        return Batch.from_samples(
+            sequences, [sequence[-1:] for sequence in sequences], multi_modal_inputs=self.multi_modal_inputs
+        )
 
     def replace(self, **fields: Any) -> Self:
         """A batch with the named fields exchanged, checked like any other."""

@@ -1,7 +1,10 @@
 """The process group, and the two collectives that trainers need besides FSDP's own. One process is world size 1."""
 
+import json
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +49,27 @@ def get_world_size() -> int:
 def get_device() -> torch.device:
     """This process's device: its GPU where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def require_agreement(what: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError on every rank if ranks hold different values, which would end in a hang or in nonsense.
+
+    Args:
+        what: for the message.
+        values: by name, JSON values only.
+    """
+    if get_world_size() == 1:
+        return
+    own = torch.tensor(list(json.dumps(dict(values), sort_keys=True).encode()), dtype=torch.uint8)
+    first, *others = (json.loads(bytes(part.tolist())) for part in all_gather_ragged(own.to(get_device())))
+    differences = [
+        f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank 0"
+        for rank, other in enumerate(others, start=1)
+        for name in sorted(first.keys() | other.keys())
+        if other.get(name) != first.get(name)
+    ]
+    if differences:
+        raise ValueError(f"the processes disagree on the {what}: {'; '.join(differences[:3])}. Give all the same")
 
 
 def barrier() -> None:

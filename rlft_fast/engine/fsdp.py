@@ -1,42 +1,36 @@
-"""``FSDPEngine``: one class for actor, reference and critic. A model, a head, and an optimizer if it trains.
+"""``FSDPEngine``: one class for actor, reference, critic and reward model: a model, a head, an optimizer if it trains.
 
 Every rank is given the same whole batch on the CPU; ranks split only the compute. Each plans the batch alone (the plan
 is a pure function), runs its own micro-batches, and results are gathered. Losses are plain sums of weighted tokens, so
 the gradient does not depend on micro-batches, their order, or the number of ranks.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
-from rlft_fast.engine.distributed import (
-    all_gather_ragged,
-    all_reduce,
-    ensure_process_group,
-    get_device,
-    get_rank,
-    get_world_size,
-)
+from rlft_fast.engine.build import Head, build_model, require_same_model, shard
+from rlft_fast.engine.distributed import all_gather_ragged, all_reduce, get_device, get_rank, get_world_size
 from rlft_fast.engine.forward import active_fields, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
-from rlft_fast.models import PolicyModel, ValueModel, load_critic, load_policy
+from rlft_fast.engine.wrap import describe_units, reshard
+from rlft_fast.models import PolicyModel, RLModel, adapter_parameters, disabled_lora, load, low_rank_factors
+from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_weights
 
-Output = Literal["logprob", "entropy", "value"]
+Output = Literal["logprob", "entropy", "value", "score"]
+_OUTPUTS: dict[Head, tuple[Output, ...]] = {
+    "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),
+}  # fmt: skip
 
 
 class Loss(Protocol):
@@ -57,14 +51,15 @@ class FSDPEngine:
 
     Args:
         path: folder of the model's configuration and weights.
-        config: compute dtype, token cap and optimizer.
-        head: "logprob" for a policy or reference, "value" for a critic.
+        config: dtypes, sharding, token cap and optimizer.
+        head: "logprob" for a policy or reference, "value" for a critic, "score" for a reward model.
         num_training_steps: optimizer steps of the whole run, for the schedule; None: the model is frozen.
         temperature: sampling temperature of the log-probabilities.
 
     Attributes:
         step: optimizer steps taken.
         skipped_steps: steps left out because the gradient norm was not finite.
+        units: a table of the FSDP units.
     """
 
     def __init__(
@@ -72,7 +67,7 @@ class FSDPEngine:
         path: str,
         config: EngineConfig,
         *,
-        head: Literal["logprob", "value"] = "logprob",
+        head: Head = "logprob",
         num_training_steps: int | None = None,
         temperature: float = 1.0,
     ) -> None:
@@ -84,42 +79,100 @@ class FSDPEngine:
         self.device = get_device()
         self.step = 0
         self.skipped_steps = 0
-        self.model: PolicyModel | ValueModel
+        self.units = ""
+        self.model: RLModel
         self.optimizer: FusedAdamW | None = None
+        self._users = 0  # phases that need the model on the device now
 
     def initialize(self) -> "FSDPEngine":
-        """Loads the weights, shards them, and builds the optimizer. Returns the engine itself.
+        """Builds the model without memory, shards it, loads this rank's slices, and builds the optimizer.
+
+        Returns:
+            The engine itself.
 
         Raises:
-            ValueError: the model folder cannot be used.
+            ValueError: the model folder cannot be used, its weights do not fit its configuration, ranks disagree on
+                the model or the configuration, or the shard size does not fit the number of ranks.
         """
-        if self.head == "logprob":
-            self.model = load_policy(self.path, self.config.workspace_mib)
-        else:
-            self.model = load_critic(self.path)
-        self.model.requires_grad_(self.num_training_steps is not None)
-        self.model.to(self.device)
-        if get_world_size() > 1 or self.config.compute_dtype != "float32":
-            self._shard()
-        if self.num_training_steps is not None:
+        require_same_model(self.path, self.config, self.head, self.num_training_steps)
+        self.model = build_model(self.path, self.config, self.head, trains=self.trains)
+        units = shard(self.model, self.config, self.device, trains=self.trains)
+        self.units = describe_units(self.model, units)
+        load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
+        if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
+            self._load_masters(self.optimizer)
+        if self.config.offload_between_phases:
+            self.to("cpu")
         return self
 
-    def _shard(self) -> None:
-        """One FSDP unit per decoder block; the root holds the rest, so tied embedding and head stay one parameter."""
-        ensure_process_group()
-        mesh = init_device_mesh(self.device.type, (get_world_size(),), mesh_dim_names=("shard",))
-        dtype = getattr(torch, self.config.compute_dtype)
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            # Inputs keep their dtype: hidden states are in `dtype` already, and the loss needs its fields in float32.
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        }
-        for block in decoder_blocks(self.model):
-            fully_shard(block, **options)
-        fully_shard(self.model, **options)
-        if isinstance(self.model, PolicyModel):
-            register_fsdp_forward_method(self.model, "generate")
+    @property
+    def trains(self) -> bool:
+        return self.num_training_steps is not None
+
+    def _load_masters(self, optimizer: FusedAdamW) -> None:
+        """float32 masters of bfloat16 weights come from the files too: made from the weights they would be rounded."""
+        if self.config.param_dtype == "bfloat16" and self.config.lora is None:
+            optimizer.initialize_state()
+            tensors = checkpoint_tensors(self.model.pretrained).items()
+            masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors if tensor.requires_grad}
+            load_weights(self.path, self.model.pretrained, into=masters)
+
+    # ---- where it lives -----------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str, *, params: bool = True, optimizer: bool = True) -> None:
+        """Moves weights, and optimizer state, to the engine's device or the CPU; what they held there is freed.
+
+        Args:
+            device: where to.
+            params: move the weights.
+            optimizer: move the optimizer's state.
+        """
+        if params:
+            self.model.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for key, tensor in state.items():
+                    state[key] = tensor.to(device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # other processes and vLLM see only what the allocator gives back
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """A phase in which weights and optimizer state are on the device; `train_step` opens its own if none is."""
+        with self._phase(optimizer=True):
+            yield
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """A phase in which the weights are on the device; `infer` and `score` open their own if none is."""
+        with self._phase(optimizer=False):
+            yield
+
+    @contextlib.contextmanager
+    def _phase(self, optimizer: bool) -> Iterator[None]:
+        if not self.config.offload_between_phases:
+            yield
+            return
+        self.to(self.device, optimizer=optimizer)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                self.to("cpu")
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """The model without its adapters, which is the reference of a LoRA run.
+
+        Raises:
+            ValueError: the engine has no adapters.
+        """
+        if self.config.lora is None or not isinstance(self.model, PolicyModel):
+            raise ValueError("this engine has no adapters to disable: set lora in its configuration")
+        return disabled_lora(self.model)
 
     # ---- inference ----------------------------------------------------------------------------------------------
 
@@ -129,7 +182,7 @@ class FSDPEngine:
 
         Args:
             batch: the whole batch, the same on every rank, on the CPU.
-            outputs: "logprob" and "entropy" of a policy, or "value" of a critic.
+            outputs: "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model.
 
         Returns:
             For each output a (T,) float32 tensor on the CPU in the order of the batch, 0 outside ``loss_mask_T``.
@@ -140,20 +193,36 @@ class FSDPEngine:
         self._check_outputs(outputs)
         plan = self._plan(batch)
         parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
-        for indices in plan.micro_batches(get_rank()):
-            micro_batch = batch.select(indices)
-            inputs = prepare_model_inputs(micro_batch, self.device)
-            if self.head == "value":
-                results = {"value": self.model(inputs)}
-            else:
-                results = self.model(
-                    inputs, temperature=self.temperature, return_entropy="entropy" in outputs
-                )._asdict()
-            for name in outputs:
-                parts[name].append(prepare_model_outputs(results[name], micro_batch))
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # the root keeps its weights gathered for a backward pass, which does not come here
+        with self.eval_mode():
+            for indices in plan.micro_batches(get_rank()):
+                micro_batch = batch.select(indices)
+                results = self._forward(micro_batch, outputs)
+                for name in outputs:
+                    parts[name].append(prepare_model_outputs(results[name], micro_batch))
+            reshard(self.model)
         return {name: self._gather(torch.cat(parts[name]), batch, plan) for name in outputs}
+
+    def _forward(self, micro_batch: Batch, outputs: Sequence[Output]) -> dict[str, Tensor]:
+        inputs = prepare_model_inputs(micro_batch, self.device)
+        if self.head == "logprob":
+            return self.model(inputs, temperature=self.temperature, return_entropy="entropy" in outputs)._asdict()
+        return {self.head: self.model(inputs)}
+
+    def score(self, batch: Batch) -> Tensor:
+        """Rewards of whole sequences by a reward model: what it says at each sequence's last token.
+
+        Args:
+            batch: the whole batch, the same on every rank, on the CPU; its masks do not matter.
+
+        Returns:
+            (B,) float32 on the CPU.
+
+        Raises:
+            ValueError: the head is not "score", or a sequence does not fit under the token cap with one token more.
+        """
+        asking = batch.asking_at_the_end()
+        scores_T = self.infer(asking, ("score",))["score"]
+        return scores_T[asking.loss_mask_T]
 
     def _gather(self, own_T: Tensor, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """Puts the ranks' results together and back into the order of the batch."""
@@ -167,7 +236,7 @@ class FSDPEngine:
         return plan_batch(batch, self.config.max_tokens, get_world_size())
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
-        possible = ("value",) if self.head == "value" else ("logprob", "entropy")
+        possible = _OUTPUTS[self.head]
         if unknown := [name for name in outputs if name not in possible]:
             raise ValueError(f"a {self.head} head gives {' and '.join(possible)}, not {', '.join(unknown)}")
 
@@ -195,11 +264,12 @@ class FSDPEngine:
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
         micro_batches = self._plan(batch).micro_batches(get_rank())
         totals: dict[str, Tensor] = {}
-        for i, indices in enumerate(micro_batches):
-            self._reduce_gradients(i == len(micro_batches) - 1)
-            _accumulate(totals, self._forward_backward(batch.select(indices), loss))
-        norm = grad_norm(self.model.parameters())
-        learning_rate = self._optimizer_step(norm)
+        with self.train_mode():
+            for i, indices in enumerate(micro_batches):
+                self._reduce_gradients(i == len(micro_batches) - 1)
+                _accumulate(totals, self._forward_backward(batch.select(indices), loss))
+            norm = grad_norm(self.model.parameters())
+            learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
@@ -243,22 +313,37 @@ class FSDPEngine:
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights one after the other, under the names of the Hugging Face model; tied ones once.
+        """Full weights one after the other, under the names of the Hugging Face model; tied ones once, adapters merged.
 
-        Every rank must iterate to the end: each sharded weight is gathered by all.
+        Every rank must iterate to the end: each sharded weight is gathered by all. Weights that have a float32 master
+        are given as that.
         """
-        module = self.model.model if isinstance(self.model, PolicyModel) else self.model
-        for name, parameter in module.named_parameters():
-            data = parameter.detach()
-            yield name, data.full_tensor() if isinstance(data, DTensor) else data
+        factors = low_rank_factors(self.model)
+        seen: set[int] = set()
+        for name, tensor in checkpoint_tensors(self.model.pretrained).items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            state = self.optimizer.state.get(tensor, {}) if self.optimizer is not None else {}
+            weight = _full(state.get("master", tensor.detach()))
+            if name in factors:
+                up, down, scale = factors[name]
+                weight = weight + (scale * (_full(up).float() @ _full(down).float())).to(weight.dtype)
+            yield name, weight
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Parameters and AdamW moments by name; they alias the engine's own (sharded) tensors."""
-        state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
+
+        With adapters only what they train: the rest is in the model's folder.
+        """
+        lora = self.config.lora is not None
+        parameters = adapter_parameters(self.model) if lora else dict(self.model.named_parameters())
+        state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
         if self.optimizer is not None:
             self.optimizer.initialize_state()
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in parameters.items():
                 moments = self.optimizer.state[parameter]
                 state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
         return state
@@ -270,10 +355,8 @@ class FSDPEngine:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
 
 
-def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: the elements of its longest module list."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -1,8 +1,17 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
 from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
-from rlft_fast.models.heads import LogprobHead, ModelInputs, PolicyModel, ValueModel
-from rlft_fast.models.loading import load_critic, load_policy, load_tokenizer
+from rlft_fast.models.heads import LogprobHead, ModelInputs, PolicyModel, RewardModel, RLModel, ValueModel
+from rlft_fast.models.loading import (
+    build_critic,
+    build_policy,
+    build_reward_model,
+    load,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+)
+from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
 from rlft_fast.models.patch import patch_lm_head
 
 __all__ = [
@@ -10,10 +19,20 @@ __all__ = [
     "LogprobHead",
     "ModelInputs",
     "PolicyModel",
+    "RLModel",
+    "RewardModel",
     "ValueModel",
+    "adapter_parameters",
+    "add_lora",
+    "build_critic",
+    "build_policy",
+    "build_reward_model",
+    "disabled_lora",
+    "load",
     "load_critic",
     "load_policy",
     "load_tokenizer",
+    "low_rank_factors",
     "packed_attention",
     "patch_lm_head",
 ]

@@ -67,6 +67,32 @@ class LogprobHead(nn.Module):
         self.options: dict[str, Any] = {
             "softcap": softcap, "logit_scale": logit_scale, "workspace_mib": workspace_mib,
         }  # fmt: skip
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 0.0
+        self.lora_enabled = True
+
+    def add_lora(self, rank: int, alpha: float) -> None:
+        """A low-rank adapter of the weight, without values yet; see `rlft_fast.models.lora`."""
+        options: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty(rank, self.weight.shape[1], **options))
+        self.lora_B = nn.Parameter(torch.empty(self.weight.shape[0], rank, **options))
+        self.lora_scale = alpha / rank
+
+    def enable_adapters(self, enabled: bool) -> None:
+        self.lora_enabled = enabled
+
+    def _adapted(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states and the weight to multiply, longer by the rank of the adapter.
+
+        [x, s A x] [W, B]^T is W x + s B A x without rounding a sum of W and B A, in which small updates would be lost.
+        """
+        if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
+            return hidden, self.weight
+        return (
+            torch.cat([hidden, self.lora_scale * linear(hidden, self.lora_A)], dim=-1),
+            torch.cat([self.weight, self.lora_B], dim=-1),
+        )
 
     def forward(
         self,
@@ -96,9 +122,10 @@ class LogprobHead(nn.Module):
         Raises:
             ValueError: shapes, devices or option values that do not fit.
         """
+        hidden, weight = self._adapted(hidden.to(self.weight.dtype))
         if target is None:
-            return linear(hidden, self.weight, self.bias)
-        arguments = (hidden.flatten(0, -2).to(self.weight.dtype), self.weight, target.flatten())
+            return linear(hidden, weight, self.bias)
+        arguments = (hidden.flatten(0, -2), weight, target.flatten())
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy, "active_index": active_index,
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
@@ -128,6 +155,10 @@ class PolicyModel(nn.Module):
         self.model = model
         self.head = LogprobHead(head.weight, head.bias, softcap, logit_scale, workspace_mib)
         model.set_output_embeddings(self.head)  # one module under both names
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.model
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
@@ -174,14 +205,45 @@ class ValueModel(nn.Module):
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1, dtype=torch.float32)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        size, device = backbone.config.get_text_config().hidden_size, next(backbone.parameters()).device
+        self.head = nn.Linear(size, 1, device=device, dtype=backbone.dtype)
+        self.initialize_head()
+
+    @torch.no_grad()
+    def initialize_head(self) -> None:
+        self.head.weight.zero_()
+        self.head.bias.zero_()
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.backbone
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
         hidden_TD = packed_hidden(self.backbone, inputs)
         return self.head(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+
+
+class RewardModel(nn.Module):
+    """A sequence classification model with one label, whose logit is the reward of the text up to a position."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.model
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """(A,) float32 rewards at the active positions."""
+        hidden_TD = packed_hidden(self.model.base_model, inputs)
+        score = cast(nn.Linear, self.model.score)
+        return score(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+
+
+RLModel = PolicyModel | ValueModel | RewardModel
+"""Each holds a transformers model, ``pretrained``, and is called with `ModelInputs`."""
 
 
 def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:

@@ -4,28 +4,30 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlft_fast.models.attention import PACKED_ATTENTION
-from rlft_fast.models.heads import PolicyModel, ValueModel
+from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
+from rlft_fast.models.lora import initialize_lora
+from rlft_fast.models.weights import build_on_meta, load_weights, materialize
 
 
-def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
-    """A causal language model in float32 on the CPU, with packed attention and a ``LogprobHead``.
+def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
+    """A causal language model with packed attention and a ``LogprobHead``, whose parameters have no memory yet.
 
     It is in eval mode and is trained so: with dropout the policy of an update would be another one than that which
     sampled and inferred, and the ratio between them not 1.
 
     Raises:
-        ValueError: the folder is missing or unreadable, its weights are damaged or incomplete, or it has no lm_head.
+        ValueError: the folder is missing or unreadable, or its model has no lm_head.
     """
     architectures = _read_config(path).architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
@@ -33,17 +35,59 @@ def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyMod
             f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} and has no lm_head: "
             "a policy must be a causal language model (...ForCausalLM)"
         )
-    return PolicyModel(_load(AutoModelForCausalLM, path), workspace_mib)
+    return PolicyModel(_build(AutoModelForCausalLM, path, dtype), workspace_mib)
+
+
+def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+    """The backbone of any text model with a new value head; parameters have no memory yet, in eval mode.
+
+    Raises:
+        ValueError: the folder is missing or unreadable.
+    """
+    return ValueModel(_build(AutoModel, path, dtype))
+
+
+def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> RewardModel:
+    """A sequence classification model with one label; parameters have no memory yet, in eval mode.
+
+    Raises:
+        ValueError: the folder is missing or unreadable, or its model is no classifier with one label.
+    """
+    config = _read_config(path)
+    architectures = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures) or config.num_labels != 1:
+        raise ValueError(
+            f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} with {config.num_labels} "
+            "labels: a reward model must be ...ForSequenceClassification with num_labels = 1"
+        )
+    return RewardModel(_build(AutoModelForSequenceClassification, path, dtype))
+
+
+def load(path: str | Path, model: RLModel, device: torch.device | str = "cpu") -> None:
+    """Gives a built model memory on a device (for this rank's shards, if it is sharded) and the weights of a folder.
+
+    Raises:
+        ValueError: weights are damaged, missing, of other shapes, or more than the model has a place for.
+    """
+    materialize(model, torch.device(device))
+    load_weights(path, model.pretrained)
+    initialize_lora(model)
+    if isinstance(model, ValueModel):
+        model.initialize_head()
+
+
+def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
+    """`build_policy` and `load`: a whole policy in float32 on the CPU."""
+    model = build_policy(path, workspace_mib=workspace_mib)
+    load(path, model)
+    return model
 
 
 def load_critic(path: str | Path) -> ValueModel:
-    """The backbone of any text model in float32 on the CPU, with a new value head; in eval mode like the policy.
-
-    Raises:
-        ValueError: the folder is missing or unreadable, or its weights are damaged or incomplete.
-    """
-    _read_config(path)
-    return ValueModel(_load(AutoModel, path))
+    """`build_critic` and `load`: a whole critic in float32 on the CPU."""
+    model = build_critic(path)
+    load(path, model)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -59,20 +103,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
-def _load(auto_class: Any, path: str | Path) -> PreTrainedModel:
+def _build(auto_class: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    config = _read_config(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
     try:
-        model, report = auto_class.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True,
-            local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"cannot load the model in {path}: {error}") from error
-    if unfit := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
-        raise ValueError(
-            f"the weights in {path} lack {len(unfit)} tensors of the shape that config.json asks for "
-            f"({', '.join(unfit[:3])}, ...): they would be random; save or download the model again"
-        )
-    return model.eval()
+        return build_on_meta(lambda: auto_class.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot build the model in {path}: {error}") from error
 
 
 def _read_config(path: str | Path):

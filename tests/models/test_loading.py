@@ -119,8 +119,36 @@ def test_incomplete_weights(load, folder):
 def test_weights_of_another_size(load, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
-    with pytest.raises(ValueError, match=r"lack 9 tensors.*layers\.0\.mlp\.down_proj\.weight"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.down_proj\.weight \(32, 48\) instead of \(32, 40\).* and 6 more"
+    ):
         load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_more_weights_than_the_config_has(load, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"hold model\.layers\.2.* of different models"):
+        load(folder)
+
+
+def test_config_of_another_architecture(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    )
+    with pytest.raises(ValueError, match=r"lack .*(q_norm|k_norm)"):
+        load_policy(folder)
+
+
+def test_missing_shard_of_a_sharded_model(tmp_path, folder):
+    policy = load_policy(folder)
+    policy.model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    lost = sorted((tmp_path / "sharded").glob("*-of-*.safetensors"))[0]
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"{lost.name} of model.safetensors.index.json are missing"):
+        load_policy(tmp_path / "sharded")
 
 
 def test_pickled_weights_are_not_read(folder):

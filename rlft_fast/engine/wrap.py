@@ -1,0 +1,158 @@
+"""Which modules become FSDP units: found by structure, so that a new architecture needs no new list.
+
+A unit's weights are gathered together, before it runs, and given back after. Units are the blocks that a model repeats
+(of text and vision), and the embedding and the head where they are not tied; the root holds what remains. Tied
+embedding and head stay in the root: two units would each own a copy, and train them apart.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+
+def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
+    """The modules to wrap, by name, in the order in which they run; the root is not among them.
+
+    Args:
+        model: contains a transformers model.
+        class_names: classes of the blocks; None: what the model itself declares (``_no_split_modules``), or else the
+            members of its module lists.
+
+    Raises:
+        ValueError: no module is of one of the classes.
+    """
+    blocks = _blocks(model, class_names)
+    units = blocks | _embedding_and_head(model, blocks)
+    return [(name, module) for name, module in model.named_modules() if name in units]
+
+
+def decoder_blocks(model: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The repeated blocks alone."""
+    return list(_blocks(model, class_names).values())
+
+
+def _blocks(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, nn.Module]:
+    declared = set(class_names) if class_names is not None else _declared(model)
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ in declared}
+    if class_names is not None and (unknown := declared - {type(module).__name__ for module in found.values()}):
+        repeated = sorted({type(module).__name__ for module in _list_members(model).values()})
+        raise ValueError(
+            f"wrap names {', '.join(sorted(unknown))}, of which this model has none; it repeats {', '.join(repeated)}"
+        )
+    return _outermost(found or _list_members(model))
+
+
+def _declared(model: nn.Module) -> set[str]:
+    """transformers keeps a list, a set or None, on the class; it is only read here."""
+    return {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module._no_split_modules or ()
+    }
+
+
+def _list_members(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        f"{name}.{key}": member
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for key, member in module.named_children()
+        if any(True for _ in member.parameters())
+    }
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Without those inside another, such as the experts of a block."""
+    return {
+        name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
+    }
+
+
+def _embedding_and_head(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    ends = () if pretrained is None else (pretrained.get_input_embeddings(), pretrained.get_output_embeddings())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(module is end for end in ends)
+        and not any(name.startswith(f"{block}.") for block in blocks)
+        and all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+    }
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    class_names: Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> list[tuple[str, nn.Module]]:
+    """Wraps a model's units and its root by FSDP2, in place; works on the meta device.
+
+    Args:
+        model: see `find_units`.
+        mesh: from `device_mesh`.
+        compute_dtype: dtype of gathered weights; gradients are reduced in float32.
+        class_names: see `find_units`.
+        reshard_after_forward: whether units give their gathered weights back between forward and backward. The last
+            one never does: its backward comes right after.
+        cpu_offload: keep shards, gradients and so the optimizer in CPU memory, and copy units as they run.
+
+    Returns:
+        The units.
+    """
+    units = find_units(model, class_names)
+    # Inputs keep their dtype: hidden states are in it already, and the loss needs its fields in float32.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for i, (_, unit) in enumerate(units):
+        reshard = reshard_after_forward and i < len(units) - 1
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=policy)
+    _prefetch([unit for _, unit in units])
+    return units
+
+
+def _prefetch(units: Sequence[nn.Module]) -> None:
+    """A block's weights are on their way while the one before it computes; backward in reverse.
+
+    Only among blocks of one kind: where images are missing no vision block runs, and none should be waited for.
+    """
+    for unit, following in pairwise(units):
+        if type(unit) is type(following):
+            assert isinstance(unit, FSDPModule)
+            assert isinstance(following, FSDPModule)
+            unit.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([unit])
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back all gathered weights: some are kept for a backward pass, which after inference does not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def describe_units(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> str:
+    """A table of the units: how many there are of each class, and what one of them holds."""
+    rows: dict[tuple[str, int], list[str]] = {}
+    inside: set[int] = set()
+    for name, unit in units:
+        parameters = list(unit.parameters())
+        inside |= {id(parameter) for parameter in parameters}
+        rows.setdefault((type(unit).__name__, sum(p.numel() for p in parameters)), []).append(name)
+    rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+    rows[(f"{type(model).__name__} (root)", rest)] = [""]
+    lines = [f"{'unit':32} {'count':>6} {'parameters each':>18}  first"]
+    lines += [f"{kind:32} {len(names):>6} {numel:>18,}  {names[0]}" for (kind, numel), names in rows.items()]
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen and B = 0 at first.
+
+peft puts them into the blocks. The head has its own (`LogprobHead.add_lora`), since its product is never formed whole.
+There is no dropout: with it the policy of an update would not be the one that sampled.
+"""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlft_fast.models.heads import LogprobHead, PolicyModel, RLModel, ValueModel
+from rlft_fast.models.weights import local_part
+
+_ADAPTER = "default"
+_HEAD = "lm_head"
+
+
+def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str]) -> None:
+    """Puts adapters beside the named linear layers, in place, and freezes everything else.
+
+    The adapters get their values from `initialize_lora`.
+
+    Args:
+        model: before sharding.
+        rank: of the update of each matrix.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: names as peft takes them; "lm_head" is the head.
+
+    Raises:
+        ImportError: peft is missing.
+        ValueError: no layer of that name, or a head that is tied to the embedding, which would have to change with it.
+    """
+    if _HEAD in target_modules and not isinstance(model, PolicyModel):
+        raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
+    if _HEAD in target_modules and _is_tied(model):
+        raise ValueError(
+            f"lora.target_modules has {_HEAD}, which in {type(model.pretrained).__name__} is tied to the embedding: "
+            "a merged model could not hold both; leave it out"
+        )
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'rlft_fast[lora]'") from error
+    targets = [name for name in target_modules if name != _HEAD]
+    if targets:
+        named = "all-linear" if targets == ["all-linear"] else targets
+        options = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=named)
+        try:
+            peft.inject_adapter_in_model(options, model.pretrained, _ADAPTER, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ValueError(
+                f"lora.target_modules {targets} do not fit {type(model.pretrained).__name__}: {error}"
+            ) from error
+    if _HEAD in target_modules and isinstance(model, PolicyModel):
+        model.head.add_lora(rank, alpha)
+    trained = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:
+    """What training with adapters changes: they, and a critic's head, which starts from nothing."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name or (isinstance(model, ValueModel) and name.startswith("head."))
+    }
+
+
+def _is_tied(model: RLModel) -> bool:
+    embedding = model.pretrained.get_input_embeddings()
+    return isinstance(model.head, LogprobHead) and getattr(embedding, "weight", None) is model.head.weight
+
+
+@torch.no_grad()
+def initialize_lora(model: nn.Module) -> None:
+    """A from its name's own random numbers, so that every sharding starts alike; B = 0."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.zero_()
+        elif "lora_A" in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform_ with a = sqrt(5), as in peft
+            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            local, region = local_part(parameter)
+            local.copy_(whole[region])
+
+
+@contextlib.contextmanager
+def disabled_lora(model: PolicyModel) -> Iterator[None]:
+    """The model as it was before its adapters."""
+    layers = [*_layers(model), model.head]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def low_rank_factors(model: RLModel) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """B, A and alpha / rank for every adapted weight, by its name in the checkpoint of the model without adapters."""
+    names = {id(module): name for name, module in model.pretrained.named_modules()}
+    factors = {
+        f"{names[id(layer)]}.weight": (
+            layer.lora_B[_ADAPTER].weight, layer.lora_A[_ADAPTER].weight, layer.scaling[_ADAPTER],
+        )
+        for layer in _layers(model)
+    }  # fmt: skip
+    if isinstance(model, PolicyModel) and model.head.lora_A is not None and model.head.lora_B is not None:
+        factors[f"{names[id(model.head)]}.weight"] = model.head.lora_B, model.head.lora_A, model.head.lora_scale
+    return factors
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """peft's layers; none without peft."""
+    return [module for module in model.modules() if hasattr(module, "lora_A") and not isinstance(module, LogprobHead)]

@@ -1,0 +1,244 @@
+"""Weights go from safetensors files straight into the shards of a model that was built without memory.
+
+    build_on_meta -> wrap by FSDP -> materialize: memory for this rank's shards -> load_weights: slices of files
+
+No rank ever holds a whole model. What a checkpoint calls its tensors, and which of them a parameter is made of (the
+experts of a layer become one tensor), transformers' own conversion mapping knows.
+"""
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import no_init_weights
+
+_SHOWN = 3  # names in an error message
+_RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
+
+
+def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """A transformers model whose parameters have no memory, but whose buffers (rotary frequencies, ...) are real."""
+    with _parameters_on_meta(), no_init_weights():  # parameters that nobody writes to never cost memory
+        model = build()
+    model.tie_weights()  # which no_init_weights left out, too
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.detach().to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Memory on a device for all parameters, or this rank's shards of them; buffers move there. Values are undefined.
+
+    Tied parameters stay tied.
+    """
+    created: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in created:
+                    empty = torch.empty_like(parameter, device=device)
+                    created[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = created[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._apply(lambda tensor: tensor, recurse=False)  # has FSDP look at its parameters again
+
+
+def load_weights(folder: str | Path, model: PreTrainedModel, into: dict[str, Tensor] | None = None) -> None:
+    """Reads this rank's slices of the weights in a folder; everything is checked before anything is read.
+
+    Args:
+        folder: with safetensors files.
+        model: sharded or not, with adapters or not; its parameters and persistent buffers are filled, in their dtypes.
+        into: fill these tensors instead, of the same shapes and placements, by the model's names; others are left out.
+
+    Raises:
+        ValueError: a file is missing or unreadable; tensors that the model needs are missing or have other shapes, or
+            there are tensors that it has no place for.
+    """
+    targets = checkpoint_tensors(model)
+    sources = _match(Path(folder), model, targets)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        files = {file: stack.enter_context(safe_open(file, "pt")) for file in _files(Path(folder))}
+        for name, source in sources.items():
+            _read(files, name, source, model, targets if into is None else into)
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names that they have in a checkpoint; not those of adapters."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    persistent = model.state_dict(keep_vars=True).keys()
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if "lora_" not in name}
+
+
+# ---- which stored tensors make which of the model's -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    key: str
+    file: Path
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a tensor of the model is made of: one stored tensor, or several by a converter, each with its pattern."""
+
+    converter: WeightConverter | None
+    parts: list[tuple[str, _Stored]] = field(default_factory=list)
+
+    def names(self, first: str) -> list[str]:
+        """All tensors that it makes; a converter may split one into several."""
+        if self.converter is None:
+            return [first]
+        patterns = self.converter.target_patterns
+        return [first.replace(patterns[0], pattern) for pattern in patterns]
+
+
+def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> dict[str, _Source]:
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, _Source] = {}
+    extra: list[str] = []
+    for stored in _stored(folder):
+        name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, targets)
+        if name in targets:
+            source = sources.setdefault(name, _Source(None if pattern is None else by_pattern[pattern]))
+            source.parts.append((pattern or stored.key, stored))
+        else:
+            extra.append(stored.key)
+    _check_complete(folder, targets, sources)
+    _check_shapes(folder, targets, sources)
+    _check_extra(folder, model, extra)
+    return sources
+
+
+def _check_complete(folder: Path, targets: dict[str, Tensor], sources: dict[str, _Source]) -> None:
+    made = {name for first, source in sources.items() for name in source.names(first)}
+    tied: dict[int, list[str]] = {}
+    for name, tensor in targets.items():
+        tied.setdefault(id(tensor), []).append(name)
+    missing = [names[0] for names in tied.values() if made.isdisjoint(names)]  # of tied ones any is stored
+    if missing:
+        raise ValueError(
+            f"the weights in {folder} lack {_some(missing)}, which config.json asks for: they would be random; "
+            "save or download the model again"
+        )
+
+
+def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _Source]) -> None:
+    pairs = [
+        (name, source.parts[0][1].shape, tuple(targets[name].shape))
+        for name, source in sources.items()
+        if source.converter is None
+    ]
+    if wrong := [f"{name} {stored} instead of {asked}" for name, stored, asked in pairs if stored != asked]:
+        raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {_some(wrong)}")
+
+
+def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str]) -> None:
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()] + [_RECOMPUTED]
+    extra = [key for key in extra if not any(pattern.search(key) for pattern in ignored)]
+    if model.base_model is model:  # a backbone may come from a model with a head
+        extra = [key for key in extra if key.startswith(f"{model.base_model_prefix}.")]
+    if extra:
+        raise ValueError(
+            f"the weights in {folder} hold {_some(extra)}, for which the {type(model).__name__} of config.json has no "
+            "place: weights and config.json are of different models"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _stored(folder: Path) -> Iterator[_Stored]:
+    for file in _files(folder):
+        try:
+            with safe_open(file, "pt") as tensors:
+                yield from (_Stored(key, file, tuple(tensors.get_slice(key).get_shape())) for key in [*tensors.keys()])
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot load the model in {folder}: {file.name}: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(
+            f"cannot load the model in {folder}: it holds no model.safetensors; save it with save_pretrained "
+            "(other formats are not read)"
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"cannot load the model in {folder}: {_some(absent)} of {index.name} are missing")
+    return [folder / name for name in names]
+
+
+def _read(
+    files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: dict[str, Tensor]
+) -> None:
+    if source.converter is None:
+        if first in targets:
+            stored = source.parts[0][1]
+            local, region = local_part(targets[first])
+            file = files[stored.file]
+            local.copy_(file.get_slice(stored.key)[region] if region else file.get_tensor(stored.key))
+        return
+    converter = copy.deepcopy(source.converter)
+    for pattern, stored in source.parts:
+        read = partial(files[stored.file].get_tensor, stored.key)
+        converter.add_tensor(first, stored.key, pattern, cast(Any, read))  # read when it converts
+    for name, whole in converter.convert(first, model=model, config=model.config).items():
+        if name in targets:
+            local, region = local_part(targets[name])
+            local.copy_((whole[0] if isinstance(whole, list) else whole)[region])
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This rank's part of a tensor, and the region of the whole that it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
