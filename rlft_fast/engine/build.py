@@ -9,13 +9,14 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.blocks import checkpoint_activations, compile_blocks
 from rlft_fast.engine.distributed import get_world_size, require_agreement
 from rlft_fast.engine.mesh import device_memory, device_mesh, resolve_shard_size
 from rlft_fast.engine.wrap import decoder_blocks, find_units, shard_model
-from rlft_fast.models import RLModel, add_lora, build_critic, build_policy, build_reward_model
+from rlft_fast.models import PolicyModel, RLModel, add_lora, build_critic, build_policy, build_reward_model
 
 Head = Literal["logprob", "value", "score"]
 
@@ -63,7 +64,7 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device, *, trains:
     size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config, trains=trains), memory)
     if get_world_size() == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
         return find_units(model, config.wrap)
-    return shard_model(
+    units = shard_model(
         model,
         device_mesh(device.type, size),
         compute_dtype=getattr(torch, config.compute_dtype),
@@ -71,6 +72,9 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device, *, trains:
         reshard_after_forward=config.reshard_after_forward,
         cpu_offload=config.cpu_offload,
     )
+    if isinstance(model, PolicyModel):
+        register_fsdp_forward_method(model, "generate")  # gathers the root's weights as forward does
+    return units
 
 
 def state_bytes(model: RLModel, config: EngineConfig, *, trains: bool) -> int:

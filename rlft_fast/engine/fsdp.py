@@ -270,7 +270,7 @@ class FSDPEngine:
                 _accumulate(totals, self._forward_backward(batch.select(indices), loss))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
-        totals = all_reduce(totals) | {"grad_norm": norm}
+        totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
@@ -320,6 +320,7 @@ class FSDPEngine:
         Every rank must iterate to the end: each sharded weight is gathered by all. Weights that have a float32 master
         are given as that.
         """
+        reshard(self.model)
         factors = low_rank_factors(self.model)
         seen: set[int] = set()
         for name, tensor in checkpoint_tensors(self.model.pretrained).items():
@@ -338,6 +339,7 @@ class FSDPEngine:
 
         With adapters only what they train: the rest is in the model's folder.
         """
+        reshard(self.model)
         lora = self.config.lora is not None
         parameters = adapter_parameters(self.model) if lora else dict(self.model.named_parameters())
         state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}

@@ -114,7 +114,7 @@ def shard_model(
     units = find_units(model, class_names)
     # Inputs keep their dtype: hidden states are in it already, and the loss needs its fields in float32.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for i, (_, unit) in enumerate(units):
         reshard = reshard_after_forward and i < len(units) - 1
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=policy, reshard_after_forward=reshard)
@@ -137,7 +137,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back all gathered weights: some are kept for a backward pass, which after inference does not come."""
+    """Gives back all gathered weights: some are kept for a backward pass, which after inference does not come.
+
+    As long as they are gathered the model's parameters are these and not the shards, and their memory will be freed.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

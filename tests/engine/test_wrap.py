@@ -102,7 +102,7 @@ def test_structure_where_a_model_declares_nothing():
 def test_given_classes():
     model = build(MODELS["llama"][0])
     assert kinds(find_units(model, ["LlamaMLP"])) == {"LlamaMLP": 3, "Embedding": 1, "Linear": 1}
-    with pytest.raises(ValueError, match="wrap names NoSuchLayer, .* it repeats LlamaDecoderLayer"):
+    with pytest.raises(ValueError, match=r"wrap names NoSuchLayer, .* it repeats LlamaDecoderLayer"):
         find_units(model, ["NoSuchLayer"])
 
 

@@ -1,0 +1,151 @@
+"""Adapters: an untrained one changes nothing, a trained one is what its merged weights are, and only it trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.rl import PolicyLoss
+from tests.distributed import run_distributed
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+
+BLOCKS = {"rank": 4, "alpha": 8}
+HEAD_TOO = BLOCKS | {"target_modules": ["q_proj", "down_proj", "lm_head"]}
+BIG_STEPS = {"learning_rate": 0.05}
+
+
+def trained(path: Path, lora: dict, steps: int = 3, **options) -> FSDPEngine:
+    engine = make_engine(path, config={"lora": lora}, max_tokens=24, optimizer=BIG_STEPS, **options)
+    for _ in range(steps):
+        engine.train_step(random_batch(), policy_loss())
+    return engine
+
+
+def infer(engine: FSDPEngine) -> torch.Tensor:
+    return engine.infer(random_batch(), ("logprob",))["logprob"]
+
+
+@pytest.mark.parametrize("lora", [BLOCKS, HEAD_TOO], ids=["blocks", "head"])
+def test_untrained_adapters_change_nothing(lora, tiny_model):
+    path = tiny_model("llama")
+    plain, adapted = make_engine(path), make_engine(path, config={"lora": lora})
+    torch.testing.assert_close(infer(adapted), infer(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora", [BLOCKS, HEAD_TOO], ids=["blocks", "head"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_merged_export_is_the_trained_model(lora, name, tiny_model, tmp_path):
+    if name == "qwen2-tied" and lora is HEAD_TOO:
+        lora = BLOCKS | {"target_modules": ["q_proj", "down_proj"]}
+    engine = trained(tiny_model(name), lora)
+    export_hf(engine, tmp_path)
+    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, random_batch())
+    before_T, _ = reference.plain_logprob_and_entropy(tiny_model(name), random_batch())
+    assert (logprob_T - before_T).abs().max() > 0.05  # it did learn something
+    torch.testing.assert_close(infer(engine).double(), logprob_T, rtol=0, atol=2e-5)
+
+
+def test_disabled_adapters_are_the_model_before(tiny_model):
+    path = tiny_model("llama")
+    engine = trained(path, HEAD_TOO)
+    changed = infer(engine)
+    with engine.disable_adapter():
+        torch.testing.assert_close(infer(engine), infer(make_engine(path, max_tokens=24)), rtol=0, atol=0)
+    assert torch.equal(infer(engine), changed)
+    engine.train_step(random_batch(), policy_loss())  # and they train on
+    assert not torch.equal(infer(engine), changed)
+
+
+def test_only_adapters_train(tiny_model):
+    engine = trained(tiny_model("llama"), HEAD_TOO, steps=1)
+    names = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    assert names == {name.removeprefix("model.") for name in engine.state_tensors() if name.startswith("model.")}
+    assert all("lora_" in name for name in names)
+    assert len(names) == 2 * (2 * 3 + 1)
+    assert sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"]) < 10_000
+
+
+def test_gradient_is_that_of_the_merged_weight(tiny_model):
+    """dB = s dW A^T and dA = s B^T dW, with dW from a model that has the merged weights."""
+    path = tiny_model("llama")
+    engine = make_engine(path, config={"lora": HEAD_TOO}, temperature=reference.TEMPERATURE)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in engine.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=generator)
+    merged = reference.weights(engine)
+    batch = near_policy(random_batch(), infer(engine))
+    engine.train_step(batch, policy_loss())
+    whole = make_engine(path, temperature=reference.TEMPERATURE)
+    whole.model.model.load_state_dict(merged, strict=False)
+    whole.train_step(batch, policy_loss())
+    dense, low = reference.gradients(whole), reference.gradients(engine)
+    # The step has moved A and B: these are the ones before.
+    fresh = make_engine(path, config={"lora": HEAD_TOO})
+    down = {n: p.detach() for n, p in fresh.model.named_parameters() if "lora_A" in n}
+    for name, factor in (
+        ("model.model.layers.1.self_attn.q_proj", "lora_A.default.weight"),
+        ("model.lm_head", "lora_A"),
+    ):
+        wanted = 2.0 * dense[f"{name}.weight"] @ down[f"{name}.{factor}"].T
+        got = low[f"{name}.{factor.replace('lora_A', 'lora_B')}"]
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+
+
+def test_unchanged_policy_has_ratio_one(tiny_model):
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(tiny_model("llama"), config={"lora": HEAD_TOO}, dtype=dtype, max_tokens=24)
+        batch = random_batch()
+        batch = batch.replace(old_logprob_T=infer(engine))
+        assert engine.train_step(batch, PolicyLoss())["ratio_max"] == 1.0
+
+
+def test_critic_with_adapters_trains_its_head_too(tiny_model):
+    engine = make_engine(tiny_model("llama"), head="value", config={"lora": BLOCKS}, optimizer=BIG_STEPS)
+    before = engine.infer(random_batch(), ("value",))["value"]
+    engine.train_step(random_batch(), value_loss())
+    assert not torch.equal(engine.infer(random_batch(), ("value",))["value"], before)
+    assert {"model.head.weight", "model.head.bias"} <= engine.state_tensors().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("llama", ["no_such_layer"], "do not fit LlamaForCausalLM"),
+        ("llama-tied", ["q_proj", "lm_head"], "tied to the embedding"),
+    ],
+)
+def test_refused_by_name(name, targets, message, tiny_model):
+    with pytest.raises(ValueError, match=message):
+        make_engine(tiny_model(name), config={"lora": {"target_modules": targets}})
+
+
+def test_engine_without_adapters_has_none_to_disable(tiny_model):
+    engine = FSDPEngine(str(tiny_model("llama")), EngineConfig()).initialize()
+    with pytest.raises(ValueError, match="no adapters to disable"):
+        engine.disable_adapter()
+
+
+def check_two(rank: int, path: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    wanted = torch.load(output / "one.pt")
+    engine = trained(path, HEAD_TOO)
+    torch.testing.assert_close(infer(engine), wanted["trained"], rtol=0, atol=1e-4)
+    with engine.disable_adapter():
+        torch.testing.assert_close(infer(engine), wanted["before"], rtol=0, atol=1e-6)
+    export_hf(engine, output / "hf")
+
+
+@pytest.mark.dist
+def test_two_processes(tiny_model, tmp_path):
+    path = tiny_model("llama")
+    one = {"before": infer(make_engine(path)), "trained": infer(trained(path, HEAD_TOO))}
+    torch.save(one, tmp_path / "one.pt")
+    run_distributed(check_two, 2, path, tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path / "hf", random_batch())
+    torch.testing.assert_close(one["trained"].double(), logprob_T, rtol=0, atol=1e-4)

@@ -1,0 +1,76 @@
+"""Weights and optimizer state may live in CPU memory, always or between phases; nothing that is computed changes."""
+
+import pytest
+import torch
+
+from rlft_fast.config import EngineConfig
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
+
+
+def run(path, **config) -> tuple[dict, dict]:
+    engine = make_engine(path, config=config)
+    batch = random_batch()
+    logprob = engine.infer(batch, ("logprob",))
+    batch = near_policy(batch, logprob["logprob"])
+    engine.train_step(batch, policy_loss())
+    with engine.train_mode():
+        engine.train_step(batch, policy_loss())
+        engine.infer(batch, ("logprob",))
+    return logprob, reference.weights(engine)
+
+
+@pytest.mark.parametrize(
+    "config", [{"cpu_offload": True}, {"offload_between_phases": True}], ids=lambda c: next(iter(c))
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_as_without(config, dtype, tiny_model):
+    path = tiny_model("qwen2-tied")
+    plain, other = run(path, compute_dtype=dtype), run(path, compute_dtype=dtype, **config)
+    for actual, expected in zip(other, plain, strict=True):
+        reference.assert_equal(actual, expected)
+
+
+def test_moved_state_keeps_its_bits_and_stays_tied(tiny_model):
+    engine = make_engine(tiny_model("llama-tied"))
+    engine.train_step(random_batch(), policy_loss())
+    before = {name: reference.full(tensor) for name, tensor in engine.state_tensors().items()}
+    engine.to("cpu")
+    engine.to(engine.device)
+    reference.assert_equal({name: reference.full(t) for name, t in engine.state_tensors().items()}, before)
+    model = engine.model.model
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_phases_nest(tiny_model):
+    """The innermost phase does not take from the outer what it still needs."""
+    engine = make_engine(tiny_model("llama"), config={"offload_between_phases": True})
+    moves: list[str] = []
+    engine.to = lambda device, **_: moves.append(str(device))
+    with engine.eval_mode():
+        engine.infer(random_batch(), ("logprob",))
+        assert moves[-1] != "cpu" or engine.device.type == "cpu"
+        assert engine._users == 1
+    assert engine._users == 0
+    assert moves[-1] == "cpu"
+
+
+def test_both_kinds_at_once_are_refused():
+    with pytest.raises(ValueError, match="leave offload_between_phases out"):
+        EngineConfig(cpu_offload=True, offload_between_phases=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", [{}, {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}], ids=["f32", "bf16"])
+def test_memory_is_returned(config, tiny_model):
+    """Between phases less than a tenth of weights and optimizer state is left on the device."""
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(tiny_model("llama"), config=config)
+    engine.train_step(random_batch(), policy_loss())
+    held = sum(tensor.numel() * tensor.element_size() for tensor in engine.state_tensors().values())
+    assert torch.cuda.memory_allocated() - before >= held
+    engine.to("cpu")
+    assert torch.cuda.memory_allocated() - before < 0.1 * held
+    engine.to("cuda")
+    engine.train_step(random_batch(), policy_loss())

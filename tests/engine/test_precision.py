@@ -1,0 +1,75 @@
+"""float32, bfloat16 over float32 weights, and bfloat16 weights with float32 masters in the optimizer."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.rl import PolicyLoss
+from tests.engine import reference
+from tests.engine.reference import make_engine, policy_loss, random_batch
+
+PURE = {"param_dtype": "bfloat16"}
+
+
+def test_masters_are_the_weights_of_the_file(tiny_model):
+    """Made from the bfloat16 weights they would be rounded, and most of the file's information lost."""
+    path = tiny_model("llama")
+    engine = make_engine(path, dtype="bfloat16", config=PURE)
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
+    file = load_file(path / "model.safetensors")
+    weights = reference.weights(engine)
+    reference.assert_equal(weights, {name: file[name] for name in weights})
+    for name, parameter in engine.model.model.named_parameters():
+        assert torch.equal(reference.full(parameter), file[name].bfloat16())
+
+
+def test_steps_smaller_than_a_bfloat16_ulp_are_not_lost(tiny_model):
+    """A learning rate of 1e-6 moves no bfloat16 weight in one step, and many steps add up in the masters."""
+    small = {"learning_rate": 1e-6, "eps": 1e-8}
+    pure = make_engine(tiny_model("llama"), dtype="bfloat16", config=PURE, optimizer=small)
+    mixed = make_engine(tiny_model("llama"), dtype="bfloat16", optimizer=small)
+    before = reference.weights(pure)
+    for engine in (pure, mixed):
+        for _ in range(5):
+            engine.train_step(random_batch(), policy_loss())
+    moved = {name: weight - before[name] for name, weight in reference.weights(pure).items()}
+    wanted = {name: weight - before[name] for name, weight in reference.weights(mixed).items()}
+    ratio = sum((moved[n] * wanted[n]).sum() for n in moved) / sum(wanted[n].square().sum() for n in wanted)
+    # Equal up to the noise of bfloat16 gradients, whose signs decide AdamW's first steps; lost steps would give 0.
+    assert 0.9 < ratio < 1.1
+
+
+def test_master_and_weight_never_part(tiny_model):
+    engine = make_engine(tiny_model("qwen2-tied"), dtype="bfloat16", config=PURE)
+    engine.train_step(random_batch(), policy_loss())
+    assert engine.optimizer is not None
+    for parameter in engine.model.parameters():
+        master = reference.full(engine.optimizer.state[parameter]["master"])
+        assert master.dtype == torch.float32
+        assert torch.equal(reference.full(parameter), master.bfloat16())
+
+
+@pytest.mark.parametrize("config", [{}, PURE], ids=["mixed", "pure"])
+def test_unchanged_policy_has_ratio_one(config, tiny_model):
+    engine = make_engine(tiny_model("llama"), dtype="bfloat16", max_tokens=24, config=config)
+    batch = random_batch()
+    batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
+    assert engine.train_step(batch, PolicyLoss())["ratio_max"] == 1.0
+
+
+def test_gradients_of_many_micro_batches_are_added_in_float32(tiny_model):
+    """64 micro-batches of one sequence each against one of all: in bfloat16 sums would drift by whole percents."""
+    many, one = (
+        make_engine(tiny_model("llama"), dtype="bfloat16", max_tokens=cap, config=PURE) for cap in (24, 100_000)
+    )
+    batch = random_batch(64)
+    norms = [engine.train_step(batch, policy_loss())["grad_norm"] for engine in (many, one)]
+    assert math.isclose(*norms, rel_tol=5e-3)
+
+
+def test_pure_bfloat16_cannot_compute_in_float32():
+    with pytest.raises(ValueError, match="param_dtype bfloat16 needs compute_dtype bfloat16"):
+        EngineConfig(param_dtype="bfloat16")
