@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,12 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def init_distributed() -> None:
-    """Joins the process group that torchrun describes; does nothing in a single process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(_backend())
+def init_distributed(timeout_minutes: float = 30) -> dist.Store | None:
+    """Joins the process group that torchrun describes; does nothing in a single process.
+
+    Args:
+        timeout_minutes: how long a collective waits for the others before it fails.
+
+    Returns:
+        The store at which the processes met, for `naming_lost_ranks`.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
+    own, groups = (dist.PrefixStore(f"{name}/{restart}", store) for name in ("rlft_fast", "groups"))
+    dist.init_process_group(_backend(), store=groups, rank=rank, world_size=world_size, timeout=timeout)
+    return own
 
 
 def ensure_process_group() -> None:

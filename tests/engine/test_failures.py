@@ -1,0 +1,66 @@
+"""A rank that is killed, or that fails, is named by those that are left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+    import os, signal, sys
+    import torch
+    import torch.distributed as dist
+    from rlft_fast.engine.distributed import init_distributed, get_rank
+    from rlft_fast.engine.failures import LostRankError, naming_lost_ranks
+
+    store = init_distributed(timeout_minutes=1)
+    try:
+        with naming_lost_ranks(store, patience=5.0):
+            for step in range(100):
+                if get_rank() == 1 and step == 3:
+                    {end}
+                dist.all_reduce(torch.ones(1))
+    except LostRankError as error:
+        print(f"rank {{get_rank()}}: {{error}}", flush=True)
+        os._exit(3)
+"""
+
+
+def run_ranks(end: str, tmp_path: Path, world_size: int = 3) -> list[tuple[int, str]]:
+    """Exit code and output of each rank."""
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(end=end))
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300),
+        "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_killed_rank_is_named(tmp_path):
+    results = run_ranks("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert results[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        assert results[rank][0] == 3, results[rank][1]
+        assert f"rank {rank}: rank 1 ended without a word (killed" in results[rank][1]
+        assert "--resume" in results[rank][1]
+
+
+def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
+    results = run_ranks("raise ValueError('no such reward')", tmp_path)
+    assert "ValueError: no such reward" in results[1][1]
+    for rank in (0, 2):
+        assert "rank 1 ended with ValueError: no such reward" in results[rank][1]
