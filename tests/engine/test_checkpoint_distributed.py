@@ -10,12 +10,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
-from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.storage import load_tensors, local_parts, save_parts
 from tests.distributed import run_distributed
 from tests.engine import reference
-from tests.engine.reference import make_engines, state_of, step
+from tests.engine.reference import make_engines, random_batch, state_of, step
 
 pytestmark = pytest.mark.dist
 
@@ -57,8 +58,23 @@ def continue_on_two(rank: int, model: Path, directory: Path) -> None:
     reference.assert_equal(state_of(resumed), expected)
     if rank == 0:
         torch.save(expected, directory / "two.pt")
+    export_from_two(rank, engines["actor"], directory)
     fail_on_one_process(rank, manager, engines)
     leave_out_damaged(rank, manager, engines)
+
+
+def export_from_two(rank: int, engine: FSDPEngine, directory: Path) -> None:
+    export_hf(engine, directory / "hf", max_shard_bytes=30_000)
+    batch = random_batch(seed=5)
+    logprob_T = engine.infer(batch, ("logprob",))["logprob"]
+    weights = reference.weights(engine)
+    if rank == 0:
+        model = AutoModelForCausalLM.from_pretrained(directory / "hf")
+        reference.assert_equal(dict(model.named_parameters()), weights)
+        plain_T, _ = reference.plain_logprob_and_entropy(directory / "hf", batch)
+        torch.testing.assert_close(logprob_T.double(), plain_T, atol=2e-5, rtol=0)
+    with pytest.raises(CheckpointError, match="could not export to"):  # rank 0 cannot write, and both say so
+        export_hf(engine, directory / "one.pt" / "hf")
 
 
 def fail_on_one_process(rank: int, manager: CheckpointManager, engines: dict[str, FSDPEngine]) -> None:
