@@ -98,7 +98,7 @@ def strike(folder: Path, number: int, processes: list[BaseProcess], generator: r
     """Kills at a random moment and looks at what is left: a line about it, and whether a save was under way."""
     manager = CheckpointManager(folder / "checkpoints")
     seconds = float((folder / f"saved_{number}_0").read_text())  # what the first save of this round took
-    time.sleep(generator.uniform(0, 1.5 * seconds))
+    time.sleep(generator.uniform(0, seconds))
     victims = generator.choice([(0,), (1,), (0, 1)])
     before = manager.latest()
     for rank in victims:
@@ -108,8 +108,8 @@ def strike(folder: Path, number: int, processes: list[BaseProcess], generator: r
         process.join(PATIENCE_SECONDS)
         assert not process.is_alive(), "the process that was not killed did not end"
     after = manager.latest()
-    assert before is not None
-    assert after is not None
+    assert before is not None, "no complete checkpoint before the kill"
+    assert after is not None, f"no complete checkpoint after the kill; before it there was {before.name}"
     assert after.name >= before.name, f"{before.name} was there before the kill; after it the newest is {after.name}"
     what = "a save" if during_save else "a step"
     return f"killed rank {' and '.join(map(str, victims))} during {what}, {after.name} is complete", during_save
@@ -123,23 +123,24 @@ def end(processes: list[BaseProcess]) -> None:
 
 def play(folder: Path, rounds: int, generator: random.Random) -> int:
     """Returns how many rounds survived."""
-    num_during_save = 0
+    survived = num_during_save = 0
     for number in range(1, rounds + 2):  # one more start, which proves the last round
         processes: list[BaseProcess] = []
         try:
             processes = start(folder, number)
-            if number > rounds:
+            survived = number - 1
+            if survived == rounds:
                 break
             line, during_save = strike(folder, number, processes, generator)
         except AssertionError as error:
-            print(f"FAILED after round {number - 1}: {error}")
-            return number - 2 if number > 1 else 0
+            print(f"FAILED after {survived} rounds: {error}")
+            break
         finally:
             end(processes)
         num_during_save += during_save
         print(f"round {number}: {line}", flush=True)
     print(f"{num_during_save} during a save")
-    return rounds
+    return survived
 
 
 def main() -> int:

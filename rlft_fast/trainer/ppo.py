@@ -6,7 +6,6 @@ run that continues from a checkpoint repeats what the uninterrupted run would ha
 
 import importlib.util
 import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -242,7 +241,7 @@ class PPOTrainer:
         state = self.checkpoints.load(self.engines) if resume else None
         if get_rank() == 0:
             if not resume:
-                shutil.rmtree(self.checkpoints.directory, ignore_errors=True)
+                self.checkpoints.clear()
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
         barrier()

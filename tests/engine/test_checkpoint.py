@@ -178,6 +178,8 @@ def test_rotation_keeps_the_newest_and_what_is_not_its_own(tiny_model, tmp_path)
         manager.save(number, engines, {"step": number})
     assert reference.names(tmp_path) == sorted([*others, "step_00000010", "step_00000011"])
     assert manager.load(engines) == {"step": 11}
+    manager.clear()
+    assert reference.names(tmp_path) == sorted(others)
 
 
 def test_rotation_by_size(tiny_model, tmp_path):
