@@ -11,7 +11,6 @@ makes it durable, renames the folder, and only then removes older ones. The proc
 a process group of their own, so training is not disturbed. Nothing in a checkpoint is a pickle.
 """
 
-import json
 import re
 import shutil
 import warnings
@@ -27,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlft_fast.engine.content import Content, check_models, collect, restore
 from rlft_fast.engine.distributed import get_rank, get_world_size
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.engine.manifest import FILE_NAME, VERSION, find_damage, read_manifest
-from rlft_fast.engine.storage import REPLACED, TEMPORARY, Snapshot, publish, remove, write_text
+from rlft_fast.engine.manifest import FILE_NAME, find_damage, read_manifest, write_manifest
+from rlft_fast.engine.storage import REPLACED, TEMPORARY, Snapshot, publish, remove
 
 T = TypeVar("T")
 _BYTES_PER_GB = 1_000_000_000
@@ -146,8 +145,7 @@ class CheckpointManager:
 
     def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
         if get_rank() == 0:
-            manifest = {"version": VERSION, "world_size": get_world_size(), "models": models, "files": files}
-            write_text(temporary / FILE_NAME, json.dumps(manifest, indent=1))
+            write_manifest(temporary, get_world_size(), models, files)
             publish(temporary, final)
             self._damaged.discard(final.name)
             self._rotate(final)

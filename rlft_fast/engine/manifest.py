@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.engine.storage import write_text
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -35,23 +36,39 @@ def describe_model(engine: FSDPEngine) -> dict[str, Any]:
     return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
 
 
+def write_manifest(folder: Path, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Writes it durably, with a checksum of itself.
+
+    Args:
+        folder: the checkpoint.
+        world_size: processes that wrote it.
+        models: from `describe_model`, by name.
+        files: from `describe_file`, by path relative to the folder.
+    """
+    manifest = {"version": VERSION, "world_size": world_size, "models": models, "files": files}
+    write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1))
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """What `write_manifest` wrote, by the names of its arguments.
 
     Raises:
         ValueError: there is none that can be read; the message names the file and the reason.
     """
-    path = folder / FILE_NAME
     try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        manifest = dict(json.loads((folder / FILE_NAME).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{FILE_NAME} cannot be read ({error})") from error
-    version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != VERSION:
-        raise ValueError(f"{FILE_NAME} has format version {version}, and this program reads {VERSION}")
-    if missing := {"world_size", "models", "files"} - manifest.keys():
-        raise ValueError(f"{FILE_NAME} lacks {', '.join(sorted(missing))}")
+    if manifest.get("version") != VERSION:
+        raise ValueError(f"{FILE_NAME} has format version {manifest.get('version')}, and this program reads {VERSION}")
+    expected = manifest.pop("crc32", None)
+    if (crc := _checksum(manifest)) != expected:
+        raise ValueError(f"{FILE_NAME} has the checksum {crc} instead of {expected}")
     return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(manifest).encode()):08x}"
 
 
 def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,12 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
 RANK = "actor/rank_00000.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-written": (lambda f: (f / RANK).write_bytes(b"half of"), f"{RANK} has 7 bytes instead of"),
@@ -27,7 +33,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: (f / RANK).unlink(), f"{RANK} is missing"),
     "no-manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
     "half-manifest": (lambda f: (f / "manifest.json").write_text('{"version": 1, "fi'), "manifest.json cannot be read"),
-    "empty-manifest": (lambda f: (f / "manifest.json").write_text('{"version": 1}'), "manifest.json lacks files"),
+    "list-as-manifest": (lambda f: (f / "manifest.json").write_text("[1, 2]"), "manifest.json cannot be read"),
+    "empty-manifest": (lambda f: (f / "manifest.json").write_text('{"version": 1}'), "manifest.json has the checksum"),
+    "shape": (lambda f: change(f / "manifest.json", "32", "33"), "manifest.json has the checksum"),
     "later-format": (
         lambda f: (f / "manifest.json").write_text('{"version": 9}'),
         "manifest.json has format version 9",
