@@ -46,7 +46,7 @@ def write_manifest(folder: Path, world_size: int, models: Mapping[str, Any], fil
         files: from `describe_file`, by path relative to the folder.
     """
     manifest = {"version": VERSION, "world_size": world_size, "models": models, "files": files}
-    write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1))
+    write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
