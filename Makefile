@@ -18,10 +18,10 @@ BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint cuda sanitize bench clean
+.PHONY: help install demo test test-slow crash-test lint cuda sanitize bench clean
 
 help:
-	@echo "make install | demo | test | test-slow | lint | cuda | sanitize | bench | clean"
+	@echo "make install | demo | test | test-slow | crash-test | lint | cuda | sanitize | bench | clean"
 
 install: $(BUILT)
 
@@ -50,6 +50,10 @@ test: install
 # What takes minutes: the demo has to learn its task.
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# kill -9 at 50 random moments of a saving run of two processes; minutes.
+crash-test: install
+	$(BIN)/python -m tests.crash_test
 
 lint: install
 	$(BIN)/ruff check .

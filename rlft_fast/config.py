@@ -221,7 +221,11 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 50
     """Save every so many steps; 0: only at the end."""
     max_num: PositiveInt = 2
-    """Complete checkpoints to keep."""
+    """Complete checkpoints to keep; the disk needs room for one more."""
+    max_mem: PositiveFloat | None = None
+    """Size of all of them in GB; null: no limit. The newest is always kept."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory, which is as large as what a process writes."""
 
 
 class Config(Section):

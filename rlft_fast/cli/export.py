@@ -9,13 +9,19 @@ def run(arguments: list[str]) -> int:
         prog="rlft-fast export", description="Write a run's newest complete checkpoint as a Hugging Face folder."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder to write (default: RUN/hf)")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="new folder to write (default: RUN/hf)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")
-    from rlft_fast.engine.checkpoint import export_run
+    from rlft_fast.engine import export_run
+    from rlft_fast.engine.distributed import get_rank, init_distributed, leave_process_group
 
-    output = options.output or options.run / "hf"
-    export_run(options.run, output)
-    print(output)
+    init_distributed()
+    try:
+        output = export_run(options.run, options.output, options.dtype)
+        if get_rank() == 0:
+            print(output)
+    finally:
+        leave_process_group()
     return 0

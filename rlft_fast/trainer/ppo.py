@@ -6,7 +6,6 @@ run that continues from a checkpoint repeats what the uninterrupted run would ha
 
 import importlib.util
 import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -94,7 +93,9 @@ class PPOTrainer:
         )  # fmt: skip
         assert isinstance(self.actor.model, PolicyModel)
         self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
-        self.checkpoints = CheckpointManager(self.directory / "checkpoints", config.checkpoint.max_num)
+        self.checkpoints = CheckpointManager(
+            self.directory / "checkpoints", config.checkpoint.max_num, config.checkpoint.max_mem
+        )
         self.log = RunLog(self.directory, config.steps, get_rank())
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.stop_requested = False
@@ -226,7 +227,7 @@ class PPOTrainer:
         state = self._prepare(resume)
         handler = signal.signal(signal.SIGINT, self._request_stop)
         try:
-            with self.log:
+            with self.log, self.checkpoints:
                 return self._run(state)
         except RewardError:  # comes from a rollout or an evaluation: the models are as the last complete step left them
             self._save(state)
@@ -240,7 +241,7 @@ class PPOTrainer:
         state = self.checkpoints.load(self.engines) if resume else None
         if get_rank() == 0:
             if not resume:
-                shutil.rmtree(self.checkpoints.directory, ignore_errors=True)
+                self.checkpoints.clear()
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
         barrier()
@@ -270,17 +271,17 @@ class PPOTrainer:
                 self._evaluate_and_log(step)
             stop = any_rank(self.stop_requested)
             if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                self._save(state)
+                self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
         if stop and state["step"] < config.steps:
             self.log.message(f"stopped after step {state['step']}: {self._saved()}")
             raise KeyboardInterrupt
         return self._finish(state)
 
-    def _save(self, state: dict[str, Any]) -> None:
+    def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
         """A checkpoint of the last complete step, unless there is one."""
         if state["step"] != self.saved_step:
             state["log_bytes"] = self.log.num_bytes()
-            self.checkpoints.save(state["step"], self.engines, state)
+            self.checkpoints.save(state["step"], self.engines, state, asynchronous=asynchronous)
             self.saved_step = state["step"]
 
     def _saved(self) -> str:
@@ -294,7 +295,7 @@ class PPOTrainer:
         return accuracy, samples
 
     def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
-        export_hf(self.actor, self.directory / "hf")
+        export_hf(self.actor, self.directory / "hf", overwrite=True)
         summary: dict[str, Any] = {
             "steps": state["step"],
             "minutes": round(state["seconds"] / 60, 3),

@@ -32,6 +32,12 @@ def make_engine(path: Path, *, max_tokens: int = 64, dtype: str = "float32", **o
     return engine
 
 
+def make_engines(path: Path) -> dict[str, FSDPEngine]:
+    """Adam's moments, a schedule in its middle, and a critic whose head is in no model folder."""
+    options = {"optimizer": {"schedule": "linear", "warmup_steps": 1}, "max_tokens": 24}
+    return {"actor": make_engine(path, **options), "critic": make_engine(path, head="value", **options)}
+
+
 def random_batch(num_sequences: int = 7, seed: int = 0) -> Batch:
     """Sequences of 2 to 22 tokens, three per prompt, some with tokens of an environment between the policy's."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,8 +86,30 @@ def weights(engine: FSDPEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_weights()}
 
 
+def step(engines: dict[str, FSDPEngine], seed: int) -> list[dict[str, float]]:
+    """One step of an actor and a critic."""
+    batch = random_batch(seed=seed)
+    return [
+        engines["actor"].train_step(batch, policy_loss()),
+        engines["critic"].train_step(batch, value_loss()),
+    ]
+
+
+def state_of(engines: dict[str, FSDPEngine]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": full(tensor)
+        for name, engine in engines.items()
+        for key, tensor in engine.state_tensors().items()
+    }
+
+
 def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def names(folder: Path) -> list[str]:
+    """Of what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -1,43 +1,19 @@
-"""Checkpoints: continue bit for bit, on any number of processes, and survive whatever happens while saving."""
+"""Checkpoints continue bit for bit, are written while training goes on, and survive what happens to them."""
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from rlft_fast.config import Config
-from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_run
-from tests.distributed import run_distributed
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
 from tests.engine import reference
-from tests.engine.reference import make_engine, policy_loss, random_batch, value_loss
+from tests.engine.reference import make_engine, make_engines, policy_loss, random_batch, state_of, step
 
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
-
-
-def make_engines(path: Path) -> dict[str, FSDPEngine]:
-    """Adam's moments, a schedule in its middle, and a critic whose head is in no model folder."""
-    options = {"optimizer": {"schedule": "linear", "warmup_steps": 1}, "max_tokens": 24}
-    return {"actor": make_engine(path, **options), "critic": make_engine(path, head="value", **options)}
-
-
-def step(engines: dict[str, FSDPEngine], seed: int) -> list[dict[str, float]]:
-    batch = random_batch(seed=seed)
-    return [
-        engines["actor"].train_step(batch, policy_loss()),
-        engines["critic"].train_step(batch, value_loss()),
-    ]
-
-
-def state_of(engines: dict[str, FSDPEngine]) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": reference.full(tensor)
-        for name, engine in engines.items()
-        for key, tensor in engine.state_tensors().items()
-    }
 
 
 def test_continues_bit_for_bit(tiny_model, tmp_path):
@@ -83,60 +59,139 @@ def test_checkpoint_holds_no_pickle(tiny_model, tmp_path):
     assert all(load_file(path) for path in folder.rglob("*.safetensors"))
 
 
-# ---- several processes ----------------------------------------------------------------------------------------------
+def test_state_of_the_caller_comes_back(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path)
+    tensors = {"order": torch.arange(5), "ema": torch.tensor(0.5, dtype=torch.bfloat16), "none": torch.zeros(0, 3)}
+    values = {"names": ["a", "\u2028"], "nested": {"x": 1.5, "y": None}, "done": False}
+    manager.save(1, engines, values | tensors)
+    state = manager.load(engines)
+    assert {name: state.pop(name) for name in values} == values
+    assert {name: tensor.dtype for name, tensor in state.items()} == {n: t.dtype for n, t in tensors.items()}
+    reference.assert_equal(state, tensors)
 
 
-def continue_on_two(rank: int, model: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
-    engines = make_engines(model)
-    assert CheckpointManager(directory / "one").load(engines) == STATE
-    step(engines, seed=1)
-    if rank == 0:
-        expected = torch.load(directory / "one.pt")
-    state = state_of(engines)
-    if rank == 0:
-        reference.assert_close(state, expected, 1e-3)
-
-    manager = CheckpointManager(directory / "two", max_num=1)
-    manager.save(1, engines, {"step": 1})
-    manager.save(2, engines, {"step": 2})
-    step(engines, seed=2)
-    resumed = make_engines(model)
-    assert manager.load(resumed) == {"step": 2}
-    step(resumed, seed=2)
-    state = state_of(engines)
-    reference.assert_equal(state_of(resumed), state)
-    if rank == 0:
-        torch.save(state, directory / "two.pt")
+@pytest.mark.parametrize("value", [(1, 2), {1: "a"}, {"x": torch.zeros(2)}, float("nan"), Path("a")])
+def test_state_that_would_not_come_back_is_refused(value, tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    with pytest.raises(ValueError, match="'progress' of the state to save is"):
+        CheckpointManager(tmp_path / "checkpoints").save(1, engines, {"progress": value})
+    assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.dist
-def test_other_numbers_of_processes_continue_alike(tiny_model, tmp_path):
-    model = tiny_model("qwen2-tied")
-    engines = make_engines(model)
+def test_random_states_continue(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path)
+    torch.manual_seed(5)
+    torch.rand(3)
+    manager.save(1, engines, {})
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    manager.load(engines)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# ---- while training goes on -----------------------------------------------------------------------------------------
+
+
+def held_back(manager: CheckpointManager) -> threading.Event:
+    """Saves begin to write when the event is set."""
+    event = threading.Event()
+    manager._executor.submit(event.wait)
+    return event
+
+
+def test_what_is_saved_is_the_state_at_the_call(tiny_model, tmp_path):
+    engines = make_engines(tiny_model("llama-tied"))
     step(engines, seed=0)
-    CheckpointManager(tmp_path / "one").save(3, engines, STATE)
-    step(engines, seed=1)
-    torch.save(state_of(engines), tmp_path / "one.pt")
-    run_distributed(continue_on_two, 2, model, tmp_path)
+    manager = CheckpointManager(tmp_path)
+    written = held_back(manager)
+    order = torch.arange(3)
+    folder = manager.save(1, engines, {"order": order}, asynchronous=True)
+    order.add_(1)
+    expected = step(engines, seed=1)
+    assert not folder.exists()
+    written.set()
+    manager.wait()
+    assert folder.exists()
 
-    assert [path.name for path in (tmp_path / "two").iterdir()] == ["step_00000002"]
-    resumed = make_engines(model)
-    assert CheckpointManager(tmp_path / "two").load(resumed) == {"step": 2}
-    step(resumed, seed=2)
-    reference.assert_close(state_of(resumed), torch.load(tmp_path / "two.pt"), 1e-3)
+    resumed = make_engines(tiny_model("llama-tied"))
+    assert manager.load(resumed)["order"].tolist() == [0, 1, 2]
+    assert step(resumed, seed=1) == expected
+    reference.assert_equal(state_of(resumed), state_of(engines))
+
+
+def test_memory_of_the_copies_is_used_again(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, engines, {}, asynchronous=True)
+    first = {name: buffer.data_ptr() for name, buffer in manager._snapshot._buffers.items()}
+    manager.save(2, engines, {}, asynchronous=True)
+    assert {name: buffer.data_ptr() for name, buffer in manager._snapshot._buffers.items()} == first
+    assert len(first) == len(engines["actor"].state_tensors()) + 1  # and the random state
+    manager.wait()
+
+
+def test_error_while_writing_is_raised_by_the_next_call(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    (tmp_path / "file").write_text("where the folder should be")
+    manager = CheckpointManager(tmp_path / "file")
+    with pytest.raises(CheckpointError) as synchronous:
+        manager.save(1, engines, {})
+    for following in (manager.wait, lambda: manager.save(2, engines, {}), lambda: manager.load(engines)):
+        manager.save(1, engines, {}, asynchronous=True)
+        with pytest.raises(CheckpointError) as error:
+            following()
+        assert str(error.value) == str(synchronous.value)
+        assert f"could not save checkpoint {tmp_path / 'file' / 'step_00000001'}" in str(error.value)
+        manager.wait()  # raised once
+
+
+def test_leaving_the_manager_waits(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    (tmp_path / "file").write_text("where the folder should be")
+    with CheckpointManager(tmp_path / "checkpoints") as manager:
+        folder = manager.save(1, engines, {}, asynchronous=True)
+    assert folder.exists()
+    with pytest.raises(CheckpointError), CheckpointManager(tmp_path / "file") as manager:
+        manager.save(1, engines, {}, asynchronous=True)
+    with pytest.warns(UserWarning, match="could not save"), pytest.raises(KeyError):  # the first error is not hidden
+        save_and_fail(CheckpointManager(tmp_path / "file"), engines)
+
+
+def save_and_fail(manager: CheckpointManager, engines: dict[str, FSDPEngine]) -> None:
+    with manager:
+        manager.save(1, engines, {}, asynchronous=True)
+        raise KeyError("something else")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
 
 
-def test_rotation_keeps_the_newest(tiny_model, tmp_path):
+def test_rotation_keeps_the_newest_and_what_is_not_its_own(tiny_model, tmp_path):
     engines = {"actor": make_engine(tiny_model("llama"))}
+    others = ["notes", "step_1", "step_00000001.backup", "step_best.incomplete"]
+    for name in others:
+        (tmp_path / name).mkdir()
     manager = CheckpointManager(tmp_path, max_num=2)
     for number in (1, 2, 10, 10, 11):  # the same step again, as after a resume
         manager.save(number, engines, {"step": number})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000011"]
+    assert reference.names(tmp_path) == sorted([*others, "step_00000010", "step_00000011"])
     assert manager.load(engines) == {"step": 11}
+    manager.clear()
+    assert reference.names(tmp_path) == sorted(others)
+
+
+def test_rotation_by_size(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    folder = CheckpointManager(tmp_path).save(1, engines, {})
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    manager = CheckpointManager(tmp_path, max_num=10, max_mem=2.5 * num_bytes / 1e9)
+    for number in (2, 3, 4):
+        manager.save(number, engines, {})
+    assert reference.names(tmp_path) == ["step_00000003", "step_00000004"]
+    CheckpointManager(tmp_path, max_num=10, max_mem=0.5 * num_bytes / 1e9).save(5, engines, {})
+    assert reference.names(tmp_path) == ["step_00000005"]
 
 
 def test_without_a_checkpoint_nothing_is_loaded(tiny_model, tmp_path):
@@ -149,26 +204,32 @@ def test_what_a_kill_left_behind_is_ignored(tiny_model, tmp_path):
     engines = {"actor": make_engine(tiny_model("llama"))}
     manager = CheckpointManager(tmp_path)
     manager.save(1, engines, {"step": 1})
-    leftover = tmp_path / "step_00000002.incomplete" / "actor"
-    leftover.mkdir(parents=True)
-    (leftover / "shard.safetensors").write_bytes(b"half of")
+    for name in ("step_00000002.incomplete", "step_00000000.old.incomplete"):  # while writing, while removing
+        (tmp_path / name / "actor").mkdir(parents=True)
+        (tmp_path / name / "actor" / "rank_00000.safetensors").write_bytes(b"half of")
     assert manager.load(engines) == {"step": 1}
     manager.save(2, engines, {"step": 2})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+    assert reference.names(tmp_path) == ["step_00000001", "step_00000002"]
     assert manager.load(engines) == {"step": 2}
 
 
-def test_a_checkpoint_that_cannot_be_read_is_named(tiny_model, tmp_path):
+def test_killed_while_a_checkpoint_is_replaced(tiny_model, tmp_path):
     engines = {"actor": make_engine(tiny_model("llama"))}
-    folder = CheckpointManager(tmp_path).save(1, engines, {})
-    with pytest.raises(CheckpointError, match="step_00000001"):
-        CheckpointManager(tmp_path).load({"critic": make_engine(tiny_model("llama"), head="value")})
-    with pytest.raises(CheckpointError, match="step_00000001"):  # biases that the checkpoint does not have
-        CheckpointManager(tmp_path).load({"actor": make_engine(tiny_model("qwen2"))})
-    for path in folder.rglob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="step_00000001"):
-        CheckpointManager(tmp_path).load(engines)
+    manager = CheckpointManager(tmp_path, max_num=1)
+    manager.save(1, engines, {"step": 1}).rename(tmp_path / "step_00000001.old")
+    assert manager.load(engines) == {"step": 1}
+    manager.save(1, engines, {"step": 1, "again": True})
+    assert manager.load(engines) == {"step": 1, "again": True}
+    assert reference.names(tmp_path) == ["step_00000001"]
+
+
+def test_frozen_engine_needs_no_optimizer(tiny_model, tmp_path):
+    engines = make_engines(tiny_model("llama"))
+    step(engines, seed=0)
+    CheckpointManager(tmp_path).save(1, engines, {})
+    frozen = make_engine(tiny_model("llama"), num_training_steps=None)
+    CheckpointManager(tmp_path).load({"actor": frozen})
+    reference.assert_equal(reference.weights(frozen), reference.weights(engines["actor"]))
 
 
 # A process of its own: the limit on file sizes cannot be taken back.
@@ -176,7 +237,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from rlft_fast.engine import CheckpointError, CheckpointManager
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
 from tests.engine.reference import make_engine, policy_loss, random_batch
 
 engine = make_engine(Path(sys.argv[1]))
@@ -206,36 +267,3 @@ def test_full_disk_leaves_the_older_checkpoint(tiny_model, tmp_path):
     assert "step_00000001" in result.stdout
     assert lines[-2:] == ["{'step': 1}", "True"]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-
-
-# ---- export ---------------------------------------------------------------------------------------------------------
-
-
-def make_run(model: Path, run: Path) -> FSDPEngine:
-    config = Config.parse(
-        {
-            "model": str(model), "output_dir": str(run), "steps": 1, "data": {"task": "sums"},
-            "actor": {"max_tokens": 2000},
-        }
-    )  # fmt: skip
-    run.mkdir()
-    (run / "config.yaml").write_text(config.to_yaml())
-    engines = make_engines(model)
-    step(engines, seed=0)
-    CheckpointManager(run / "checkpoints").save(1, engines, {})
-    return engines["actor"]
-
-
-def test_export_run(tiny_model, tmp_path):
-    engine = make_run(tiny_model("llama-tied"), tmp_path / "run")
-    assert export_run(tmp_path / "run") == tmp_path / "run" / "hf"
-    assert export_run(tmp_path / "run", tmp_path / "elsewhere") == tmp_path / "elsewhere"
-    for folder in (tmp_path / "run" / "hf", tmp_path / "elsewhere"):
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        reference.assert_equal(dict(model.named_parameters()), reference.weights(engine))
-        assert (folder / "tokenizer.json").is_file()
-
-
-def test_export_of_what_is_no_run(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.yaml"):
-        export_run(tmp_path)

@@ -77,7 +77,7 @@ def test_the_uninterrupted_run_has_every_line_once(uninterrupted):
 
 
 def test_killed(model, uninterrupted, tmp_path):
-    config = write_config(model, tmp_path)
+    config = write_config(model, tmp_path, OPTIONS | {"checkpoint__asynchronous": False})  # complete when step 4 begins
     (tmp_path / "strike").write_text(f"SIGKILL {IN_STEP_5} 0")
     killed = subprocess.run([sys.executable, "-m", "rlft_fast", "train", str(config)], capture_output=True)
     assert killed.returncode == -9

@@ -1,0 +1,106 @@
+"""Checkpoints that are damaged are left out by name, those of another model are refused with the differences."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlft_fast.engine import CheckpointError, CheckpointManager
+from tests.engine import reference
+from tests.engine.reference import make_engine, policy_loss, random_batch, state_of
+from tests.tiny_models import save_tiny_model
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+RANK = "actor/rank_00000.safetensors"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half-written": (lambda f: (f / RANK).write_bytes(b"half of"), f"{RANK} has 7 bytes instead of"),
+    "bit": (lambda f: flip_a_bit(f / RANK), f"{RANK} has the checksum"),
+    "bit-of-state": (lambda f: flip_a_bit(f / "state.json"), "state.json has the checksum"),
+    "missing": (lambda f: (f / RANK).unlink(), f"{RANK} is missing"),
+    "no-manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "half-manifest": (lambda f: (f / "manifest.json").write_text('{"version": 1, "fi'), "manifest.json cannot be read"),
+    "list-as-manifest": (lambda f: (f / "manifest.json").write_text("[1, 2]"), "manifest.json cannot be read"),
+    "empty-manifest": (lambda f: (f / "manifest.json").write_text('{"version": 1}'), "manifest.json has the checksum"),
+    "shape": (lambda f: change(f / "manifest.json", "32", "33"), "manifest.json has the checksum"),
+    "later-format": (
+        lambda f: (f / "manifest.json").write_text('{"version": 9}'),
+        "manifest.json has format version 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_one_is_left_out_by_name(kind, tiny_model, tmp_path):
+    damage, reason = DAMAGE[kind]
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, engines, {"step": 1})
+    expected = state_of(engines)
+    engines["actor"].train_step(random_batch(), policy_loss())
+    damage(manager.save(2, engines, {"step": 2}))
+    with pytest.warns(UserWarning, match=rf"step_00000002 is damaged: {re.escape(reason)}"):
+        assert manager.load(engines) == {"step": 1}
+    reference.assert_equal(state_of(engines), expected)
+
+
+def test_damaged_one_does_not_drive_out_good_ones(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path, max_num=2)
+    manager.save(3, engines, {"step": 3})
+    flip_a_bit(manager.save(6, engines, {"step": 6}) / "state.json")
+    resumed = CheckpointManager(tmp_path, max_num=2)
+    with pytest.warns(UserWarning, match="step_00000006 is damaged"):
+        assert resumed.load(engines) == {"step": 3}
+    resumed.save(4, engines, {"step": 4})
+    assert reference.names(tmp_path) == ["step_00000003", "step_00000004"]
+
+
+def test_when_all_are_damaged_nothing_starts_from_scratch_unnoticed(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    flip_a_bit(CheckpointManager(tmp_path).save(1, engines, {}) / "state.json")
+    with (
+        pytest.warns(UserWarning, match="step_00000001"),
+        pytest.raises(CheckpointError, match=r"no checkpoint can be used: .*step_00000001 is damaged: state\.json"),
+    ):
+        CheckpointManager(tmp_path).load(engines)
+
+
+def test_checkpoint_of_another_model(tiny_model, tmp_path):
+    CheckpointManager(tmp_path).save(1, {"actor": make_engine(tiny_model("llama"))}, {})
+    before = (qwen := make_engine(tiny_model("qwen2"))).state_tensors()["model.model.lm_head.weight"].clone()
+    with pytest.raises(
+        ValueError,
+        match=r"step_00000001 is of another model than the actor: it is of LlamaForCausalLM with a logprob head, this "
+        r"is Qwen2ForCausalLM with a logprob head; the checkpoint lacks model\S+q_proj\.bias, \S+, \S+ and 33 more\. ",
+    ):
+        CheckpointManager(tmp_path).load({"actor": qwen})
+    assert torch.equal(qwen.state_tensors()["model.model.lm_head.weight"], before)
+    with pytest.raises(
+        ValueError, match=r"this model lacks model\.model\.lm_head\.weight, optimizer\.\S+, \S+ and 1 more"
+    ):
+        CheckpointManager(tmp_path).load({"actor": make_engine(tiny_model("llama-tied"))})
+    with pytest.raises(ValueError, match="holds actor, not critic"):
+        CheckpointManager(tmp_path).load({"critic": make_engine(tiny_model("llama"), head="value")})
+
+
+def test_checkpoint_of_another_size(tiny_model, tmp_path):
+    save_tiny_model("llama", tmp_path / "small", intermediate_size=40)
+    CheckpointManager(tmp_path / "run").save(1, {"actor": make_engine(tmp_path / "small")}, {})
+    with pytest.raises(
+        ValueError, match=r"shapes differ: \S+gate_proj\.weight is \[40, 32\] there and \[48, 32\] here, "
+    ):
+        CheckpointManager(tmp_path / "run").load({"actor": make_engine(tiny_model("llama"))})

@@ -1,0 +1,135 @@
+"""Exported folders are what plain transformers loads, and appear whole or not at all."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.cli import main
+from rlft_fast.config import Config
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run
+from tests.engine import reference
+from tests.engine.reference import make_engine, make_engines, names, policy_loss, random_batch, step
+from tests.ops.test_linear_logprob_contract import peak_mib
+from tests.tiny_models import save_tiny_model
+
+SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
+
+
+def make_run(model: Path, run: Path) -> FSDPEngine:
+    config = Config.parse(
+        {
+            "model": str(model), "output_dir": str(run), "steps": 1, "data": {"task": "sums"},
+            "actor": {"max_tokens": 2000},
+        }
+    )  # fmt: skip
+    run.mkdir()
+    (run / "config.yaml").write_text(config.to_yaml())
+    engines = make_engines(model)
+    step(engines, seed=0)
+    CheckpointManager(run / "checkpoints").save(1, engines, {})
+    return engines["actor"]
+
+
+def trained(path: Path) -> FSDPEngine:
+    engine = make_engine(path)
+    engine.train_step(random_batch(), policy_loss())
+    return engine
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_files_of_bounded_size(name, tiny_model, tmp_path):
+    engine = trained(tiny_model(name))
+    export_hf(engine, tmp_path / "hf", max_shard_bytes=SHARD_BYTES)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    total = f"{len(files):05d}"
+    assert [path.name for path in files] == [f"model-{i + 1:05d}-of-{total}.safetensors" for i in range(len(files))]
+    for path in files:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= SHARD_BYTES
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    weights = reference.weights(engine)
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    reference.assert_equal(dict(model.named_parameters()), weights)
+    ids = torch.arange(12)[None]
+    engine.model.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, engine.model.model(input_ids=ids).logits)
+
+
+def test_bfloat16(tiny_model, tmp_path):
+    engine = trained(tiny_model("llama"))
+    export_hf(engine, tmp_path / "hf", dtype="bfloat16")
+    assert "model.safetensors" in names(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    expected = {name: weight.bfloat16() for name, weight in reference.weights(engine).items()}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    reference.assert_equal(dict(model.named_parameters()), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+def test_memory_is_that_of_one_file(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
+    engine = make_engine(save_tiny_model("llama", tmp_path / "model", **sizes), num_training_steps=None)
+    total_mib = sum(weight.numel() for weight in engine.model.parameters()) * 2 / 2**20
+
+    def export() -> None:
+        export_hf(engine, tmp_path / "hf", dtype="bfloat16", max_shard_bytes=4 << 20, overwrite=True)
+
+    assert total_mib > 36
+    assert peak_mib(export) < 12
+
+
+def test_a_folder_in_use_is_not_replaced(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("text")
+    with pytest.raises(ValueError, match="mine exists: choose another folder, or delete it"):
+        export_hf(engine, tmp_path / "mine")
+    assert names(tmp_path) == ["mine"]
+    assert names(tmp_path / "mine") == ["thesis.tex"]
+
+
+def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    export_hf(engine, tmp_path / "hf")
+    before = names(tmp_path / "hf")
+    engine.path = str(tmp_path / "gone")  # the tokenizer's files cannot be copied
+    with pytest.raises(CheckpointError, match=r"could not export to .*hf: .*gone"):
+        export_hf(engine, tmp_path / "hf", overwrite=True)
+    assert names(tmp_path) == ["hf"]
+    assert names(tmp_path / "hf") == before
+    (tmp_path / "file").write_text("where the folder should be")
+    with pytest.raises(CheckpointError, match="could not export to"):
+        export_hf(engine, tmp_path / "file" / "hf")
+
+
+def test_export_run(tiny_model, tmp_path, capsys):
+    engine = make_run(tiny_model("llama-tied"), tmp_path / "run")
+    torch.manual_seed(3)
+    expected_draw = torch.rand(2)
+    torch.manual_seed(3)
+    for _ in range(2):  # the run's own folder is replaced
+        assert export_run(tmp_path / "run") == tmp_path / "run" / "hf"
+    assert torch.equal(torch.rand(2), expected_draw)
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "elsewhere")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'elsewhere'}\n"
+    for folder in (tmp_path / "run" / "hf", tmp_path / "elsewhere"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        reference.assert_equal(dict(model.named_parameters()), reference.weights(engine))
+        assert (folder / "tokenizer.json").is_file()
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half")]) == 1
+
+
+def test_export_of_what_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.yaml"):
+        export_run(tmp_path)
