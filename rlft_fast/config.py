@@ -63,6 +63,8 @@ class EngineConfig(Section):
     """Dtype of the forward and backward pass; master weights and optimizer state stay float32."""
     workspace_mib: PositiveInt | None = None
     """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, clipping and schedule."""
 

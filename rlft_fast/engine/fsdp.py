@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -29,10 +30,16 @@ from rlft_fast.engine.distributed import (
     get_device,
     get_rank,
     get_world_size,
+    new_sequence_group,
 )
-from rlft_fast.engine.forward import active_fields, prepare_model_inputs, prepare_model_outputs
+from rlft_fast.engine.forward import (
+    active_fields,
+    prepare_micro_batches,
+    prepare_model_inputs,
+    prepare_model_outputs,
+)
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
-from rlft_fast.models import PolicyModel, ValueModel, load_critic, load_policy
+from rlft_fast.models import ModelInputs, PolicyModel, ValueModel, load_critic, load_policy, require_divisible_heads
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_weights
 
@@ -86,17 +93,20 @@ class FSDPEngine:
         self.skipped_steps = 0
         self.model: PolicyModel | ValueModel
         self.optimizer: FusedAdamW | None = None
+        self.sequence_group: dist.ProcessGroup | None = None
 
     def initialize(self) -> "FSDPEngine":
         """Loads the weights, shards them, and builds the optimizer. Returns the engine itself.
 
         Raises:
-            ValueError: the model folder cannot be used.
+            ValueError: the model folder cannot be used, or `sequence_parallel` does not divide the ranks or heads.
         """
+        self.sequence_group = new_sequence_group(self.config.sequence_parallel)
         if self.head == "logprob":
             self.model = load_policy(self.path, self.config.workspace_mib)
         else:
             self.model = load_critic(self.path)
+        require_divisible_heads(self.model.backbone, self.config.sequence_parallel)
         self.model.requires_grad_(self.num_training_steps is not None)
         self.model.to(self.device)
         if get_world_size() > 1 or self.config.compute_dtype != "float32":
@@ -140,9 +150,8 @@ class FSDPEngine:
         self._check_outputs(outputs)
         plan = self._plan(batch)
         parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
-        for indices in plan.micro_batches(get_rank()):
-            micro_batch = batch.select(indices)
-            inputs = prepare_model_inputs(micro_batch, self.device)
+        for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
+            inputs = self._inputs(micro_batch)
             if self.head == "value":
                 results = {"value": self.model(inputs)}
             else:
@@ -150,21 +159,35 @@ class FSDPEngine:
                     inputs, temperature=self.temperature, return_entropy="entropy" in outputs
                 )._asdict()
             for name in outputs:
-                parts[name].append(prepare_model_outputs(results[name], micro_batch))
+                parts[name].append(prepare_model_outputs(results[name], micro_batch, inputs))
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # the root keeps its weights gathered for a backward pass, which does not come here
         return {name: self._gather(torch.cat(parts[name]), batch, plan) for name in outputs}
 
     def _gather(self, own_T: Tensor, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """Puts the ranks' results together and back into the order of the batch."""
+        if self.sequence_group is not None:
+            dist.all_reduce(own_T, group=self.sequence_group)  # each has its own rows' results, and zeros
+        share = self.config.sequence_parallel
         sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
-        planned_T = torch.cat([part.cpu() for part in all_gather_ragged(own_T, sizes)])
+        parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
+        planned_T = torch.cat([part.cpu() for part in parts[::share]])
         restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
         assert restored_T is not None
         return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
-        return plan_batch(batch, self.config.max_tokens, get_world_size())
+        return plan_batch(batch, self.config.max_tokens, get_world_size() // self.config.sequence_parallel)
+
+    @property
+    def _data_rank(self) -> int:
+        """This rank's place in the plan; the ranks of a sequence group have the same."""
+        return get_rank() // self.config.sequence_parallel
+
+    def _inputs(self, micro_batch: Batch) -> ModelInputs:
+        return prepare_model_inputs(
+            micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group
+        )
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
         possible = ("value",) if self.head == "value" else ("logprob", "entropy")
@@ -193,11 +216,11 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
-        micro_batches = self._plan(batch).micro_batches(get_rank())
+        micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
-        for i, indices in enumerate(micro_batches):
+        for i, micro_batch in enumerate(micro_batches):
             self._reduce_gradients(i == len(micro_batches) - 1)
-            _accumulate(totals, self._forward_backward(batch.select(indices), loss))
+            _accumulate(totals, self._forward_backward(micro_batch, loss))
         norm = grad_norm(self.model.parameters())
         learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm}
@@ -206,8 +229,8 @@ class FSDPEngine:
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _forward_backward(self, micro_batch: Batch, loss: Loss) -> dict[str, Tensor]:
-        inputs = prepare_model_inputs(micro_batch, self.device)
-        fields = active_fields(micro_batch, loss.fields, self.device)
+        inputs = self._inputs(micro_batch)
+        fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         if self.head == "value":
             outputs = (self.model(inputs),)
             total = loss.per_token(*outputs, *fields).sum()

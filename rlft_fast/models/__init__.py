@@ -1,8 +1,15 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
-from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
-from rlft_fast.models.heads import LogprobHead, ModelInputs, PolicyModel, ValueModel
+from rlft_fast.models.attention import (
+    PACKED_ATTENTION,
+    packed_attention,
+    packed_implementation,
+    padded_implementation,
+    require_divisible_heads,
+)
+from rlft_fast.models.heads import LogprobHead, PolicyModel, ValueModel
 from rlft_fast.models.loading import load_critic, load_policy, load_tokenizer
+from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head
 
 __all__ = [
@@ -15,5 +22,8 @@ __all__ = [
     "load_policy",
     "load_tokenizer",
     "packed_attention",
+    "packed_implementation",
+    "padded_implementation",
     "patch_lm_head",
+    "require_divisible_heads",
 ]

@@ -9,13 +9,15 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from rlft_fast.models.attention import PACKED_ATTENTION
+from rlft_fast.models.attention import packed_implementation, require_packed_attention
 from rlft_fast.models.heads import PolicyModel, ValueModel
+from rlft_fast.models.vision import VISION_MODELS
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
@@ -25,25 +27,30 @@ def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyMod
     sampled and inferred, and the ratio between them not 1.
 
     Raises:
-        ValueError: the folder is missing or unreadable, its weights are damaged or incomplete, or it has no lm_head.
+        ValueError: the folder is missing or unreadable, its weights are damaged or incomplete, or it has no lm_head,
+            or its sequences cannot be packed.
     """
-    architectures = _read_config(path).architectures or []
+    config = _read_config(path)
+    if config.model_type in VISION_MODELS:
+        return PolicyModel(_load(AutoModelForImageTextToText, config, path), workspace_mib)
+    architectures = config.architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise ValueError(
             f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} and has no lm_head: "
-            "a policy must be a causal language model (...ForCausalLM)"
+            "a policy must be a causal language model (...ForCausalLM), or a "
+            f"vision-language model of type {' or '.join(VISION_MODELS)}"
         )
-    return PolicyModel(_load(AutoModelForCausalLM, path), workspace_mib)
+    return PolicyModel(_load(AutoModelForCausalLM, config, path), workspace_mib)
 
 
 def load_critic(path: str | Path) -> ValueModel:
     """The backbone of any text model in float32 on the CPU, with a new value head; in eval mode like the policy.
 
     Raises:
-        ValueError: the folder is missing or unreadable, or its weights are damaged or incomplete.
+        ValueError: the folder is missing or unreadable, or its weights are damaged or incomplete, or its
+            sequences cannot be packed.
     """
-    _read_config(path)
-    return ValueModel(_load(AutoModel, path))
+    return ValueModel(_load(AutoModel, _read_config(path), path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -59,10 +66,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
-def _load(auto_class: Any, path: str | Path) -> PreTrainedModel:
+def _load(auto_class: Any, config: Any, path: str | Path) -> PreTrainedModel:
     try:
         model, report = auto_class.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, use_safetensors=True,
+            path, dtype=torch.float32, attn_implementation=packed_implementation(config), use_safetensors=True,
             local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as error:
@@ -72,6 +79,7 @@ def _load(auto_class: Any, path: str | Path) -> PreTrainedModel:
             f"the weights in {path} lack {len(unfit)} tensors of the shape that config.json asks for "
             f"({', '.join(unfit[:3])}, ...): they would be random; save or download the model again"
         )
+    require_packed_attention(model)
     return model.eval()
 
 
