@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
-from rlft_fast.models import ModelInputs
+from rlft_fast.models import ModelInputs, require_fixed_rope
 from rlft_fast.models.vision import ImageInputs, has_vision, image_positions, pixels_and_grids, rope_positions
 
 
@@ -27,7 +28,7 @@ def prepare_model_inputs(
     micro_batch: Batch,
     device: torch.device,
     *,
-    backbone: nn.Module | None = None,
+    backbone: PreTrainedModel,
     sequence_group: ProcessGroup | None = None,
 ) -> ModelInputs:
     """Everything that the packed forward needs, made on the host, so that nothing later waits for the device.
@@ -39,21 +40,23 @@ def prepare_model_inputs(
     Args:
         micro_batch: on the CPU, the same on every rank of the group.
         device: where the model is.
-        backbone: of the model that is to be called; needed by vision-language models.
+        backbone: of the model that is to be called; a vision-language one gives positions in three dimensions.
         sequence_group: the ranks that share the micro-batch.
 
     Raises:
-        ValueError: images for a model without a vision tower, or other than its tokens say.
+        ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
+            the model's kind of rotary embedding.
     """
+    require_fixed_rope(backbone, micro_batch.max_seqlen)
     layout = share_prompts(micro_batch)
     rows = _Rows(len(layout.token_index_U), sequence_group)
     boundaries_q, boundaries_k, key_index = _pad_segments(layout, rows.num_padded)
     output_index, active_index = rows.own_outputs(micro_batch.active_index_T, layout.row_T)
     position_ids, images = micro_batch.position_ids_T, None
-    if backbone is not None and has_vision(backbone):
+    if has_vision(backbone):
         position_ids, images = _prepare_images(micro_batch, backbone, layout, rows, device)
     elif micro_batch.multi_modal_inputs is not None:
-        raise ValueError("the batch has multi_modal_inputs, but the model has no vision tower")
+        raise ValueError(f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower")
     return ModelInputs(
         input_ids=_move(rows.own(micro_batch.input_ids_T[layout.token_index_U]), device).unsqueeze(0),
         position_ids=_move(rows.own(position_ids[..., layout.token_index_U]), device).unsqueeze(-2),

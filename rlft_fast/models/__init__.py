@@ -1,16 +1,16 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
-from rlft_fast.models.attention import (
-    PACKED_ATTENTION,
-    packed_attention,
-    packed_implementation,
-    padded_implementation,
-    require_divisible_heads,
-)
+from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
 from rlft_fast.models.heads import LogprobHead, PolicyModel, ValueModel
 from rlft_fast.models.loading import load_critic, load_policy, load_tokenizer
 from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head
+from rlft_fast.models.support import (
+    packed_implementation,
+    padded_implementation,
+    require_divisible_heads,
+    require_fixed_rope,
+)
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -26,4 +26,5 @@ __all__ = [
     "padded_implementation",
     "patch_lm_head",
     "require_divisible_heads",
+    "require_fixed_rope",
 ]

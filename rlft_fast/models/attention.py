@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface
 
-from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.ops.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 
 PACKED_ATTENTION = "rlft_packed"
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keywords by which models of transformers 5 ask for other scores than those computed here.
 _OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
 
@@ -95,60 +93,10 @@ def packed_attention(
         keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
         segments = zip(queries, keys, values, strict=True)
         outputs = [_causal(q, k, v, scaling, dropout, sliding_window, softcap) for q, k, v in segments]
-        output = torch.cat(outputs, dim=2).transpose(1, 2)
+        output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models take a view of it
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None
-
-
-def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
-    """What transformers is to be told as ``attn_implementation`` for a model of this configuration.
-
-    A vision tower cuts its images apart itself and attends both ways, by SDPA.
-    """
-    if config.model_type not in VISION_MODELS:
-        return PACKED_ATTENTION
-    return {"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
-
-
-def padded_implementation(config: PreTrainedConfig) -> str:
-    """The same for padded batches and generation: SDPA, unless scores are soft-capped, which it does not know."""
-    return "sdpa" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is None else "eager"
-
-
-def require_packed_attention(model: PreTrainedModel) -> None:
-    """Refuses a model whose packed forward would be wrong; reads only its class, configuration and parameter names.
-
-    Raises:
-        ValueError: naming the model, and what it has that packed sequences cannot go through.
-    """
-    config = model.config.get_text_config()
-    types = {*(getattr(config, "layer_types", None) or [])}
-    reasons = {
-        "is an encoder-decoder": model.config.is_encoder_decoder,
-        "carries a recurrent state from token to token": model._is_stateful,
-        "does not take its attention from transformers' AttentionInterface": not model._supports_attention_backend,
-        "builds masks of its own (it has no flash attention)": not model._supports_flash_attn,
-        f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
-        "has a vision tower": hasattr(model.config, "vision_config") and model.config.model_type not in VISION_MODELS,
-        "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ValueError(
-            f"{type(model).__name__} {' and '.join(found)}: sequences cannot be packed for it. Supported are causal "
-            "language models whose layers are full or sliding-window attention (Llama, Qwen, Mistral, Gemma, ...) and "
-            f"the vision-language models {', '.join(VISION_MODELS)}"
-        )
-
-
-def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int) -> None:
-    """Raises ValueError, with both numbers, if so many ranks cannot share the model's attention heads evenly."""
-    num_heads = backbone.config.get_text_config().num_attention_heads
-    if num_heads % sequence_parallel:
-        raise ValueError(
-            f"sequence_parallel={sequence_parallel} must divide the {num_heads} attention heads of "
-            f"{type(backbone).__name__}: choose one of {[n for n in range(1, num_heads + 1) if num_heads % n == 0]}"
-        )
 
 
 def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]) -> None:

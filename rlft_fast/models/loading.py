@@ -15,8 +15,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft_fast.models.attention import packed_implementation, require_packed_attention
 from rlft_fast.models.heads import PolicyModel, ValueModel
+from rlft_fast.models.support import packed_implementation, require_packed_attention
 from rlft_fast.models.vision import VISION_MODELS
 
 
