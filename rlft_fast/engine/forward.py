@@ -135,7 +135,7 @@ def _prepare_images(
     source_index[own_row_F] = rows.share + torch.searchsorted(position_F, own_F)
     pixel_values, grids = pixels_and_grids(backbone, micro_batch)
     images = ImageInputs(
-        pixel_values=_move(pixel_values, device), image_grid_thw=grids.to(device),
+        pixel_values=_move(pixel_values, device), image_grid_thw=_move(grids, device),
         source_index=_move(source_index, device),
     )  # fmt: skip
     return rope_positions(backbone, micro_batch, position_F), images

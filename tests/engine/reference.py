@@ -149,11 +149,12 @@ def plain_model(path: Path) -> nn.Module:
 def plain_log_softmax(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
     """(T, V) log-probabilities of every next token, one sequence after the other."""
     sequences = batch.input_ids_T.split(batch.lengths.tolist())
-    logits = [model(input_ids=ids[None], **_images(model, batch, b)).logits[0] for b, ids in enumerate(sequences)]
+    logits = [model(input_ids=ids[None], **images(model, batch, b)).logits[0] for b, ids in enumerate(sequences)]
     return torch.log_softmax(torch.cat(logits) / temperature, dim=-1)
 
 
-def _images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
+def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
+    """Sequence b's images as keywords of a plain model."""
     inputs = {name: values[b] for name, values in (batch.multi_modal_inputs or {}).items()}
     if not inputs or inputs["pixel_values"] is None:
         return {}

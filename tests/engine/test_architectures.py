@@ -5,7 +5,7 @@ import torch
 
 from rlft_fast.data import Batch
 from tests.engine import reference
-from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
 from tests.tiny_models import MORE_MODELS, VISION_MODELS
 
 
@@ -27,3 +27,21 @@ def test_logprob_entropy_and_gradient(tiny_model, name):
     assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
     expected = reference.plain_policy_gradients(path, batch, "token-mean")
     reference.assert_close(reference.gradients(engine), expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_a_critic_sees_images(tiny_model, name):
+    path, batch = tiny_model(name), random_image_batch()
+    engine = make_engine(path, head="value", max_tokens=80)
+    values = engine.infer(batch, ("value",))["value"]
+    backbone = reference.plain_model(path).model
+    with torch.no_grad():
+        hidden = [
+            backbone(input_ids=ids[None], **reference.images(backbone, batch, b)).last_hidden_state[0]
+            for b, ids in enumerate(batch.input_ids_T.split(batch.lengths.tolist()))
+        ]
+    expected = torch.cat(hidden).sum(-1) * reference.HEAD_WEIGHT * batch.loss_mask_T
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-5)
+    batch = batch.replace(value_T=values, return_T=batch.advantage_T)
+    engine.train_step(batch, value_loss())
+    assert all(gradient.any() for gradient in reference.gradients(engine).values())

@@ -81,8 +81,9 @@ def check_nothing_active(rank: int, path: Path) -> None:
     assert not engine.infer(silent, ("logprob",))["logprob"].any()
 
 
-def check_on_policy(rank: int, path: Path) -> None:
-    engine, batch = make_engine(path, sequence_parallel=2, max_tokens=24), random_batch()
+def check_on_policy(rank: int, path: Path, dtype: str) -> None:
+    engine = make_engine(path, sequence_parallel=2, max_tokens=80, dtype=dtype)
+    batch = batch_for(path.name, 6)
     batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
     assert engine.train_step(batch, PolicyLoss())["ratio_max"] == 1.0
 
@@ -98,7 +99,8 @@ def on_two_processes(rank: int, models: Path, expected: Path) -> None:
     compare_with_one_process(rank, models, expected, ["qwen2.5-vl"], (1,))
     check_shares(rank, models / "llama")
     check_nothing_active(rank, models / "llama")
-    check_on_policy(rank, models / "llama")
+    check_on_policy(rank, models / "llama", "float32")
+    check_on_policy(rank, models / "qwen2.5-vl", "bfloat16")
     check_refusals(rank, models / "llama")
 
 
