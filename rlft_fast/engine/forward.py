@@ -10,7 +10,28 @@ from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
 from rlft_fast.models import ModelInputs, require_fixed_rope
-from rlft_fast.models.vision import ImageInputs, has_vision, image_positions, pixels_and_grids, rope_positions
+from rlft_fast.models.vision import (
+    ImageInputs,
+    check_images,
+    has_vision,
+    image_positions,
+    pixels_and_grids,
+    rope_positions,
+)
+
+
+def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:
+    """Refuses what the model cannot run, before any rank starts: all have the same batch and refuse it together.
+
+    Raises:
+        ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
+            the model's kind of rotary embedding.
+    """
+    require_fixed_rope(backbone, batch.max_seqlen)
+    if has_vision(backbone):
+        check_images(backbone, batch)
+    elif batch.multi_modal_inputs is not None:
+        raise ValueError(f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower")
 
 
 def prepare_micro_batches(batch: Batch, plan: MicroBatchPlan, rank: int) -> list[Batch]:
@@ -38,25 +59,19 @@ def prepare_model_inputs(
     that the cut between two ranks is none between a token and its target.
 
     Args:
-        micro_batch: on the CPU, the same on every rank of the group.
+        micro_batch: on the CPU, checked, the same on every rank of the group.
         device: where the model is.
         backbone: of the model that is to be called; a vision-language one gives positions in three dimensions.
         sequence_group: the ranks that share the micro-batch.
-
-    Raises:
-        ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
-            the model's kind of rotary embedding.
     """
-    require_fixed_rope(backbone, micro_batch.max_seqlen)
     layout = share_prompts(micro_batch)
     rows = _Rows(len(layout.token_index_U), sequence_group)
     boundaries_q, boundaries_k, key_index = _pad_segments(layout, rows.num_padded)
-    output_index, active_index = rows.own_outputs(micro_batch.active_index_T, layout.row_T)
+    here, active_index = rows.find(layout.row_T[micro_batch.active_index_T])
+    output_index = micro_batch.active_index_T[here]
     position_ids, images = micro_batch.position_ids_T, None
     if has_vision(backbone):
         position_ids, images = _prepare_images(micro_batch, backbone, layout, rows, device)
-    elif micro_batch.multi_modal_inputs is not None:
-        raise ValueError(f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower")
     return ModelInputs(
         input_ids=_move(rows.own(micro_batch.input_ids_T[layout.token_index_U]), device).unsqueeze(0),
         position_ids=_move(rows.own(position_ids[..., layout.token_index_U]), device).unsqueeze(-2),
@@ -107,11 +122,10 @@ class _Rows:
         """(*, U) -> (*, share), 0 in rows that are padding."""
         return pad(x_U, (0, self.num_padded))[..., self.first : self.first + self.share]
 
-    def own_outputs(self, position_A: Tensor, row_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the positions whose row is here, and that row, counted from this rank's first."""
-        row_A = row_T[position_A] - self.first
-        here = (row_A >= 0) & (row_A < self.share)
-        return position_A[here], row_A[here]
+    def find(self, row_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(N,) bool, which of these rows are here, and they, counted from this rank's first."""
+        here_N = (row_N >= self.first) & (row_N < self.first + self.share)
+        return here_N, row_N[here_N] - self.first
 
 
 def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,16 +143,16 @@ def _prepare_images(
     micro_batch: Batch, backbone: Any, layout: PackedLayout, rows: _Rows, device: torch.device
 ) -> tuple[Tensor, ImageInputs]:
     """(3, T) position ids, and the images; every rank of a group runs the tower and takes its own rows' features."""
-    position_F = image_positions(backbone, micro_batch)
+    position_N, feature_N = image_positions(backbone, micro_batch)
+    here_N, row_N = rows.find(layout.row_T[position_N])
     source_index = torch.arange(rows.share)
-    own_F, own_row_F = rows.own_outputs(position_F, layout.row_T)
-    source_index[own_row_F] = rows.share + torch.searchsorted(position_F, own_F)
+    source_index[row_N] = rows.share + feature_N[here_N]
     pixel_values, grids = pixels_and_grids(backbone, micro_batch)
     images = ImageInputs(
         pixel_values=_move(pixel_values, device), image_grid_thw=_move(grids, device),
         source_index=_move(source_index, device),
     )  # fmt: skip
-    return rope_positions(backbone, micro_batch, position_F), images
+    return rope_positions(backbone, micro_batch), images
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ from rlft_fast.engine.distributed import (
 )
 from rlft_fast.engine.forward import (
     active_fields,
+    check_batch,
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
@@ -145,7 +146,8 @@ class FSDPEngine:
             For each output a (T,) float32 tensor on the CPU in the order of the batch, 0 outside ``loss_mask_T``.
 
         Raises:
-            ValueError: a sequence is longer than the token cap, or the head does not give an output.
+            ValueError: a sequence is longer than the token cap, the batch has images that the model cannot take (see
+                `check_batch`), or the head does not give an output.
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
@@ -177,6 +179,7 @@ class FSDPEngine:
         return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
+        check_batch(batch, self.model.backbone)
         return plan_batch(batch, self.config.max_tokens, get_world_size() // self.config.sequence_parallel)
 
     @property
@@ -211,7 +214,8 @@ class FSDPEngine:
             The loss's metrics, ``loss``, ``grad_norm``, ``learning_rate`` and ``skipped_steps`` (in all).
 
         Raises:
-            ValueError: the engine is frozen, a field is missing, or a sequence is longer than the token cap.
+            ValueError: the engine is frozen, a field is missing, a sequence is longer than the token cap, or the batch
+                has images that the model cannot take.
         """
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")

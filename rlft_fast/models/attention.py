@@ -111,11 +111,16 @@ def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, other
 
 def _all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     """(1, heads, S, d) -> (1, heads / N, N S, d) each, key and value heads repeated until N divides their number."""
-    repeats = group.size() // math.gcd(k.shape[1], group.size())
+    size = group.size()
+    repeats = size // math.gcd(k.shape[1], size)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    gathered = (gather_tokens_scatter_heads(x[0].transpose(0, 1), group) for x in (q, k, v))
-    return tuple(x.transpose(0, 1).unsqueeze(0) for x in gathered)
+    by_rank = [x[0].transpose(0, 1).unflatten(1, (size, -1)) for x in (q, k, v)]  # (S, N, heads / N, d)
+    # What goes to one rank travels together: one all-to-all instead of three.
+    gathered = gather_tokens_scatter_heads(torch.cat([x.flatten(2) for x in by_rank], 2), group).squeeze(1)
+    parts = gathered.split([x.shape[2] * x.shape[3] for x in by_rank], dim=1)
+    heads = (part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True))
+    return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
 
 
 def _causal(

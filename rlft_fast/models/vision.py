@@ -4,10 +4,12 @@
 channels) and ``image_grid_thw`` (images, 3), or None. The vision tower turns them into as many features as the sequence
 has image tokens, and these take the tokens' places.
 
+Sequences that hold the very same tensor, as samples of one prompt do, share its features: it goes through once.
+
 The tower runs once per micro-batch whatever is in it, without images on a blank one that nothing uses: ranks whose data
 have none run the same collectives as the others, and their gradients of the tower are zeros.
 
-Shapes: T tokens of a micro-batch, S rows that run on this rank, P patches, I images, F features.
+Shapes: T tokens of a micro-batch, N of them image tokens, S rows that run on this rank, P patches, I images.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlft_fast.data import Batch
 
@@ -50,64 +53,80 @@ def embed_with_images(backbone: Any, input_ids: Tensor, images: ImageInputs) -> 
     return torch.cat([tokens, *(x.to(tokens.dtype) for x in features)]).index_select(0, images.source_index)[None]
 
 
-def image_positions(backbone: Any, batch: Batch) -> Tensor:
-    """(F,) int64 positions of the image tokens, in the order of the features.
-
-    Raises:
-        ValueError: a sequence whose image tokens and images do not fit, or inputs other than images.
-    """
+def check_images(backbone: Any, batch: Batch) -> None:
+    """Raises ValueError for inputs other than images, and for a sequence, by number, whose tokens do not fit them."""
     if unknown := sorted({*(batch.multi_modal_inputs or {})} - {*_FIELDS}):
         raise ValueError(f"multi_modal_inputs has {', '.join(unknown)}: only {' and '.join(_FIELDS)} are supported")
-    # The policy may sample the image token like any other; then no image stands behind it.
-    is_image_T = (batch.input_ids_T == backbone.config.image_token_id) & ~batch.loss_mask_T.roll(1)
     merge = backbone.config.vision_config.spatial_merge_size
-    grids, pixels = (_entries(batch, name) for name in ("image_grid_thw", "pixel_values"))
-    for b, (mask, grid, patches) in enumerate(zip(_sequences(batch, is_image_T), grids, pixels, strict=True)):
-        expected = 0 if grid is None else int(grid.prod(-1).sum())
-        given = 0 if patches is None else patches.shape[0]
-        if given != expected or int(mask.sum()) * merge**2 != expected:
+    pixels, grids = (_entries(batch, name) for name in _FIELDS)
+    masks = _sequences(batch, _is_image(backbone, batch))
+    for b, (mask, patches, grid) in enumerate(zip(masks, pixels, grids, strict=True)):
+        sizes = [] if grid is None else grid.prod(-1).tolist()
+        given, runs = 0 if patches is None else patches.shape[0], _run_lengths(mask)
+        if given != sum(sizes) or runs != [size // merge**2 for size in sizes]:
             raise ValueError(
-                f"sequence {b} has {int(mask.sum())} image tokens and {given} patches, but its image_grid_thw is "
-                f"{None if grid is None else grid.tolist()}: expected {expected} patches and a token for each "
-                f"{merge} x {merge} of them"
+                f"sequence {b} has {given} patches and runs of {runs} image tokens, but its image_grid_thw is "
+                f"{None if grid is None else grid.tolist()}: expected {sum(sizes)} patches, a token for each {merge} x "
+                f"{merge} of an image's, and text between images"
             )
-    return is_image_T.nonzero().squeeze(1)
 
 
-def rope_positions(backbone: Any, batch: Batch, image_position_F: Tensor) -> Tensor:
-    """(3, T) int64 position of each token in time, height and width, from the model's own ``get_rope_index``.
+def image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(N,) int64 each: positions of the image tokens, and the feature that takes the place of each."""
+    position_N = _is_image(backbone, batch).nonzero().squeeze(1)
+    features = _features(batch, backbone.config.vision_config.spatial_merge_size)
+    return position_N, torch.cat([position_N[:0], *features])
 
-    Args:
-        backbone: a vision-language model's.
-        batch: on the CPU.
-        image_position_F: from `image_positions`.
 
-    Raises:
-        ValueError: two images without a token between them.
-    """
-    type_T = torch.zeros_like(batch.input_ids_T)
-    type_T[image_position_F] = 1
-    parts = []
-    for ids, types, grid in zip(
-        _sequences(batch, batch.input_ids_T), _sequences(batch, type_T), _entries(batch, "image_grid_thw"), strict=True
-    ):
-        try:
-            positions, _ = backbone.get_rope_index(ids[None], mm_token_type_ids=types[None], image_grid_thw=grid)
-        except RuntimeError as error:
-            raise ValueError(f"images need text between them, as in the model's chat template: {error}") from error
-        parts.append(positions[:, 0])
+def rope_positions(backbone: Any, batch: Batch) -> Tensor:
+    """(3, T) int64 position of each token in time, height and width, from the model's own ``get_rope_index``."""
+    ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
+    parts = [
+        backbone.get_rope_index(x[None], mm_token_type_ids=type_[None], image_grid_thw=grid)[0][:, 0]
+        for x, type_, grid in zip(ids, types, _entries(batch, "image_grid_thw"), strict=True)
+    ]
     return torch.cat([torch.zeros(3, 0, dtype=torch.int64), *parts], dim=1)
 
 
 def pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(P, C) float32 and (I, 3) int64 of all images of the batch; of one blank image where it has none."""
-    pixels, grids = ([x for x in _entries(batch, name) if x is not None] for name in ("pixel_values", "image_grid_thw"))
-    if pixels:
+    """(P, C) float32 and (I, 3) int64 of all different images; of one blank image where there are none."""
+    if different := _different_images(batch):
+        pixels, grids = zip(*different.values(), strict=True)
         return torch.cat(pixels).float(), torch.cat(grids)
     vision = backbone.config.vision_config
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]])
     return torch.zeros(int(grid.prod()), channels), grid
+
+
+def _is_image(backbone: Any, batch: Batch) -> Tensor:
+    """(T,) bool; the policy may sample the image token like any other, and then no image stands behind it."""
+    return (batch.input_ids_T == backbone.config.image_token_id) & ~batch.loss_mask_T.roll(1)
+
+
+def _run_lengths(mask: Tensor) -> list[int]:
+    """Lengths of the runs of True."""
+    steps = pad(mask.long(), (1, 1)).diff()
+    return ((steps == -1).nonzero() - (steps == 1).nonzero()).squeeze(1).tolist()
+
+
+def _features(batch: Batch, merge: int) -> list[Tensor]:
+    """For each sequence with images the indices of its features; the same ones for the same images."""
+    different = _different_images(batch)
+    sizes = [pixels.shape[0] // merge**2 for pixels, _ in different.values()]
+    features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
+    return [features[key] for key in _image_keys(batch) if key in features]
+
+
+def _different_images(batch: Batch) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """(pixel_values, image_grid_thw) of each set of images that some sequence has, by identity."""
+    pixels, grids = (_entries(batch, name) for name in _FIELDS)
+    sets = zip(_image_keys(batch), pixels, grids, strict=True)
+    return {key: (pixel, grid) for key, pixel, grid in sets if pixel is not None and grid is not None}
+
+
+def _image_keys(batch: Batch) -> list[tuple[int, int]]:
+    return [(id(p), id(g)) for p, g in zip(*(_entries(batch, name) for name in _FIELDS), strict=True)]
 
 
 def _entries(batch: Batch, name: str) -> list[Tensor | None]:

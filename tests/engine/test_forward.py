@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import Phi3Config, Phi3Model
 
 from rlft_fast.data import Batch, plan_batch, share_prompts
-from rlft_fast.engine.forward import prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
+from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.models import load_policy, require_fixed_rope
 from tests.engine.reference import random_batch, random_image_batch
 
@@ -103,12 +103,33 @@ def test_the_vision_tower_has_a_gradient_of_zeros_without_images(tiny_model):
 
 def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):
     batch, backbone = random_image_batch(), load_policy(tiny_model("qwen2-vl")).backbone
+    check_batch(batch, backbone)
     before = prepare_model_inputs(batch, CPU, backbone=backbone)
     ids = batch.input_ids_T.clone()
     ids[batch.active_index_T[0] + 1] = backbone.config.image_token_id
+    check_batch(batch.replace(input_ids_T=ids), backbone)
     after = prepare_model_inputs(batch.replace(input_ids_T=ids), CPU, backbone=backbone)
     assert torch.equal(after.images.source_index, before.images.source_index)
     assert torch.equal(after.position_ids, before.position_ids)
+
+
+def test_samples_of_a_prompt_share_its_images(tiny_model):
+    """The same tensors run once, and give what copies of them give."""
+    model = load_policy(tiny_model("qwen2.5-vl"))
+    few, copies = (random_image_batch().select([1, 2, 0, 2, 1, 1, 4]) for _ in range(2))
+    pixels = [None if x is None else x.clone() for x in copies.multi_modal_inputs["pixel_values"]]
+    copies = copies.replace(multi_modal_inputs=copies.multi_modal_inputs | {"pixel_values": pixels})
+    found = []
+    for batch in (few, copies):
+        inputs = prepare_model_inputs(batch, CPU, backbone=model.backbone)
+        logprob = model(inputs).logprob
+        gradient = torch.autograd.grad(logprob.square().sum(), model.backbone.visual.parameters())
+        found.append((inputs, logprob, *gradient))
+    (shared, *actual), (repeated, *expected) = found
+    assert shared.input_ids.shape[1] < repeated.input_ids.shape[1]
+    assert shared.images.pixel_values.shape[0] == 8 + 56 + 8
+    assert repeated.images.pixel_values.shape[0] == 2 * (8 + 56 + 8)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
@@ -119,21 +140,24 @@ def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (image_batch([7, 258, 258, 258, 8], [[1, 2, 4]], 8), "sequence 0 has 3 image tokens and 8 patches"),
-        (image_batch([7, 258, 258, 8], [[1, 2, 4]], 4), "sequence 0 has 2 image tokens and 4 patches"),
-        (image_batch([258, 258], [[1, 2, 2], [1, 2, 2]], 8), "images need text between them"),
+        (
+            image_batch([7, 258, 258, 258, 8], [[1, 2, 4]], 8),
+            r"sequence 0 has 8 patches and runs of \[3\] image tokens",
+        ),
+        (image_batch([7, 258, 258, 8], [[1, 2, 4]], 4), r"sequence 0 has 4 patches and runs of \[2\] image tokens"),
+        (image_batch([258, 258], [[1, 2, 2], [1, 2, 2]], 8), "and text between images"),
         (image_batch([258], [[1, 2, 2]], 4, pixel_values_videos=[None]), "pixel_values_videos: only"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tiny_model, batch, message):
     backbone = load_policy(tiny_model("qwen2-vl")).backbone
     with pytest.raises(ValueError, match=message):
-        prepare_model_inputs(batch, CPU, backbone=backbone)
+        check_batch(batch, backbone)
 
 
 def test_images_for_a_text_model_are_refused(tiny_model):
     with pytest.raises(ValueError, match="LlamaModel has no vision tower"):
-        prepare_model_inputs(random_image_batch(), CPU, backbone=load_policy(tiny_model("llama")).backbone)
+        check_batch(random_image_batch(), load_policy(tiny_model("llama")).backbone)
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused():
