@@ -90,6 +90,8 @@ class EngineConfig(Section):
     """Keep weights and optimizer state in CPU memory while another model or the rollout has the GPU."""
     workspace_mib: PositiveInt | None = None
     """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()

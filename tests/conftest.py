@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.tiny_models import MODELS, save_tiny_model
+from tests.tiny_models import ALL_MODELS, save_tiny_model
 
 # The models are so small that handing work to threads costs more than it saves. Processes that tests start inherit it:
 # the same bits need the same number of threads.
@@ -21,11 +21,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny random model by name, see `tests.tiny_models.MODELS`. Treat it as read-only."""
+    """Folder of a tiny random model by name, see `tests.tiny_models.ALL_MODELS`. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("tiny_models")
 
     def path(name: str) -> Path:
-        assert name in MODELS
+        assert name in ALL_MODELS
         return folder / name if (folder / name).exists() else save_tiny_model(name, folder / name)
 
     return path

@@ -6,12 +6,26 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCAB_SIZE = 259  # one token per byte, end and padding, and one id that the tokenizer never makes
@@ -37,22 +51,66 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "qwen2-sliding": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True} | _SLIDING),
 }
 
+# Further architectures, for the tests of the packed forward.
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": SLIDING_WINDOW}
+MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": SLIDING_WINDOW, "num_key_value_heads": 1}),
+    # Caps low enough to bend the scores and logits of so small a model.
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _GEMMA | {
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention",
+        ],
+    }),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    # One dense layer, then experts; values have another width than queries and keys.
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_mtp_layers": 0,
+    }),
+}  # fmt: skip
+
+IMAGE_TOKEN_ID = 258
+_VISION: dict[str, Any] = {
+    "depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "initializer_range": 0.2,
+}  # fmt: skip
+_MULTI_MODAL = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": 300, "tie_word_embeddings": True}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "qwen2-vl": (Qwen2VLForConditionalGeneration, Qwen2VLConfig, _MULTI_MODAL | {
+        "text_config": _SIZES | _MROPE, "vision_config": _VISION | {"embed_dim": 16, "hidden_size": 32},
+    }),
+    # Of its two vision layers one sees windows of 2 x 2 merged patches, the other whole images.
+    "qwen2.5-vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, _MULTI_MODAL | {
+        "text_config": _SIZES | _MROPE, "vision_config": _VISION | {
+            "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8,
+            "fullatt_block_indexes": [1],
+        },
+    }),
+}  # fmt: skip
+ALL_MODELS = MODELS | MORE_MODELS | VISION_MODELS
+
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
-    """Writes the random model `name` of `MODELS` with its tokenizer; the same weights every time.
+    """Writes the random model `name` of `ALL_MODELS` with its tokenizer; the same weights every time.
 
     Args:
-        name: key of `MODELS`.
+        name: key of `ALL_MODELS`.
         folder: where to write.
         **options: changes to the model's configuration.
 
     Returns:
         The folder.
     """
-    model_class, config_class, own = MODELS[name]
+    model_class, config_class, own = ALL_MODELS[name]
+    sizes = {} if name in VISION_MODELS else _SIZES  # theirs are those of the text model inside
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, name)))
-        model = model_class(config_class(**(_SIZES | own | options)))
+        model = model_class(config_class(**(sizes | own | options)))
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1, which would hide that they are forgotten
                 torch.nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)

@@ -142,12 +142,13 @@ def _prompt_and_used_lengths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _same_prompt(batch: Batch, prompt_B: np.ndarray) -> list[np.ndarray]:
-    """Sequences with equal prompts, in order of first appearance; those without a prompt are one group."""
+    """Sequences with equal prompts, in order of first appearance; those without a prompt or images are one group."""
     tokens, starts = batch.input_ids_T.numpy(), batch.cu_seqlens.numpy()
-    members: dict[bytes | int, list[int]] = {}
+    members: dict[tuple, list[int]] = {}
+    images = [*(batch.multi_modal_inputs or {}).values()]
     for b, (start, prompt) in enumerate(zip(starts, prompt_B, strict=False)):
-        # Equal tokens do not mean equal prompts where images stand behind them.
-        key = tokens[start : start + prompt].tobytes() if batch.multi_modal_inputs is None else b
+        # Equal tokens do not mean equal prompts where images stand behind them: these have to be the same tensors.
+        key = (tokens[start : start + prompt].tobytes(), *(id(values[b]) for values in images))
         members.setdefault(key, []).append(b)
     return [np.array(group) for group in members.values()]
 

@@ -16,7 +16,15 @@ from rlft_fast.engine.blocks import checkpoint_activations, compile_blocks
 from rlft_fast.engine.distributed import get_world_size, require_agreement
 from rlft_fast.engine.mesh import device_memory, device_mesh, resolve_shard_size
 from rlft_fast.engine.wrap import decoder_blocks, find_units, shard_model
-from rlft_fast.models import PolicyModel, RLModel, add_lora, build_critic, build_policy, build_reward_model
+from rlft_fast.models import (
+    PolicyModel,
+    RLModel,
+    add_lora,
+    build_critic,
+    build_policy,
+    build_reward_model,
+    require_divisible_heads,
+)
 
 Head = Literal["logprob", "value", "score"]
 
@@ -40,6 +48,7 @@ def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) ->
         model = build_critic(path, dtype)
     else:
         model = build_reward_model(path, dtype)
+    require_divisible_heads(model.backbone, config.sequence_parallel)
     if head == "score" and trains:
         raise ValueError("a reward model is only used here, not trained: leave num_training_steps out")
     if config.lora is not None:

@@ -86,6 +86,26 @@ def require_agreement(what: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"the processes disagree on the {what}: {'; '.join(differences[:3])}. Give all the same")
 
 
+def new_sequence_group(size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `size` neighbours, which share their micro-batches; None where `size` is 1.
+
+    To be called by all ranks.
+
+    Raises:
+        ValueError: the groups do not come out even.
+    """
+    if get_world_size() % size:
+        raise ValueError(
+            f"sequence_parallel={size} must divide the number of processes, which is {get_world_size()}: start a "
+            "multiple of it, or lower it"
+        )
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

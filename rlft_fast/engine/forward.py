@@ -1,59 +1,159 @@
-"""From a micro-batch to a model call and back: free functions around ``model(inputs)``."""
+"""From a batch to micro-batches, from these to model calls, and back: free functions around ``model(inputs)``."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from rlft_fast.data import Batch, share_prompts
-from rlft_fast.models import ModelInputs
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
+from rlft_fast.models import ModelInputs, require_fixed_rope
+from rlft_fast.models.vision import (
+    ImageInputs,
+    check_images,
+    has_vision,
+    image_positions,
+    pixels_and_grids,
+    rope_positions,
+)
 
 
-def prepare_model_inputs(micro_batch: Batch, device: torch.device) -> ModelInputs:
+def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:
+    """Refuses what the model cannot run, before any rank starts: all have the same batch and refuse it together.
+
+    Raises:
+        ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
+            the model's kind of rotary embedding.
+    """
+    require_fixed_rope(backbone, batch.max_seqlen)
+    if has_vision(backbone):
+        check_images(backbone, batch)
+    elif batch.multi_modal_inputs is not None:
+        raise ValueError(f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower")
+
+
+def prepare_micro_batches(batch: Batch, plan: MicroBatchPlan, rank: int) -> list[Batch]:
+    """The rank's micro-batches, as many as every other rank has; some may be empty. Each has a ``meta`` of its own.
+
+    Args:
+        batch: on the CPU.
+        plan: of this batch, see `plan_batch`.
+        rank: in the plan's world.
+    """
+    return [batch.select(indices) for indices in plan.micro_batches(rank)]
+
+
+def prepare_model_inputs(
+    micro_batch: Batch,
+    device: torch.device,
+    *,
+    backbone: PreTrainedModel,
+    sequence_group: ProcessGroup | None = None,
+) -> ModelInputs:
     """Everything that the packed forward needs, made on the host, so that nothing later waits for the device.
 
-    A micro-batch without an active position becomes one token: its rank still runs every collective.
+    The ranks of a `sequence_group` get equally many rows each, in order. Rows are padded to that, and to one at least:
+    a rank without a token of its own still runs every collective. Targets and outputs belong to whole sequences, so
+    that the cut between two ranks is none between a token and its target.
+
+    Args:
+        micro_batch: on the CPU, checked, the same on every rank of the group.
+        device: where the model is.
+        backbone: of the model that is to be called; a vision-language one gives positions in three dimensions.
+        sequence_group: the ranks that share the micro-batch.
     """
-    active_index = micro_batch.active_index_T
-    if len(active_index) == 0:
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        boundaries = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        return ModelInputs(
-            input_ids=zero, position_ids=zero, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=1,
-            max_seqlen_k=1, key_index=None, active_index=none, target=none,
-        )  # fmt: skip
     layout = share_prompts(micro_batch)
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
+    rows = _Rows(len(layout.token_index_U), sequence_group)
+    boundaries_q, boundaries_k, key_index = _pad_segments(layout, rows.num_padded)
+    here, active_index = rows.find(layout.row_T[micro_batch.active_index_T])
+    output_index = micro_batch.active_index_T[here]
+    position_ids, images = micro_batch.position_ids_T, None
+    if has_vision(backbone):
+        position_ids, images = _prepare_images(micro_batch, backbone, layout, rows, device)
     return ModelInputs(
-        input_ids=move(micro_batch.input_ids_T[layout.token_index_U]).unsqueeze(0),
-        position_ids=move(micro_batch.position_ids_T[layout.token_index_U]).unsqueeze(0),
-        cu_seqlens_q=move(layout.cu_seqlens_q),
-        cu_seqlens_k=move(layout.cu_seqlens_k),
-        max_seqlen_q=layout.max_seqlen_q,
-        max_seqlen_k=layout.max_seqlen_k,
-        key_index=None if layout.key_index_K is None else move(layout.key_index_K),
-        active_index=move(layout.row_T[active_index]),
-        target=move(micro_batch.target_T[active_index]),
+        input_ids=_move(rows.own(micro_batch.input_ids_T[layout.token_index_U]), device).unsqueeze(0),
+        position_ids=_move(rows.own(position_ids[..., layout.token_index_U]), device).unsqueeze(-2),
+        cu_seqlens_q=_move(boundaries_q, device),
+        cu_seqlens_k=_move(boundaries_k, device),
+        max_seqlen_q=int(boundaries_q.diff().max()),
+        max_seqlen_k=int(boundaries_k.diff().max()),
+        key_index=None if key_index is None else _move(key_index, device),
+        active_index=_move(active_index, device),
+        target=_move(micro_batch.target_T[output_index], device),
+        output_index=output_index,
+        images=images,
+        sequence_group=sequence_group,
     )
 
 
-def active_fields(micro_batch: Batch, names: tuple[str, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The named per-token fields at the active positions, (A,) each, on the device.
+def active_fields(
+    micro_batch: Batch, inputs: ModelInputs, names: tuple[str, ...], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The named per-token fields at the positions of the outputs, (A,) each, on the device.
 
     Raises:
         ValueError: a field that the loss reads is missing from the batch.
     """
-    index = micro_batch.active_index_T
     for name in names:
         if getattr(micro_batch, name) is None:
             raise ValueError(f"the loss reads {name}, which this batch does not have: compute it before train_step")
-    return tuple(getattr(micro_batch, name)[index].to(device, non_blocking=True) for name in names)
+    return tuple(getattr(micro_batch, name)[inputs.output_index].to(device, non_blocking=True) for name in names)
 
 
-def prepare_model_outputs(values_A: Tensor, micro_batch: Batch) -> Tensor:
-    """Outputs of the active positions back at their places: (T,) float32 on the CPU, 0 elsewhere."""
+def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, inputs: ModelInputs) -> Tensor:
+    """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row."""
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
-    values_T[micro_batch.active_index_T] = values_A.float().cpu()
+    values_T[inputs.output_index] = values_A.float().cpu()
     return values_T
+
+
+class _Rows:
+    """Which of U rows this rank runs: the same number on each of the group's ranks, at least one."""
+
+    def __init__(self, num_rows: int, group: ProcessGroup | None) -> None:
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.share = max(1, -(-num_rows // size))
+        self.first = rank * self.share
+        self.num_padded = size * self.share - num_rows
+
+    def own(self, x_U: Tensor) -> Tensor:
+        """(*, U) -> (*, share), 0 in rows that are padding."""
+        return pad(x_U, (0, self.num_padded))[..., self.first : self.first + self.share]
+
+    def find(self, row_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(N,) bool, which of these rows are here, and they, counted from this rank's first."""
+        here_N = (row_N >= self.first) & (row_N < self.first + self.share)
+        return here_N, row_N[here_N] - self.first
+
+
+def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Boundaries of segments and keys, and the keys, with the padded rows as a segment of their own."""
+    boundaries_q, boundaries_k, key_index = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_index_K
+    if num_padded == 0:
+        return boundaries_q, boundaries_k, key_index
+    if key_index is not None:
+        key_index = torch.cat([key_index, len(layout.token_index_U) + torch.arange(num_padded)])
+    longer_q, longer_k = (torch.cat([x, x[-1:] + num_padded]) for x in (boundaries_q, boundaries_k))
+    return longer_q, longer_k, key_index
+
+
+def _prepare_images(
+    micro_batch: Batch, backbone: Any, layout: PackedLayout, rows: _Rows, device: torch.device
+) -> tuple[Tensor, ImageInputs]:
+    """(3, T) position ids, and the images; every rank of a group runs the tower and takes its own rows' features."""
+    position_N, feature_N = image_positions(backbone, micro_batch)
+    here_N, row_N = rows.find(layout.row_T[position_N])
+    source_index = torch.arange(rows.share)
+    source_index[row_N] = rows.share + feature_N[here_N]
+    pixel_values, grids = pixels_and_grids(backbone, micro_batch)
+    images = ImageInputs(
+        pixel_values=_move(pixel_values, device), image_grid_thw=_move(grids, device),
+        source_index=_move(source_index, device),
+    )  # fmt: skip
+    return rope_positions(backbone, micro_batch), images
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,11 +19,32 @@ from torch.distributed.tensor import DTensor
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
 from rlft_fast.engine.build import Head, build_model, require_same_model, shard
-from rlft_fast.engine.distributed import all_gather_ragged, all_reduce, get_device, get_rank, get_world_size
-from rlft_fast.engine.forward import active_fields, prepare_model_inputs, prepare_model_outputs
+from rlft_fast.engine.distributed import (
+    all_gather_ragged,
+    all_reduce,
+    get_device,
+    get_rank,
+    get_world_size,
+    new_sequence_group,
+)
+from rlft_fast.engine.forward import (
+    active_fields,
+    check_batch,
+    prepare_micro_batches,
+    prepare_model_inputs,
+    prepare_model_outputs,
+)
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
 from rlft_fast.engine.wrap import describe_units, reshard
-from rlft_fast.models import PolicyModel, RLModel, adapter_parameters, disabled_lora, load, low_rank_factors
+from rlft_fast.models import (
+    ModelInputs,
+    PolicyModel,
+    RLModel,
+    adapter_parameters,
+    disabled_lora,
+    load,
+    low_rank_factors,
+)
 from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_weights
@@ -83,6 +105,7 @@ class FSDPEngine:
         self.model: RLModel
         self.optimizer: FusedAdamW | None = None
         self._users = 0  # phases that need the model on the device now
+        self.sequence_group: dist.ProcessGroup | None = None
 
     def initialize(self) -> "FSDPEngine":
         """Builds the model without memory, shards it, loads this rank's slices, and builds the optimizer.
@@ -92,9 +115,11 @@ class FSDPEngine:
 
         Raises:
             ValueError: the model folder cannot be used, its weights do not fit its configuration, ranks disagree on
-                the model or the configuration, or the shard size does not fit the number of ranks.
+                the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
+                ranks or heads.
         """
         require_same_model(self.path, self.config, self.head, self.num_training_steps)
+        self.sequence_group = new_sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
         self.units = describe_units(self.model, units)
@@ -188,22 +213,22 @@ class FSDPEngine:
             For each output a (T,) float32 tensor on the CPU in the order of the batch, 0 outside ``loss_mask_T``.
 
         Raises:
-            ValueError: a sequence is longer than the token cap, or the head does not give an output.
+            ValueError: a sequence is longer than the token cap, the batch has images that the model cannot take (see
+                `check_batch`), or the head does not give an output.
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
         parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
         with self.eval_mode():
-            for indices in plan.micro_batches(get_rank()):
-                micro_batch = batch.select(indices)
-                results = self._forward(micro_batch, outputs)
+            for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
+                inputs = self._inputs(micro_batch)
+                results = self._forward(inputs, outputs)
                 for name in outputs:
-                    parts[name].append(prepare_model_outputs(results[name], micro_batch))
+                    parts[name].append(prepare_model_outputs(results[name], micro_batch, inputs))
             reshard(self.model)
         return {name: self._gather(torch.cat(parts[name]), batch, plan) for name in outputs}
 
-    def _forward(self, micro_batch: Batch, outputs: Sequence[Output]) -> dict[str, Tensor]:
-        inputs = prepare_model_inputs(micro_batch, self.device)
+    def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
             return self.model(inputs, temperature=self.temperature, return_entropy="entropy" in outputs)._asdict()
         return {self.head: self.model(inputs)}
@@ -226,14 +251,29 @@ class FSDPEngine:
 
     def _gather(self, own_T: Tensor, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """Puts the ranks' results together and back into the order of the batch."""
+        if self.sequence_group is not None:
+            dist.all_reduce(own_T, group=self.sequence_group)  # each has its own rows' results, and zeros
+        share = self.config.sequence_parallel
         sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
-        planned_T = torch.cat([part.cpu() for part in all_gather_ragged(own_T, sizes)])
+        parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
+        planned_T = torch.cat([part.cpu() for part in parts[::share]])
         restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
         assert restored_T is not None
         return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
-        return plan_batch(batch, self.config.max_tokens, get_world_size())
+        check_batch(batch, self.model.backbone)
+        return plan_batch(batch, self.config.max_tokens, get_world_size() // self.config.sequence_parallel)
+
+    @property
+    def _data_rank(self) -> int:
+        """This rank's place in the plan; the ranks of a sequence group have the same."""
+        return get_rank() // self.config.sequence_parallel
+
+    def _inputs(self, micro_batch: Batch) -> ModelInputs:
+        return prepare_model_inputs(
+            micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group
+        )
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
         possible = _OUTPUTS[self.head]
@@ -257,17 +297,18 @@ class FSDPEngine:
             The loss's metrics, ``loss``, ``grad_norm``, ``learning_rate`` and ``skipped_steps`` (in all).
 
         Raises:
-            ValueError: the engine is frozen, a field is missing, or a sequence is longer than the token cap.
+            ValueError: the engine is frozen, a field is missing, a sequence is longer than the token cap, or the batch
+                has images that the model cannot take.
         """
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
-        micro_batches = self._plan(batch).micro_batches(get_rank())
+        micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
         with self.train_mode():
-            for i, indices in enumerate(micro_batches):
+            for i, micro_batch in enumerate(micro_batches):
                 self._reduce_gradients(i == len(micro_batches) - 1)
-                _accumulate(totals, self._forward_backward(batch.select(indices), loss))
+                _accumulate(totals, self._forward_backward(micro_batch, loss))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
@@ -276,8 +317,8 @@ class FSDPEngine:
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _forward_backward(self, micro_batch: Batch, loss: Loss) -> dict[str, Tensor]:
-        inputs = prepare_model_inputs(micro_batch, self.device)
-        fields = active_fields(micro_batch, loss.fields, self.device)
+        inputs = self._inputs(micro_batch)
+        fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         if self.head == "value":
             outputs = (self.model(inputs),)
             total = loss.per_token(*outputs, *fields).sum()

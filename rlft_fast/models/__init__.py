@@ -1,7 +1,7 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
 from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
-from rlft_fast.models.heads import LogprobHead, ModelInputs, PolicyModel, RewardModel, RLModel, ValueModel
+from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.loading import (
     build_critic,
     build_policy,
@@ -12,7 +12,14 @@ from rlft_fast.models.loading import (
     load_tokenizer,
 )
 from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
+from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head
+from rlft_fast.models.support import (
+    packed_implementation,
+    padded_implementation,
+    require_divisible_heads,
+    require_fixed_rope,
+)
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -34,5 +41,9 @@ __all__ = [
     "load_tokenizer",
     "low_rank_factors",
     "packed_attention",
+    "packed_implementation",
+    "padded_implementation",
     "patch_lm_head",
+    "require_divisible_heads",
+    "require_fixed_rope",
 ]

@@ -2,17 +2,30 @@
 
 transformers passes ``cu_seq_lens_q`` and ``max_length_q`` through to the attention function and builds no mask for
 implementations that register none, so packed sequences cost no (T, T) mask. On CUDA one variable-length kernel
-(``torch.nn.attention.varlen``), on the CPU one causal SDPA call per segment.
+(``torch.nn.attention.varlen``), on the CPU one causal SDPA call per segment. Where scores are soft-capped (Gemma 2)
+they are written out segment by segment on both: correct, but (heads, n, n) memory for a segment of n tokens.
 
 A segment is a sequence, or a completion whose prompt is a segment of its own that several completions attend to.
+
+Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) come with their own rows of it and all heads; they
+attend over all rows with their own heads.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rlft_fast.ops.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
+
 PACKED_ATTENTION = "rlft_packed"
+
+# Keywords by which models of transformers 5 ask for other scores than those computed here.
+_OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
 
 
 def packed_attention(
@@ -27,78 +40,125 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     key_index: Tensor | None = None,
+    sequence_group: ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed segment to its keys: query i of m sees the first n - m + i + 1 of n keys.
 
     Args:
         module: the attention layer, unused.
-        query: (1, heads, T, head_dim).
-        key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
-        value: (1, kv_heads, T, head_dim).
+        query: (1, heads, S, head_dim); S = T without a sequence_group, else this rank's T / N of all T rows.
+        key: (1, kv_heads, S, head_dim); heads is a multiple of kv_heads.
+        value: (1, kv_heads, S, value_dim).
         attention_mask: must be None: packing needs no mask.
-        cu_seq_lens_q: (S + 1,) int32 segment boundaries.
-        cu_seq_lens_k: (S + 1,) int32 boundaries of their keys; None: a segment attends to itself.
+        cu_seq_lens_q: int32 boundaries of the segments among all T rows.
+        cu_seq_lens_k: int32 boundaries of their keys; None: a segment attends to itself.
         max_length_q: length of the longest segment.
         max_length_k: most keys of a segment.
-        key_index: (K,) int64 token of each key; None: the tokens in order.
+        key_index: (K,) int64 row of each key, among all T; None: the rows in order.
+        sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         dropout: attention dropout probability.
         sliding_window: positions that a token sees, itself included; None: all before it.
-        softcap: score soft-capping, which these kernels do not have.
+        softcap: c in c * tanh(scores / c), before the softmax (Gemma 2).
+        **others: ignored, except those that ask for scores of another form.
 
     Returns:
-        (1, T, heads, head_dim) and None (no attention weights).
+        (1, S, heads, value_dim) and None (no attention weights).
 
     Raises:
-        ValueError: called without boundaries, or with a score soft-cap.
+        ValueError: called without boundaries, with a mask, or for scores of another form.
     """
+    _refuse_other_scores(module, attention_mask, others)
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
             f"the {PACKED_ATTENTION} attention needs cu_seq_lens_q and max_length_q; "
             "use model.set_attn_implementation('sdpa') for padded batches and generation"
         )
-    if softcap is not None:
-        raise ValueError("models that soft-cap attention scores (Gemma 2) are not supported by packed attention")
+    if sequence_group is not None:
+        query, key, value = _all_rows_of_own_heads(query, key, value, sequence_group)
     if key_index is not None:
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
-    if query.is_cuda:
+    if query.is_cuda and softcap is None:
         boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        return _varlen(query, key, value, boundaries, scaling, sliding_window), None
-    queries = query.split(cu_seq_lens_q.diff().tolist(), dim=2)  # split's backward is one cat
-    keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
-    segments = zip(queries, keys, values, strict=True)
-    outputs = [_causal(q, k, v, scaling, dropout, sliding_window) for q, k, v in segments]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+        output = _varlen(query, key, value, boundaries, scaling, sliding_window)
+    else:
+        queries = query.split(cu_seq_lens_q.diff().tolist(), dim=2)  # split's backward is one cat
+        keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
+        segments = zip(queries, keys, values, strict=True)
+        outputs = [_causal(q, k, v, scaling, dropout, sliding_window, softcap) for q, k, v in segments]
+        output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models take a view of it
+    if sequence_group is not None:
+        output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
+    return output, None
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, window: int | None) -> Tensor:
+def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+    found = ["attention_mask"] if attention_mask is not None else []
+    found += [name for name in _OTHER_SCORES if others.get(name) is not None]
+    if found:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(found)} to its attention, which {PACKED_ATTENTION} does not "
+            "know: use model.set_attn_implementation('sdpa') or 'eager', without packing"
+        )
+
+
+def _all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """(1, heads, S, d) -> (1, heads / N, N S, d) each, key and value heads repeated until N divides their number."""
+    size = group.size()
+    repeats = size // math.gcd(k.shape[1], size)
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    by_rank = [x[0].transpose(0, 1).unflatten(1, (size, -1)) for x in (q, k, v)]  # (S, N, heads / N, d)
+    # What goes to one rank travels together: one all-to-all instead of three.
+    gathered = gather_tokens_scatter_heads(torch.cat([x.flatten(2) for x in by_rank], 2), group).squeeze(1)
+    parts = gathered.split([x.shape[2] * x.shape[3] for x in by_rank], dim=1)
+    heads = (part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True))
+    return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, window: int | None, softcap: float | None
+) -> Tensor:
     num_queries, num_keys = q.shape[2], k.shape[2]
     mask = None
-    if num_queries != num_keys or (window is not None and num_keys > window):
-        distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    if softcap is not None or num_queries != num_keys or (window is not None and num_keys > window):
+        rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
+        distance = rows[:, None] - torch.arange(num_keys, device=q.device)
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    if softcap is not None:
+        assert mask is not None
+        return _softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout, enable_gqa=True
     )
 
 
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads per kv head, m, d)
+    scores = scale * grouped @ k.unsqueeze(2).transpose(-1, -2)
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+
+
 def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    value_dim, missing = v.shape[-1], q.shape[-1] - v.shape[-1]  # the kernel has one head_dim; DeepSeek has two
     packed_q, packed_k, packed_v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, heads, head_dim)
     out = varlen_attn(
-        packed_q, packed_k, packed_v, *boundaries,
+        packed_q, packed_k, pad(packed_v, (0, missing)) if missing else packed_v, *boundaries,
         scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
-    return out.unsqueeze(0)
+    return out[..., :value_dim].unsqueeze(0)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

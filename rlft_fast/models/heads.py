@@ -6,7 +6,6 @@ embedding or not. Reading ``lm_head.weight`` from outside would find a shard.
 Shapes: T packed tokens, A active positions (those whose next token was sampled), D hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,36 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from rlft_fast.models.packed import ModelInputs, packed_hidden
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss
 from rlft_fast.ops.reference import LossFunction
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelInputs:
-    """What a packed forward pass needs.
-
-    Args:
-        input_ids: (1, T) int64.
-        position_ids: (1, T) int64, of each token within its sequence.
-        cu_seqlens_q: (S + 1,) int32 boundaries of the segments.
-        cu_seqlens_k: (S + 1,) int32 boundaries of the keys that each segment attends to; the same where a segment
-            attends to itself alone.
-        max_seqlen_q: length of the longest segment.
-        max_seqlen_k: most keys of a segment.
-        key_index: (K,) int64 token of each key, None: keys are the tokens in order.
-        active_index: (A,) int64 tokens that need the head; one may need it several times, with different targets.
-        target: (A,) int64 next tokens.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    key_index: Tensor | None
-    active_index: Tensor
-    target: Tensor
 
 
 class LogprobHead(nn.Module):
@@ -160,9 +132,13 @@ class PolicyModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         return self.model
 
+    @property
+    def backbone(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.base_model)
+
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
-        hidden_TD = packed_hidden(self.model.base_model, inputs)
+        hidden_TD = packed_hidden(self.backbone, inputs)
         everything = torch.arange(len(inputs.target), device=inputs.target.device)  # all are active: no need to look
         return self.head(hidden_TD.index_select(0, inputs.active_index), inputs.target, active_index=everything, **head)
 
@@ -184,7 +160,7 @@ class PolicyModel(nn.Module):
         if prompt_ids.shape[1] > 1:
             # generate() itself runs the last prompt token, and with it whatever the cache does not hold.
             position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-            prefill = self.model.base_model(
+            prefill = self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
                 position_ids=position_ids[:, :-1], use_cache=True,
             )  # fmt: skip
@@ -235,30 +211,19 @@ class RewardModel(nn.Module):
     def pretrained(self) -> PreTrainedModel:
         return self.model
 
+    @property
+    def backbone(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.base_model)
+
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 rewards at the active positions."""
-        hidden_TD = packed_hidden(self.model.base_model, inputs)
+        hidden_TD = packed_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
         return score(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
 
 
 RLModel = PolicyModel | ValueModel | RewardModel
-"""Each holds a transformers model, ``pretrained``, and is called with `ModelInputs`."""
-
-
-def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
-    """(T, D) final hidden states of packed sequences."""
-    outputs = backbone(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        use_cache=False,
-        cu_seq_lens_q=inputs.cu_seqlens_q,
-        cu_seq_lens_k=inputs.cu_seqlens_k,
-        max_length_q=inputs.max_seqlen_q,
-        max_length_k=inputs.max_seqlen_k,
-        key_index=inputs.key_index,
-    )
-    return outputs.last_hidden_state[0]
+"""Each holds a transformers model with all its weights, ``pretrained``, and is called with `ModelInputs`."""
 
 
 def logit_transform(config: Any) -> tuple[float | None, float]:

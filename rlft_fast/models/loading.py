@@ -8,15 +8,17 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
+from rlft_fast.models.support import packed_implementation, require_packed_attention
+from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, load_weights, materialize
 
 
@@ -27,24 +29,28 @@ def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace
     sampled and inferred, and the ratio between them not 1.
 
     Raises:
-        ValueError: the folder is missing or unreadable, or its model has no lm_head.
+        ValueError: the folder is missing or unreadable, its model has no lm_head, or its sequences cannot be packed.
     """
-    architectures = _read_config(path).architectures or []
+    config = _read_config(path)
+    if config.model_type in VISION_MODELS:
+        return PolicyModel(_build(AutoModelForImageTextToText, config, path, dtype), workspace_mib)
+    architectures = config.architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise ValueError(
             f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} and has no lm_head: "
-            "a policy must be a causal language model (...ForCausalLM)"
+            "a policy must be a causal language model (...ForCausalLM), or a "
+            f"vision-language model of type {' or '.join(VISION_MODELS)}"
         )
-    return PolicyModel(_build(AutoModelForCausalLM, path, dtype), workspace_mib)
+    return PolicyModel(_build(AutoModelForCausalLM, config, path, dtype), workspace_mib)
 
 
 def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
     """The backbone of any text model with a new value head; parameters have no memory yet, in eval mode.
 
     Raises:
-        ValueError: the folder is missing or unreadable.
+        ValueError: the folder is missing or unreadable, or the model's sequences cannot be packed.
     """
-    return ValueModel(_build(AutoModel, path, dtype))
+    return ValueModel(_build(AutoModel, _read_config(path), path, dtype))
 
 
 def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> RewardModel:
@@ -60,7 +66,7 @@ def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> 
             f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} with {config.num_labels} "
             "labels: a reward model must be ...ForSequenceClassification with num_labels = 1"
         )
-    return RewardModel(_build(AutoModelForSequenceClassification, path, dtype))
+    return RewardModel(_build(AutoModelForSequenceClassification, config, path, dtype))
 
 
 def load(path: str | Path, model: RLModel, device: torch.device | str = "cpu") -> None:
@@ -103,14 +109,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
-def _build(auto_class: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    config = _read_config(path)
+def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
+    options = {"dtype": dtype, "attn_implementation": packed_implementation(config)}
     try:
-        return build_on_meta(lambda: auto_class.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION))
+        model = build_on_meta(lambda: auto_class.from_config(config, **options))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot build the model in {path}: {error}") from error
+    require_packed_attention(model)
+    return model
 
 
 def _read_config(path: str | Path):

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft_fast.models import PACKED_ATTENTION, PolicyModel
+from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
 from rlft_fast.rollout.types import Completion, SamplingParams
 
 
@@ -139,11 +139,11 @@ def _generation_mode(model: PolicyModel) -> Iterator[None]:
     A repetition penalty or a temperature among these defaults would change the distribution that is sampled from.
     """
     defaults, model.model.generation_config = model.model.generation_config, GenerationConfig()
-    model.model.set_attn_implementation("sdpa")
+    model.model.set_attn_implementation(padded_implementation(model.model.config))
     try:
         yield
     finally:
-        model.model.set_attn_implementation(PACKED_ATTENTION)
+        model.model.set_attn_implementation(packed_implementation(model.model.config))
         model.model.generation_config = defaults
 
 

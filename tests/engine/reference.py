@@ -1,5 +1,6 @@
-"""What the engine must compute, by plain transformers and plain PyTorch, in float64 and with padding."""
+"""What the engine must compute, by plain transformers and plain PyTorch, in float64."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.rl import PolicyLoss, ValueLoss
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import IMAGE_TOKEN_ID, VOCAB_SIZE
 
 POLICY_LOSS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.02, "kl_coef": 0.1}
 VALUE_CLIP = 0.2
@@ -58,6 +59,32 @@ def random_batch(num_sequences: int = 7, seed: int = 0) -> Batch:
         old_logprob_T=normal(-5.5, 0.5), ref_logprob_T=normal(-5.5, 0.5), advantage_T=normal(0, 1),
         value_T=normal(0, 0.3), return_T=normal(0, 1),
     )  # fmt: skip
+
+
+def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
+    """The batch above with images before the prompts of every second and third sequence: none, one, or two of them."""
+    generator = torch.Generator().manual_seed(seed)
+    text = random_batch(num_sequences, seed)
+    pixels: list[Tensor | None] = [None] * num_sequences
+    grids: list[Tensor | None] = [None] * num_sequences
+    prompts, completions, masks = [], [], []
+    sequences = zip(*(x.split(text.lengths.tolist()) for x in (text.input_ids_T, text.loss_mask_T)), strict=True)
+    for b, (ids, mask) in enumerate(sequences):
+        ids = ids.clamp(max=IMAGE_TOKEN_ID - 1)
+        start = int(mask.nonzero()[0]) + 1
+        shapes = [(1, 2, 4), (1, 6, 8)][: (b % 3 != 0) + (b % 3 == 2)]
+        if shapes:
+            grids[b] = torch.tensor(shapes)
+            pixels[b] = torch.randn(sum(t * h * w for t, h, w in shapes), 24, generator=generator)
+        images = [token for _, h, w in shapes for token in [7, *[IMAGE_TOKEN_ID] * (h * w // 4), 8]]
+        prompts.append([*images, *ids[:start].tolist()])
+        completions.append(ids[start:].tolist())
+        masks.append(mask[start - 1 : -1].tolist())
+    batch = Batch.from_samples(
+        prompts, completions, completion_masks=masks,
+        multi_modal_inputs={"pixel_values": pixels, "image_grid_thw": grids},
+    )  # fmt: skip
+    return batch.replace(advantage_T=torch.randn(batch.num_tokens, generator=generator))
 
 
 def near_policy(batch: Batch, logprob_T: Tensor) -> Batch:
@@ -137,17 +164,35 @@ def pad_right(batch: Batch) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
 
 
+def plain_model(path: Path) -> nn.Module:
+    """In float64, with the attention written out: Gemma 2 soft-caps its scores."""
+    config = json.loads((path / "config.json").read_text())
+    experts = {"experts_implementation": "eager"} if "n_routed_experts" in config else {}  # the grouped one is float32
+    auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    return auto_class.from_pretrained(path, dtype=torch.float64, attn_implementation="eager", **experts)
+
+
 def plain_log_softmax(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
-    """(T, V) log-probabilities of every next token."""
-    ids, mask = pad_right(batch)
-    return torch.log_softmax(model(input_ids=ids, attention_mask=mask.long()).logits[mask] / temperature, dim=-1)
+    """(T, V) log-probabilities of every next token, one sequence after the other."""
+    sequences = batch.input_ids_T.split(batch.lengths.tolist())
+    logits = [model(input_ids=ids[None], **images(model, batch, b)).logits[0] for b, ids in enumerate(sequences)]
+    return torch.log_softmax(torch.cat(logits) / temperature, dim=-1)
+
+
+def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
+    """Sequence b's images as keywords of a plain model."""
+    inputs = {name: values[b] for name, values in (batch.multi_modal_inputs or {}).items()}
+    if not inputs or inputs["pixel_values"] is None:
+        return {}
+    ids = batch.input_ids_T.split(batch.lengths.tolist())[b]
+    types = (ids == model.config.image_token_id).long()
+    return inputs | {"pixel_values": inputs["pixel_values"].double(), "mm_token_type_ids": types[None]}
 
 
 def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(T,) each, 0 outside the mask, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     with torch.no_grad():
-        return _at_targets(plain_log_softmax(model, batch, temperature), batch)
+        return _at_targets(plain_log_softmax(plain_model(path), batch, temperature), batch)
 
 
 def _at_targets(log_softmax_TV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -158,7 +203,7 @@ def _at_targets(log_softmax_TV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def plain_policy_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:
     """Gradient of PPO's loss with entropy bonus and k3 penalty, written out token by token."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = plain_model(path)
     logprob_T, entropy_T = _at_targets(plain_log_softmax(model, batch, TEMPERATURE), batch)
     ratio_T = (logprob_T - batch.old_logprob_T).exp()
     low, high = 1 - POLICY_LOSS["clip_low"], 1 + POLICY_LOSS["clip_high"]

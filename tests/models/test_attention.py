@@ -26,15 +26,19 @@ def run(qkv: tuple[Tensor, ...], lengths: list[int], **options) -> Tensor:
     return output
 
 
-def expected(qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int) -> Tensor:
+def expected(
+    qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int, softcap: float | None = None
+) -> Tensor:
     query, key, value = qkv
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     distance = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
     seen = (sequence[:, None] == sequence) & (distance >= 0) & (distance < window)
-    scores = (scale * query @ key.transpose(-1, -2)).masked_fill(~seen, -math.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = scale * query @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ value).transpose(1, 2)
 
 
 @settings(deadline=None, max_examples=40)
@@ -44,19 +48,21 @@ def expected(qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: 
     groups=st.sampled_from([1, 3]),
     window=st.sampled_from([None, 1, 4, 9]),  # itself only, shorter and longer than sequences, as long as the longest
     scaling=st.sampled_from([None, 0.3]),
+    softcap=st.sampled_from([None, 0.7]),  # scores are around 1
 )
-def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window, scaling):
+def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window, scaling, softcap):
     qkv = random_qkv(lengths, kv_heads * groups, kv_heads, 4)
-    actual = run(qkv, lengths, scaling=scaling, sliding_window=window)
-    wanted = expected(qkv, lengths, scaling or 0.5, window or 100)
+    actual = run(qkv, lengths, scaling=scaling, sliding_window=window, softcap=softcap)
+    wanted = expected(qkv, lengths, scaling or 0.5, window or 100, softcap)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
-def test_gradient():
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_gradient(softcap):
     lengths = [3, 1, 4]
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
-    actual = torch.autograd.grad(run(qkv, lengths, sliding_window=2).square().sum(), qkv)
-    wanted = torch.autograd.grad(expected(qkv, lengths, 0.5, 2).square().sum(), qkv)
+    actual = torch.autograd.grad(run(qkv, lengths, sliding_window=2, softcap=softcap).square().sum(), qkv)
+    wanted = torch.autograd.grad(expected(qkv, lengths, 0.5, 2, softcap).square().sum(), qkv)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
@@ -72,8 +78,9 @@ def test_a_sequence_is_the_same_alone_and_packed():
     prefix=st.integers(1, 6),
     completions=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 3]),
+    softcap=st.sampled_from([None, 0.7]),
 )
-def test_completions_attend_to_a_shared_prefix(prefix, completions, window):
+def test_completions_attend_to_a_shared_prefix(prefix, completions, window, softcap):
     """One copy of the prefix, as against one in front of every completion: same outputs, same gradients."""
     lengths = [prefix, *completions]
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
@@ -83,9 +90,10 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window):
     key_lengths = torch.tensor([prefix, *(prefix + length for length in completions)])
     shared = run(
         qkv, lengths, key_index=key_index, max_length_k=int(key_lengths.max()), sliding_window=window,
+        softcap=softcap,
         cu_seq_lens_k=torch.cat([torch.zeros(1, dtype=torch.int64), key_lengths.cumsum(0)]).int(),
     )  # fmt: skip
-    plain = run(tuple(x[:, :, repeated] for x in qkv), key_lengths[1:].tolist(), sliding_window=window)
+    plain = run(tuple(x[:, :, repeated] for x in qkv), key_lengths[1:].tolist(), sliding_window=window, softcap=softcap)
     behind = torch.cat([torch.arange(n) >= prefix for n in key_lengths[1:].tolist()])
     torch.testing.assert_close(shared[:, prefix:], plain[:, behind], rtol=0, atol=1e-12)
     actual, wanted = (torch.autograd.grad(x.square().sum(), qkv) for x in (shared[:, prefix:], plain[:, behind]))
@@ -96,5 +104,5 @@ def test_refuses_what_it_cannot_do():
     qkv = random_qkv([3], 2, 2, 4)
     with pytest.raises(ValueError, match="set_attn_implementation"):
         packed_attention(nn.Identity(), *qkv, None)
-    with pytest.raises(ValueError, match="soft-cap"):
-        run(qkv, [3], softcap=50.0)
+    with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention"):
+        packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))

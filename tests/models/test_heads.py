@@ -37,6 +37,7 @@ def packed(lengths: list[int], active: list[int]) -> ModelInputs:
         key_index=None,
         active_index=torch.tensor(active, dtype=torch.int64),
         target=torch.randint(0, 67, (len(active),), generator=generator),
+        output_index=torch.tensor(active, dtype=torch.int64),
     )
 
 

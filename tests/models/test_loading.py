@@ -7,7 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+)
 
 from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
@@ -163,3 +177,30 @@ def test_folder_without_tokenizer(folder):
         path.unlink()
     with pytest.raises(ValueError, match="cannot load a tokenizer"):
         load_tokenizer(folder)
+
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "reason"),
+    [
+        (MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1), "a recurrent state"),
+        (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
+        (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "attention sinks"),
+        (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class, config, reason):
+    model_class(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{model_class.__name__} .*{reason}.*: sequences cannot be packed"):
+        load_policy(tmp_path)
+
+
+def test_a_critic_that_sees_later_tokens_is_refused(tmp_path):
+    BertModel(BertConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BertModel lets tokens see later ones"):
+        load_critic(tmp_path)

@@ -39,7 +39,8 @@ def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int
 def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     """(L, V)"""
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(path)(input_ids=torch.tensor([sequence])).logits[0]
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # Gemma 2 needs it
+        logits = model(input_ids=torch.tensor([sequence])).logits[0]
     return torch.log_softmax(logits / temperature, -1)
 
 
@@ -62,7 +63,7 @@ def test_batch_size_changes_nothing(tiny_model, batch_size):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])  # greedy reports the log-probability at temperature 1
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen2-sliding"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen2-sliding", "gemma2"])
 def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
     path = tiny_model(name)
     engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), temperature=temperature or 1.0).initialize()

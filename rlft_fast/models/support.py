@@ -1,0 +1,94 @@
+"""Which models can be packed, and how transformers is to be told.
+
+Refusals are by class, configuration and names alone, before anything runs. tests/models/test_every_architecture.py
+holds them against every causal language model of the installed transformers.
+"""
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlft_fast.models.attention import PACKED_ATTENTION
+from rlft_fast.models.vision import VISION_MODELS
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Models that look as if they could be packed, found by trying all (tests/models/test_every_architecture.py).
+_EXCEPTIONS = {
+    "nemotron": "does not hand boundaries on to its attention",
+    "moshi": "does not hand boundaries on to its attention",
+    "phimoe": "does not tell its attention of its sliding window",
+}
+
+
+def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
+    """What transformers is to be told as ``attn_implementation`` for a model of this configuration.
+
+    A vision tower cuts its images apart itself and attends both ways, by SDPA.
+    """
+    if config.model_type not in VISION_MODELS:
+        return PACKED_ATTENTION
+    return {"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
+
+
+def padded_implementation(config: PreTrainedConfig) -> str:
+    """The same for padded batches and generation: SDPA, unless scores are soft-capped, which it does not know."""
+    return "sdpa" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is None else "eager"
+
+
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Refuses a model whose packed forward would be wrong; reads its class, configuration and names, no weights.
+
+    Raises:
+        ValueError: naming the model, and what it has that packed sequences cannot go through.
+    """
+    config = model.config.get_text_config()
+    types = {*(getattr(config, "layer_types", None) or [])}
+    causal = {getattr(module, "is_causal", True) for name, module in model.named_modules() if "visual." not in name}
+    reasons = {
+        "is an encoder-decoder": model.config.is_encoder_decoder,
+        "carries a recurrent state from token to token": model._is_stateful,
+        "does not take its attention from transformers' AttentionInterface": not model._supports_attention_backend,
+        "builds masks of its own (it has no flash attention)": not model._supports_flash_attn,
+        f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
+        "has a vision tower": hasattr(model.config, "vision_config") and model.config.model_type not in VISION_MODELS,
+        "lets tokens see later ones": causal != {True},
+        "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found := found + [_EXCEPTIONS[x] for x in (config.model_type,) if x in _EXCEPTIONS]:
+        raise ValueError(
+            f"{type(model).__name__} {' and '.join(found)}: sequences cannot be packed for it. Supported are causal "
+            "language models whose layers are full or sliding-window attention (Llama, Qwen, Mistral, Gemma, ...) and "
+            f"the vision-language models {', '.join(VISION_MODELS)}"
+        )
+
+
+def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int) -> None:
+    """Raises ValueError, with both numbers, if so many ranks cannot share the model's attention heads evenly."""
+    num_heads = backbone.config.get_text_config().num_attention_heads
+    if num_heads % sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel={sequence_parallel} must divide the {num_heads} attention heads of "
+            f"{type(backbone).__name__}: choose one of {[n for n in range(1, num_heads + 1) if num_heads % n == 0]}"
+        )
+
+
+def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
+    """Refuses sequences for which the model's rotary embedding depends on what else is in the pass.
+
+    Some (Phi-4-mini's longrope, dynamic NTK) look for the last position of all and rotate every sequence accordingly.
+
+    Args:
+        backbone: the model.
+        longest: tokens of the longest sequence.
+
+    Raises:
+        ValueError: with the length up to which such a model can be packed.
+    """
+    config = backbone.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
+    if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
+        raise ValueError(
+            f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
+            f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit prompts "
+            "and completions to that"
+        )

@@ -1,0 +1,137 @@
+"""Images in packed sequences: Qwen2-VL and Qwen2.5-VL.
+
+``Batch.multi_modal_inputs`` holds, for each sequence, what the model's processor returns: ``pixel_values`` (patches,
+channels) and ``image_grid_thw`` (images, 3), or None. The vision tower turns them into as many features as the sequence
+has image tokens, and these take the tokens' places.
+
+Sequences that hold the very same tensor, as samples of one prompt do, share its features: it goes through once.
+
+The tower runs once per micro-batch whatever is in it, without images on a blank one that nothing uses: ranks whose data
+have none run the same collectives as the others, and their gradients of the tower are zeros.
+
+Shapes: T tokens of a micro-batch, N of them image tokens, S rows that run on this rank, P patches, I images.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rlft_fast.data import Batch
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+_FIELDS = ("pixel_values", "image_grid_thw")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageInputs:
+    """What a vision tower needs, and where its features go.
+
+    Args:
+        pixel_values: (P, C) float32 patches of all images.
+        image_grid_thw: (I, 3) int64 patches of each image along time, height and width.
+        source_index: (S,) int64 what each row holds: its own token's embedding s, or feature f as S + f.
+    """
+
+    pixel_values: Tensor
+    image_grid_thw: Tensor
+    source_index: Tensor
+
+
+def has_vision(backbone: nn.Module) -> bool:
+    """Whether this is the backbone of a vision-language model."""
+    return isinstance(getattr(backbone, "visual", None), nn.Module)
+
+
+def embed_with_images(backbone: Any, input_ids: Tensor, images: ImageInputs) -> Tensor:
+    """(1, S, D) token embeddings with image features in their places."""
+    tokens = backbone.get_input_embeddings()(input_ids)[0]
+    features = backbone.get_image_features(images.pixel_values, images.image_grid_thw).pooler_output
+    # One index_select does without masked_scatter's wait for the device, and gives features that no row takes zeros.
+    return torch.cat([tokens, *(x.to(tokens.dtype) for x in features)]).index_select(0, images.source_index)[None]
+
+
+def check_images(backbone: Any, batch: Batch) -> None:
+    """Raises ValueError for inputs other than images, and for a sequence, by number, whose tokens do not fit them."""
+    if unknown := sorted({*(batch.multi_modal_inputs or {})} - {*_FIELDS}):
+        raise ValueError(f"multi_modal_inputs has {', '.join(unknown)}: only {' and '.join(_FIELDS)} are supported")
+    merge = backbone.config.vision_config.spatial_merge_size
+    pixels, grids = (_entries(batch, name) for name in _FIELDS)
+    masks = _sequences(batch, _is_image(backbone, batch))
+    for b, (mask, patches, grid) in enumerate(zip(masks, pixels, grids, strict=True)):
+        sizes = [] if grid is None else grid.prod(-1).tolist()
+        given, runs = 0 if patches is None else patches.shape[0], _run_lengths(mask)
+        if given != sum(sizes) or runs != [size // merge**2 for size in sizes]:
+            raise ValueError(
+                f"sequence {b} has {given} patches and runs of {runs} image tokens, but its image_grid_thw is "
+                f"{None if grid is None else grid.tolist()}: expected {sum(sizes)} patches, a token for each {merge} x "
+                f"{merge} of an image's, and text between images"
+            )
+
+
+def image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(N,) int64 each: positions of the image tokens, and the feature that takes the place of each."""
+    position_N = _is_image(backbone, batch).nonzero().squeeze(1)
+    features = _features(batch, backbone.config.vision_config.spatial_merge_size)
+    return position_N, torch.cat([position_N[:0], *features])
+
+
+def rope_positions(backbone: Any, batch: Batch) -> Tensor:
+    """(3, T) int64 position of each token in time, height and width, from the model's own ``get_rope_index``."""
+    ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
+    parts = [
+        backbone.get_rope_index(x[None], mm_token_type_ids=type_[None], image_grid_thw=grid)[0][:, 0]
+        for x, type_, grid in zip(ids, types, _entries(batch, "image_grid_thw"), strict=True)
+    ]
+    return torch.cat([torch.zeros(3, 0, dtype=torch.int64), *parts], dim=1)
+
+
+def pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(P, C) float32 and (I, 3) int64 of all different images; of one blank image where there are none."""
+    if different := _different_images(batch):
+        pixels, grids = zip(*different.values(), strict=True)
+        return torch.cat(pixels).float(), torch.cat(grids)
+    vision = backbone.config.vision_config
+    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]])
+    return torch.zeros(int(grid.prod()), channels), grid
+
+
+def _is_image(backbone: Any, batch: Batch) -> Tensor:
+    """(T,) bool; the policy may sample the image token like any other, and then no image stands behind it."""
+    return (batch.input_ids_T == backbone.config.image_token_id) & ~batch.loss_mask_T.roll(1)
+
+
+def _run_lengths(mask: Tensor) -> list[int]:
+    """Lengths of the runs of True."""
+    steps = pad(mask.long(), (1, 1)).diff()
+    return ((steps == -1).nonzero() - (steps == 1).nonzero()).squeeze(1).tolist()
+
+
+def _features(batch: Batch, merge: int) -> list[Tensor]:
+    """For each sequence with images the indices of its features; the same ones for the same images."""
+    different = _different_images(batch)
+    sizes = [pixels.shape[0] // merge**2 for pixels, _ in different.values()]
+    features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
+    return [features[key] for key in _image_keys(batch) if key in features]
+
+
+def _different_images(batch: Batch) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """(pixel_values, image_grid_thw) of each set of images that some sequence has, by identity."""
+    pixels, grids = (_entries(batch, name) for name in _FIELDS)
+    sets = zip(_image_keys(batch), pixels, grids, strict=True)
+    return {key: (pixel, grid) for key, pixel, grid in sets if pixel is not None and grid is not None}
+
+
+def _image_keys(batch: Batch) -> list[tuple[int, int]]:
+    return [(id(p), id(g)) for p, g in zip(*(_entries(batch, name) for name in _FIELDS), strict=True)]
+
+
+def _entries(batch: Batch, name: str) -> list[Tensor | None]:
+    return (batch.multi_modal_inputs or {}).get(name) or [None] * batch.num_sequences
+
+
+def _sequences(batch: Batch, values_T: Tensor) -> tuple[Tensor, ...]:
+    return values_T.split(batch.lengths.tolist())

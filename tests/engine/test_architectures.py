@@ -1,0 +1,47 @@
+"""Every supported architecture, packed, against its plain self: one sequence after the other in float64."""
+
+import pytest
+import torch
+
+from rlft_fast.data import Batch
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
+from tests.tiny_models import MORE_MODELS, VISION_MODELS
+
+
+def batch_for(name: str) -> Batch:
+    return random_image_batch() if name in VISION_MODELS else random_batch()
+
+
+# tests/engine/test_engine.py has those of MODELS.
+@pytest.mark.parametrize("name", [*MORE_MODELS, *VISION_MODELS])
+def test_logprob_entropy_and_gradient(tiny_model, name):
+    path, batch = tiny_model(name), batch_for(name)
+    logprob_T, entropy_T = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)
+    engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80)
+    inferred = engine.infer(batch, ("logprob", "entropy"))
+    torch.testing.assert_close(inferred["logprob"].double(), logprob_T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(inferred["entropy"].double(), entropy_T, rtol=0, atol=1e-5)
+    batch = near_policy(batch, logprob_T.float())
+    metrics = engine.train_step(batch, policy_loss())
+    assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
+    expected = reference.plain_policy_gradients(path, batch, "token-mean")
+    reference.assert_close(reference.gradients(engine), expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_a_critic_sees_images(tiny_model, name):
+    path, batch = tiny_model(name), random_image_batch()
+    engine = make_engine(path, head="value", max_tokens=80)
+    values = engine.infer(batch, ("value",))["value"]
+    backbone = reference.plain_model(path).model
+    with torch.no_grad():
+        hidden = [
+            backbone(input_ids=ids[None], **reference.images(backbone, batch, b)).last_hidden_state[0]
+            for b, ids in enumerate(batch.input_ids_T.split(batch.lengths.tolist()))
+        ]
+    expected = torch.cat(hidden).sum(-1) * reference.HEAD_WEIGHT * batch.loss_mask_T
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-5)
+    batch = batch.replace(value_T=values, return_T=batch.advantage_T)
+    engine.train_step(batch, value_loss())
+    assert all(gradient.any() for gradient in reference.gradients(engine).values())

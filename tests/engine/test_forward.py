@@ -1,0 +1,174 @@
+"""From a batch to micro-batches and model inputs, and back, without a model's forward pass."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Phi3Config, Phi3Model
+
+from rlft_fast.data import Batch, plan_batch, share_prompts
+from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
+from rlft_fast.models import load_policy, require_fixed_rope
+from tests.engine.reference import random_batch, random_image_batch
+
+CPU = torch.device("cpu")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_sequences=st.integers(0, 12),
+    seed=st.integers(0, 99),
+    max_tokens=st.integers(22, 90),  # 22 is the longest sequence
+    world_size=st.integers(1, 5),
+)
+def test_micro_batches_of_all_ranks_are_the_batch_under_the_cap(num_sequences, seed, max_tokens, world_size):
+    batch = random_batch(num_sequences, seed)
+    batch = batch.replace(group_B=torch.arange(batch.num_sequences))
+    plan = plan_batch(batch, max_tokens, world_size)
+    ranks = [prepare_micro_batches(batch, plan, rank) for rank in range(world_size)]
+    assert {len(micro_batches) for micro_batches in ranks} == {plan.num_micro_batches}
+    micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
+    assert sorted(torch.cat([x.group_B for x in micro_batches]).tolist()) == list(range(batch.num_sequences))
+    assert all(len(share_prompts(x).token_index_U) <= max_tokens for x in micro_batches)
+    for micro_batch in micro_batches:
+        tokens = batch.input_ids_T.split(batch.lengths.tolist())
+        wanted = [tokens[i] for i in micro_batch.group_B]
+        assert torch.equal(micro_batch.input_ids_T, torch.cat([batch.input_ids_T[:0], *wanted]))
+
+
+def test_a_change_of_meta_shows_nowhere_else():
+    batch = random_batch().replace(meta={"step": 3, "nested": {"seen": []}})
+    micro_batches = prepare_micro_batches(batch, plan_batch(batch, 24), 0)
+    assert len(micro_batches) > 2
+    micro_batches[0].meta["nested"]["seen"].append("here")
+    micro_batches[0].meta["step"] = 4
+    assert all(x.meta == {"step": 3, "nested": {"seen": []}} for x in [batch, *micro_batches[1:]])
+
+
+def test_inputs_and_outputs_are_at_the_active_positions(tiny_model):
+    batch, backbone = random_batch(), load_policy(tiny_model("llama")).backbone
+    inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
+    assert torch.equal(inputs.output_index, batch.active_index_T)
+    assert torch.equal(inputs.target, batch.input_ids_T[batch.active_index_T + 1])
+    # What a row holds is the token of the position that its output belongs to.
+    assert torch.equal(inputs.input_ids[0, inputs.active_index], batch.input_ids_T[inputs.output_index])
+    assert torch.equal(inputs.position_ids[0, inputs.active_index], batch.position_ids_T[inputs.output_index])
+    values = torch.arange(1.0, len(inputs.target) + 1)
+    outputs = prepare_model_outputs(values, batch, inputs)
+    assert torch.equal(outputs[batch.loss_mask_T], values)
+    assert not outputs[~batch.loss_mask_T].any()
+
+
+@pytest.mark.parametrize("num_sequences", [0, 7])
+def test_a_micro_batch_without_an_active_position_is_one_row(tiny_model, num_sequences):
+    batch, backbone = random_batch(num_sequences), load_policy(tiny_model("llama")).backbone
+    batch = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
+    inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
+    assert inputs.input_ids.tolist() == inputs.position_ids.tolist() == [[0]]
+    assert inputs.cu_seqlens_q.tolist() == inputs.cu_seqlens_k.tolist() == [0, 1]
+    assert (inputs.max_seqlen_q, inputs.max_seqlen_k, len(inputs.target)) == (1, 1, 0)
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_positions_and_features_are_those_of_each_sequence_alone(tiny_model):
+    batch, backbone = random_image_batch(), load_policy(tiny_model("qwen2-vl")).backbone
+    inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
+    layout = share_prompts(batch)
+    merged = 0
+    for b, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist(), strict=False)):
+        ids = batch.input_ids_T[start : start + length]
+        is_image = (ids == backbone.config.image_token_id).long()
+        grid = batch.multi_modal_inputs["image_grid_thw"][b]
+        positions, _ = backbone.get_rope_index(ids[None], mm_token_type_ids=is_image[None], image_grid_thw=grid)
+        rows = layout.row_T[start : start + length]
+        assert torch.equal(inputs.position_ids[:, 0, rows[rows >= 0]], positions[:, 0, rows >= 0])
+        image_rows = rows[is_image.bool()]
+        num_rows = inputs.input_ids.shape[1]
+        features = inputs.images.source_index[image_rows] - num_rows
+        assert torch.equal(features, merged + torch.arange(len(image_rows)))
+        merged += len(image_rows)
+    assert inputs.images.pixel_values.shape[0] == 4 * merged
+
+
+def test_the_vision_tower_has_a_gradient_of_zeros_without_images(tiny_model):
+    model = load_policy(tiny_model("qwen2.5-vl"))
+    batch = random_image_batch().select([0, 3])  # those without images
+    model(prepare_model_inputs(batch, CPU, backbone=model.backbone)).logprob.sum().backward()
+    for name, parameter in model.backbone.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.any() != name.startswith("visual."), name
+
+
+def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):
+    batch, backbone = random_image_batch(), load_policy(tiny_model("qwen2-vl")).backbone
+    check_batch(batch, backbone)
+    before = prepare_model_inputs(batch, CPU, backbone=backbone)
+    ids = batch.input_ids_T.clone()
+    ids[batch.active_index_T[0] + 1] = backbone.config.image_token_id
+    check_batch(batch.replace(input_ids_T=ids), backbone)
+    after = prepare_model_inputs(batch.replace(input_ids_T=ids), CPU, backbone=backbone)
+    assert torch.equal(after.images.source_index, before.images.source_index)
+    assert torch.equal(after.position_ids, before.position_ids)
+
+
+def test_samples_of_a_prompt_share_its_images(tiny_model):
+    """The same tensors run once, and give what copies of them give."""
+    model = load_policy(tiny_model("qwen2.5-vl"))
+    few, copies = (random_image_batch().select([1, 2, 0, 2, 1, 1, 4]) for _ in range(2))
+    pixels = [None if x is None else x.clone() for x in copies.multi_modal_inputs["pixel_values"]]
+    copies = copies.replace(multi_modal_inputs=copies.multi_modal_inputs | {"pixel_values": pixels})
+    found = []
+    for batch in (few, copies):
+        inputs = prepare_model_inputs(batch, CPU, backbone=model.backbone)
+        logprob = model(inputs).logprob
+        gradient = torch.autograd.grad(logprob.square().sum(), model.backbone.visual.parameters())
+        found.append((inputs, logprob, *gradient))
+    (shared, *actual), (repeated, *expected) = found
+    assert shared.input_ids.shape[1] < repeated.input_ids.shape[1]
+    assert shared.images.pixel_values.shape[0] == 8 + 56 + 8
+    assert repeated.images.pixel_values.shape[0] == 2 * (8 + 56 + 8)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
+    inputs = {"pixel_values": [torch.zeros(num_patches, 24)], "image_grid_thw": [torch.tensor(grid)]}
+    return Batch.from_samples([ids], [[1, 2]], multi_modal_inputs=inputs | more)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            image_batch([7, 258, 258, 258, 8], [[1, 2, 4]], 8),
+            r"sequence 0 has 8 patches and runs of \[3\] image tokens",
+        ),
+        (image_batch([7, 258, 258, 8], [[1, 2, 4]], 4), r"sequence 0 has 4 patches and runs of \[2\] image tokens"),
+        (image_batch([258, 258], [[1, 2, 2], [1, 2, 2]], 8), "and text between images"),
+        (image_batch([258], [[1, 2, 2]], 4, pixel_values_videos=[None]), "pixel_values_videos: only"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(tiny_model, batch, message):
+    backbone = load_policy(tiny_model("qwen2-vl")).backbone
+    with pytest.raises(ValueError, match=message):
+        check_batch(batch, backbone)
+
+
+def test_images_for_a_text_model_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="LlamaModel has no vision tower"):
+        check_batch(random_image_batch(), load_policy(tiny_model("llama")).backbone)
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused():
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    limits = {"max_position_embeddings": 32, "original_max_position_embeddings": 8}
+    backbone = Phi3Model(
+        Phi3Config(**sizes, **limits, num_attention_heads=2, rope_parameters=rope, pad_token_id=0, eos_token_id=1)
+    )
+    require_fixed_rope(backbone, 8)
+    with pytest.raises(ValueError, match=r"a sequence has 9 tokens, but the longrope .* of Phi3Model change beyond 8"):
+        require_fixed_rope(backbone, 9)

@@ -1,0 +1,84 @@
+"""Every causal language model of the installed transformers: refused by name, or packed as it computes alone."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rlft_fast.models import PACKED_ATTENTION
+from rlft_fast.models.support import require_packed_attention
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = [9, 3, 12]
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "word_embed_proj_dim"], 32),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"], 3),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"], 4),
+    **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"], 48),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 16),
+    **dict.fromkeys(["max_position_embeddings", "n_positions"], 128),
+    **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], 64),
+    **dict.fromkeys(["head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "query_pre_attn_scalar"], 8),
+    **dict.fromkeys(["n_group", "topk_group", "first_k_dense_replace", "encoder_layers", "bos_token_id"], 1),
+    **dict.fromkeys(["num_mtp_layers", "num_nextn_predict_layers", "pad_token_id"], 0),
+    "num_key_value_heads": 2, "sliding_window": 4, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    "rotary_dim": 4, "qk_rope_head_dim": 4, "q_lora_rank": 12, "hidden_size_per_layer_input": 4, "eos_token_id": 2,
+}  # fmt: skip
+# What must not be refused, so that a check grown too strict shows.
+KNOWN_TO_WORK = [
+    "arcee", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2",
+    "granite", "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+]  # fmt: skip
+
+
+def small_model(model_type: str) -> PreTrainedModel:
+    """Raises whatever the architecture raises that these sizes do not fit."""
+    default = CONFIG_MAPPING[model_type]().get_text_config()
+    sizes = {name: value for name, value in SMALL.items() if hasattr(default, name)}
+    if hasattr(default, "kv_lora_rank"):  # there head_dim is the width of the rotary part
+        sizes |= {"num_key_value_heads": 4, "head_dim": SMALL["qk_rope_head_dim"]}
+    if types := getattr(default, "layer_types", None):
+        sizes["layer_types"] = ([*dict.fromkeys(types)] * 3)[:3]
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+    config = type(default)(**sizes)
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model_class(config).parameters()) < 1e7
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=parameter.flatten()[0].item(), std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_refused_or_right(model_type):
+    try:
+        model = small_model(model_type)
+    except Exception as error:  # anything at all, from nearly two hundred configurations
+        assert model_type not in KNOWN_TO_WORK
+        pytest.skip(f"these sizes do not fit: {error}")
+    try:
+        require_packed_attention(model)
+    except ValueError:
+        assert model_type not in KNOWN_TO_WORK
+        return
+    ids = torch.randint(3, 64, (1, sum(LENGTHS)))
+    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = [model(input_ids=part, use_cache=False).logits[0] for part in ids.split(LENGTHS, 1)]
+        model.set_attn_implementation(PACKED_ATTENTION)
+        actual = model(
+            input_ids=ids, position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None], use_cache=False,
+            cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=12, max_length_k=12,
+        ).logits[0]  # fmt: skip
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-4)
