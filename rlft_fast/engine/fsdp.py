@@ -81,7 +81,7 @@ class FSDPEngine:
     Attributes:
         step: optimizer steps taken.
         skipped_steps: steps left out because the gradient norm was not finite.
-        units: a table of the FSDP units.
+        units: a table of the FSDP units; empty where a single process needs none.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FSDPEngine:
         self.sequence_group = new_sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
-        self.units = describe_units(self.model, units)
+        self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)

@@ -8,17 +8,26 @@ import importlib.util
 import json
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
-from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
+from rlft_fast.engine.distributed import (
+    barrier,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    require_agreement,
+)
+from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.models import PolicyModel, load_tokenizer
 from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
 from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
@@ -54,7 +63,8 @@ class PPOTrainer:
     """
 
     def __init__(self, config: Config) -> None:
-        init_distributed()
+        init_distributed(config.timeout_minutes)
+        require_agreement("configuration", _flat(config.model_dump(mode="json")))
         self.config = config
         self.directory = Path(config.output_dir)
         if config.rollout.prompts_per_step % get_world_size():
@@ -84,8 +94,9 @@ class PPOTrainer:
             ).initialize()  # fmt: skip
             self.value_loss = ValueLoss(clip=config.critic.value_clip, aggregation=algorithm.aggregation)
         self.reference: FSDPEngine | None = None
-        if algorithm.kl_coef:
-            self.reference = FSDPEngine(config.model, config.actor, temperature=temperature).initialize()
+        if algorithm.kl_coef and config.actor.lora is None:
+            frozen = config.actor if config.reference is None else EngineConfig(**config.reference.model_dump())
+            self.reference = FSDPEngine(config.model, frozen, temperature=temperature).initialize()
         self.policy_loss = PolicyLoss(
             clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, entropy_coef=algorithm.entropy_coef,
             kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
@@ -132,14 +143,16 @@ class PPOTrainer:
         torch.manual_seed(self._seed(step) + get_rank())
         rows = range(get_rank(), len(prompts), get_world_size())
         own = prompts.select(rows)
-        groups = self.rollout.generate(
-            own.token_ids,
-            SamplingParams(
-                n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
-            ),
+        params = SamplingParams(
+            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
+        groups = self._generate(own, params)
         samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
         return penalize_truncated(samples, self.config.reward.truncation_penalty)
+
+    def _generate(self, prompts: Prompts, params: SamplingParams) -> list[list[Completion]]:
+        with self.actor.eval_mode():
+            return self.rollout.generate(prompts.token_ids, params)
 
     def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
         """The samples of all ranks, each scored by the rank that made it."""
@@ -165,24 +178,36 @@ class PPOTrainer:
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
         batch = batch.replace(old_logprob_T=self.actor.infer(batch, ("logprob",))["logprob"])
-        if self.reference is not None:
-            batch = batch.replace(ref_logprob_T=self.reference.infer(batch, ("logprob",))["logprob"])
+        if self.config.algorithm.kl_coef:
+            batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
         if self.critic is not None:
             batch = batch.replace(value_T=self.critic.infer(batch, ("value",))["value"])
         return batch
 
+    def _reference_logprob(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return self.reference.infer(batch, ("logprob",))["logprob"]
+        with self.actor.disable_adapter():
+            return self.actor.infer(batch, ("logprob",))["logprob"]
+
     def _update(self, batch: Batch, seed: int) -> dict[str, float]:
-        """One optimizer step per mini-batch, critic first."""
-        steps: list[dict[str, float]] = []
-        for mini_batch in mini_batches(batch, self.config.algorithm, seed):
-            metrics: dict[str, float] = {}
-            if self.critic is not None:
-                values = self.critic.train_step(mini_batch, self.value_loss)
-                moments = {name: torch.tensor(value) for name, value in values.items()}
-                metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
-                metrics["critic_explained_variance"] = explained_variance(moments).item()
-            steps.append(metrics | self.actor.train_step(mini_batch, self.policy_loss))
-        return merge_metrics(steps)
+        """One optimizer step per mini-batch: first all of the critic's, then all of the policy's."""
+        cut = partial(mini_batches, batch, self.config.algorithm, seed)
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            with self.critic.train_mode():
+                metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
+        with self.actor.train_mode():
+            return metrics | merge_metrics(
+                [self.actor.train_step(mini_batch, self.policy_loss) for mini_batch in cut()]
+            )
+
+    def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
+        assert self.critic is not None
+        values = self.critic.train_step(mini_batch, self.value_loss)
+        moments = {name: torch.tensor(value) for name, value in values.items()}
+        metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
+        return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
         texts = self.tokenizer.batch_decode([s.completion.token_ids for s in samples], skip_special_tokens=True)
@@ -210,7 +235,7 @@ class PPOTrainer:
         assert self.config.evaluation is not None
         rows = range(get_rank(), len(self.held_out), get_world_size())
         params = SamplingParams(max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0)
-        groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
+        groups = self._generate(self.held_out.select(rows), params)
         samples = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
         samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
@@ -256,6 +281,9 @@ class PPOTrainer:
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
+        for name, engine in self.engines.items():
+            if engine.units:
+                self.log.message(f"{name}: units of sharding\n{engine.units}")
         if self.held_out is not None and state["accuracy_before"] is None:
             state["accuracy_before"], samples = self._evaluate_and_log(0)
             state["examples_before"] = self._examples(samples)
@@ -336,4 +364,14 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
     """
-    return PPOTrainer(config).run(resume)
+    store = init_distributed(config.timeout_minutes)
+    with naming_lost_ranks(store):
+        return PPOTrainer(config).run(resume)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
