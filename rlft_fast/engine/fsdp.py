@@ -35,7 +35,7 @@ from rlft_fast.engine.forward import (
     prepare_model_outputs,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
-from rlft_fast.engine.wrap import describe_units, reshard
+from rlft_fast.engine.wrap import describe_units, discard_gradients, reshard
 from rlft_fast.models import (
     ModelInputs,
     PolicyModel,
@@ -306,9 +306,10 @@ class FSDPEngine:
         micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
         with self.train_mode():
-            for i, micro_batch in enumerate(micro_batches):
-                self._reduce_gradients(i == len(micro_batches) - 1)
-                _accumulate(totals, self._forward_backward(micro_batch, loss))
+            with self._no_leftovers():
+                for i, micro_batch in enumerate(micro_batches):
+                    self._reduce_gradients(i == len(micro_batches) - 1)
+                    _accumulate(totals, self._forward_backward(micro_batch, loss))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
@@ -328,6 +329,15 @@ class FSDPEngine:
             )
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
         return loss.metrics(*(x.detach() for x in outputs), *fields) | {"loss": total.detach()}
+
+    @contextlib.contextmanager
+    def _no_leftovers(self) -> Iterator[None]:
+        """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
+        try:
+            yield
+        except BaseException:
+            discard_gradients(self.model)
+            raise
 
     def _reduce_gradients(self, enabled: bool) -> None:
         if isinstance(self.model, FSDPModule):
