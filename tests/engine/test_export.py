@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -142,6 +143,20 @@ def test_export_run_of_masters_and_adapters(actor, tiny_model, tmp_path):
     reference.assert_equal(dict(model.named_parameters()), weights)
     start = reference.weights(make_engine(tiny_model("llama")))
     assert any(not torch.equal(weights[name], start[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "qwen2-vl", "qwen2.5-vl"])
+def test_other_architectures(name, tiny_model, tmp_path):
+    """Also where a checkpoint's names and tensors are not those of the model in memory."""
+    engine = make_engine(tiny_model(name))
+    engine.train_step(random_batch(), policy_loss())
+    export_hf(engine, tmp_path / "hf")
+    kind = getattr(transformers, type(engine.model.model).__name__)
+    model, report = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values())
+    weights = reference.weights(engine)
+    assert weights.keys() >= dict(model.named_parameters()).keys()
+    reference.assert_equal({name: model.state_dict()[name] for name in weights}, weights)
 
 
 def test_export_of_what_is_no_run(tmp_path):

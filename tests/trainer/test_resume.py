@@ -217,3 +217,16 @@ def test_two_processes_stop_together(model, by_torchrun, tmp_path):
     run_distributed(run_interrupted, 2, folders)
     for folder in folders.values():
         assert_same_result(folder / "run", by_torchrun)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_torchrun_goes_on(model, by_torchrun, tmp_path):
+    config = write_config(model, tmp_path, FEWER_OPTIONS | {"checkpoint__asynchronous": False})
+    (tmp_path / "strike").write_text(f"SIGKILL {IN_STEP_5} 1")
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "15"]  # time for rank 0 to speak
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rlft_fast", "train"]
+    result = subprocess.run([*command, str(config), "--resume"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "rank 1 ended without a word (killed" in result.stderr
+    assert_same_result(tmp_path / "run", by_torchrun)
