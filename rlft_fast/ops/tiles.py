@@ -162,14 +162,17 @@ class Rows(NamedTuple):
     hidden_RD: Tensor
     target_R: Tensor
     inv_temperature: Tensor  # (R,) or (1,)
+    threshold: Tensor | None = None  # (R,); None: every logit counts
 
     @staticmethod
-    def gather(hidden: Tensor, target: Tensor, inv_temperature: Tensor, index: Tensor) -> Rows:
+    def gather(
+        hidden: Tensor, target: Tensor, inv_temperature: Tensor, index: Tensor, threshold: Tensor | None = None
+    ) -> Rows:
         whole = index.shape[0] == hidden.shape[0]
         if whole and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
-            return Rows(operand(hidden), target.contiguous(), inv_temperature)
+            return Rows(operand(hidden), target.contiguous(), inv_temperature, threshold)
         per_row = inv_temperature if inv_temperature.shape[0] == 1 else inv_temperature[index]
-        return Rows(operand(hidden[index]), target[index], per_row)
+        return Rows(operand(hidden[index]), target[index], per_row, None if threshold is None else threshold[index])
 
 
 class Stats(NamedTuple):

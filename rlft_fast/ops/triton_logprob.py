@@ -50,7 +50,7 @@ def _softmax_logits(z, bias, inv_temperature, softcap, scale, SOFTCAP: tl.conste
 @triton.jit
 def _slope(x, inv_temperature, softcap, scale, SOFTCAP: tl.constexpr):
     """dx/dz: softcap tanh(u) has the derivative softcap (1 - tanh^2 u)."""
-    slope = x * 0.0 + scale * inv_temperature
+    slope = tl.zeros_like(x) + scale * inv_temperature  # a logit of -inf has one too
     if SOFTCAP:
         u = x / (softcap * inv_temperature)
         slope *= 1.0 - u * u
@@ -138,7 +138,6 @@ def _grad_kernel(
     )  # fmt: skip
     log_p = (x - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
     g = tl.load(grad_logprob_ptr + row)
-    factor = g + log_p * 0.0
     upstream_is_zero = g == 0.0
     if ENTROPY:
         h = tl.load(grad_entropy_ptr + row)
