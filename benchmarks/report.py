@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning
+from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
 from benchmarks.ways import DTYPE, OURS
+from rlft_fast.ops.backends import device_name, dtype_name
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "triton")
@@ -105,10 +106,10 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
                 ratio = ours.median_s / floor_s(results, task)
                 yield Bar(f"{case}: time / floor", ratio, limits.get(task, DEFAULT_MAX_RATIO))
     for task in ("PPO loss", "cross-entropy loss"):
-        (_, ours), *peers = sorted(results.ways(task).items(), key=lambda row: row[0] != OURS)
-        if peers:
-            name, fastest = peers[0]
-            yield Bar(f"{task}: fastest peer ({name}) / ours", fastest.median_s / ours.median_s, 1, at_most=False)
+        ways = results.ways(task)
+        if peers := [(name, m) for name, m in ways.items() if not name.startswith(OURS)]:
+            name, peer = peers[0]
+            yield Bar(f"{task}: fastest peer ({name}) / ours", peer.median_s / ways[OURS].median_s, 1, at_most=False)
     for task in ("forward + backward", "PPO loss"):
         half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
         yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
@@ -247,8 +248,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
     parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
+    parser.add_argument(
+        "--fastest", type=Path, help="on a GPU: the file that is told which backend was fastest, for backend='auto'"
+    )
     parser.add_argument("--name", default=DEVICE.type, help="the report is NAME.md, NAME.json and NAME.png")
     args = parser.parse_args()
+    if args.fastest and DEVICE.type == "cpu":
+        parser.error("--fastest compares the backends of a GPU, and there is none")
 
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
@@ -276,6 +282,8 @@ def main() -> None:
         args.output / f"{args.name}.png",
         f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}",
     )
+    if args.fastest:
+        fastest.write(args.fastest, fastest.entries(results, device_name(DEVICE), dtype_name(DTYPE), shape))
     print(text)
 
 

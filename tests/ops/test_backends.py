@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 
+from benchmarks.fastest import entries, write
+from benchmarks.harness import Measurement, Results
+from benchmarks.ways import backend_way
 from rlft_fast.ops import linear_logprob
 from rlft_fast.ops.backends import KINDS, MEASUREMENTS, fastest, read_measurements, resolve_backend
 
@@ -41,6 +44,32 @@ def test_measurements_of_other_things_do_not_count():
     assert chosen(entries, SHAPE, dtype="float32") == "native"
     assert chosen(entries, SHAPE, device="cuda 8.0") == "native"
     assert chosen([], SHAPE) == "native"
+
+
+def test_the_benchmark_writes_what_auto_reads(tmp_path):
+    path = tmp_path / "fastest.json"
+
+    def measured(native_s: float, triton_s: float, *tasks: str) -> Results:
+        times = {"native": native_s, "triton": triton_s}
+        return Results(
+            {
+                f"{task} | {backend_way(b)}": Measurement(seconds=[t, t, 9 * t])
+                for task in tasks
+                for b, t in times.items()
+            }
+        )
+
+    write(path, entries(measured(0.002, 0.001, "no grad", "PPO loss"), "cuda 9.0", "bfloat16", SHAPE))
+    small = measured(0.001, 0.002, "no grad", "forward + backward")
+    small.measured.pop(f"forward + backward | {backend_way('triton')}")  # it failed
+    write(path, entries(small, "cuda 9.0", "bfloat16", (2048, 576, 49152)))
+    found = read_measurements(path)
+    assert [len(found), chosen(found, SHAPE), chosen(found, SHAPE, kind="loss")] == [3, "triton", "triton"]
+    assert chosen(found, (2048, 576, 49152)) == "native"
+    assert found[-1]["milliseconds"] == {"native": 2.0, "triton": 1.0}
+    write(path, entries(measured(0.001, 0.003, "no grad"), "cuda 9.0", "bfloat16", SHAPE))  # measured again
+    assert len(read_measurements(path)) == 3
+    assert chosen(read_measurements(path), SHAPE) == "native"
 
 
 def test_shipped_measurements_can_be_read():
