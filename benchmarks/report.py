@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest
+from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest, scaling
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
@@ -88,8 +89,9 @@ def run_linear_logprob(shape: tuple[int, int, int], rounds: int, peer_rounds: in
     return results, scan
 
 
-def floor_s(results: Results, task: str) -> float:
-    gemms = [next(iter(results.ways(f"floor {name}").values())).median_s for name in FLOORS]
+def floor_s(results: Results, task: str, title: Callable[[str], str] = "floor {}".format) -> float:
+    """Seconds of the bare GEMMs of a task, each in its fastest chunks; `title` names them among the results."""
+    gemms = [next(iter(results.ways(title(name)).values())).median_s for name in FLOORS]
     return sum(count * seconds for count, seconds in zip(FLOOR_COUNTS[task], gemms, strict=True))
 
 
@@ -208,6 +210,21 @@ def scan_table(scan: Results) -> str:
     return table(("rows x columns", *(f"{name}, {UNIT}" for name in FLOORS)), rows)
 
 
+def scaling_table(results: Results) -> str:
+    """Times on one thread and more, beside the GEMMs on as many."""
+    rows = []
+    for dtype, tasks in scaling.TASKS_BY_DTYPE.items():
+        for task in tasks:
+            alone = results[f"{scaling.title(task, dtype, 1)} | {OURS}"]
+            for threads in scaling.THREADS:
+                name = scaling.title(task, dtype, threads)
+                ours = results[f"{name} | {OURS}"]
+                floor = floor_s(results, task, partial(scaling.floor_title, threads=threads))
+                ratios = f"{ours.median_s / floor:.2f}", f"{alone.median_s / ours.median_s:.2f}"
+                rows.append((name, duration(ours), f"{UNITS_PER_SECOND * floor:.{DECIMALS}f}", *ratios))
+    return table(("what", f"time, {UNIT}", f"floor, {UNIT}", "time / floor", "speed-up"), rows)
+
+
 def small_table(results: Results) -> str:
     rows = [
         (name.replace(" |", ":"), f"{1e3 * m.median_s:.1f} ± {1e3 * m.iqr_s:.1f}")
@@ -217,8 +234,9 @@ def small_table(results: Results) -> str:
 
 
 def markdown(
-    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, small: Results
-) -> str:
+    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, scaled: Results,
+    small: Results,
+) -> str:  # fmt: skip
     tasks = dict.fromkeys(n.split(" | ")[0] for n in results.measured if not n.startswith("floor"))
     parts = [
         f"# Benchmarks on the {DEVICE.type.upper()}",
@@ -228,6 +246,8 @@ def markdown(
     parts += ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
+    if scaled.measured:
+        parts += [f"## Threads and bfloat16, at {scaling.SHAPE}", scaling_table(scaled)]
     parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing, planning and AdamW", small_table(small)]
     return "\n\n".join(parts) + "\n"
 
@@ -260,6 +280,7 @@ def main() -> None:
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
+    scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
     small = clock([*bench_packing.suite(), *bench_planning.suite(), *bench_adamw.suite()], Results(), rounds=9)
     bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small), *adamw_bars(small)]
     method = METHOD.format(
@@ -267,11 +288,13 @@ def main() -> None:
         device_method=DEVICE_METHOD[DEVICE.type],
     )  # fmt: skip
     method = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in method.split("\n\n"))
-    text = markdown(args.name, facts, method, bars, results, scan, small)
+    text = markdown(args.name, facts, method, bars, results, scan, scaled, small)
 
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / f"{args.name}.md").write_text(text)
-    raw = {name: asdict(part) for name, part in (("linear_logprob", results), ("floor_scan", scan), ("small", small))}
+    raw = {name: asdict(part) for name, part in (
+        ("linear_logprob", results), ("floor_scan", scan), ("scaling", scaled), ("small", small)
+    )}  # fmt: skip
     raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
     (args.output / f"{args.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
     floors = {task: floor_s(results, task) for task in TASKS}
