@@ -214,6 +214,16 @@ class Sums(NamedTuple):
             squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
         )  # fmt: skip
 
+    def at(self, top: Tensor) -> Sums:
+        """The same sums with ``top``, no less than the maximum, in its place: such sums can be added."""
+        down = (self.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # no 0 * -inf
+        factor = down.exp()
+        return Sums(
+            top, self.sum_exp * factor,
+            None if self.shift is None else (self.shift + down * self.sum_exp) * factor,
+            None if self.squares is None else self.squares * factor.square(), self.target_logit,
+        )  # fmt: skip
+
     def finish(self, head: Head) -> Stats:
         maximum, sum_exp, shift, squares, target_logit = _merge_shards(head.group, self) if head.group else self
         log_sum = sum_exp.log()
@@ -244,17 +254,16 @@ def _merge_shards(group: str, own: Sums) -> Sums:
     """Over all vocabulary shards. Only the shard of the target knows its logit."""
     top = own.maximum.clone()
     _all_reduce(top, group, dist.ReduceOp.MAX)
-    down = (own.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # 0 * -inf would be NaN
-    factor = down.exp()
+    parts = own.at(top)
     sums = {
         "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
         "seen": own.target_logit.isnan().logical_not().float(),
-        "sum_exp": own.sum_exp * factor,
+        "sum_exp": parts.sum_exp,
     }
-    if own.shift is not None:
-        sums["shift"] = (own.shift + down * own.sum_exp) * factor
-    if own.squares is not None:
-        sums["squares"] = own.squares * factor.square()
+    if parts.shift is not None:
+        sums["shift"] = parts.shift
+    if parts.squares is not None:
+        sums["squares"] = parts.squares
     total = torch.stack(list(sums.values()))
     _all_reduce(total, group)
     merged = dict(zip(sums, total, strict=True))

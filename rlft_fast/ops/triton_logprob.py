@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlft_fast.ops.tiles import Sums
+
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it
 
 
@@ -382,16 +384,11 @@ def fused_stats(
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
         EVEN=dim % _DEPTH == 0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, num_warps=8, num_stages=3,
     )  # fmt: skip
-    tops, sums, shifts, square_sums = partial
-    top = tops.amax(0)
-    down = (tops - top).clamp(min=-87.0).nan_to_num(nan=0.0)  # an empty split: 0 * -inf would be nan
-    factor = (tops - top).exp()
-    maximum.copy_(top)
-    sum_exp.copy_((sums * factor).sum(0))
-    if shift is not None:
-        shift.copy_(((shifts + down * sums) * factor).sum(0))
-    if squares is not None:
-        squares.copy_((square_sums * factor.square()).sum(0))
+    parts = Sums(*partial, target_logit).at(partial[0].amax(0))
+    maximum.copy_(parts.maximum)
+    for out, part in ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares)):
+        if out is not None:
+            out.copy_(part.sum(0))
 
 
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
