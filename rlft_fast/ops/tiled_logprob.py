@@ -1,7 +1,7 @@
 """The algorithms of `linear_logprob`: GEMMs over tiles of the logits, and what happens between them.
 
 The (T, V) logits are by far the largest tensor of a policy update. Here they exist one tile at a time: the GEMMs are
-the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob.cpp`` holds the equations).
+the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob_rows.cpp`` holds the equations).
 Callers have checked every argument.
 
     no grad              1 GEMM    logits tile -> online softmax statistics

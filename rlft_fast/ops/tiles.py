@@ -17,7 +17,7 @@ from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
 # Columns of a tile that all threads share, and of one that a thread has for itself, whose logits and weight rows then
 # stay in its L2 between the GEMMs and the epilogue. No powers of two, which make rows compete for the same sets of the
 # cache: 5 % slower at (2048, 576, 49152) on two cores, as were 4096 shared columns or 1008 of one's own. Both are
-# multiples of kBlock in csrc/cpu/logprob.cpp, so that all paths add in one order.
+# multiples of kBlock in csrc/cpu/logprob_rows.cpp, so that all paths add in one order.
 TILE_COLUMNS = 1984
 THREAD_TILE_COLUMNS = 496
 # On a GPU the wider a tile, the less often dhidden is read and written; a multiple of kBlock in csrc/cuda/logprob.cu.

@@ -1,6 +1,6 @@
 """What happens between the GEMMs of `linear_logprob`, in Triton, and a forward pass that never stores a logit.
 
-The equations are those of ``csrc/cpu/logprob.cpp``. The first three functions have the signatures of the compiled
+The equations are those of ``csrc/cpu/logprob_rows.cpp``. The first three functions have the signatures of the compiled
 operators of the same names. On the CPU they run in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 
     logprob_stats_    reads a logits tile once
