@@ -35,8 +35,10 @@ and dW, although ways that keep the logits need them once; for `frozen head` log
 and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
-upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
-held against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
+upstream gradient is random. On the CPU, threads and bfloat16 are compared at a quarter of the rows, each beside the
+bare float32 GEMMs on as many threads, which are what bfloat16 runs on there. `pytest benchmarks` checks that all ways
+of a task compute the same numbers. Packing is held against a copy of as many bytes, clipping and AdamW against torch's
+`clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
