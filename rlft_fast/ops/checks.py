@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_inputs(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, temperature: float | Tensor,
-    softcap: float | None, workspace_mib: int | None, **others: Tensor | None,
+    softcap: float | None, ignore_index: int, workspace_mib: int | None, **others: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError or TypeError where the inputs do not fit each other.
 
@@ -26,6 +26,7 @@ def check_inputs(
         bias_V: (V,).
         temperature: one number or (T,).
         softcap: positive, or None.
+        ignore_index: target of rows that need no temperature.
         workspace_mib: positive, or None.
         **others: further tensors by name, which have to be on the same device.
     """
@@ -39,7 +40,7 @@ def check_inputs(
     for name, tensor in present.items():
         if tensor.device != hidden_TD.device:
             raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden_TD.device}; move them together")
-    _check_temperature(temperature, target_T)
+    _check_temperature(temperature, target_T, ignore_index)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, or None for no soft-capping; got {softcap}")
     if workspace_mib is not None and workspace_mib < 1:
@@ -85,7 +86,7 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise TypeError(f"bias_V must be floating point, got {bias.dtype}")
 
 
-def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:
+def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index: int) -> None:
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(
@@ -96,8 +97,8 @@ def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:
         raise ValueError(
             f"a temperature tensor must have one value per token {tuple(target.shape)}, got {tuple(temperature.shape)}"
         )
-    if looks_at(temperature) and not (temperature > 0).all():
-        row = int((temperature > 0).logical_not().nonzero()[0])
+    if looks_at(temperature) and not (good := (temperature > 0) | (target == ignore_index)).all():
+        row = int(good.logical_not().nonzero()[0])
         raise ValueError(f"temperature must be positive, got {float(temperature[row])} in row {row}")
 
 

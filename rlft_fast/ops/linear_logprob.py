@@ -87,7 +87,7 @@ def linear_logprob(
     """
     hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
     check_inputs(
-        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, workspace_mib,
+        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
         threshold_T=threshold_T, active_index=active_index,
     )  # fmt: skip
     check_threshold(threshold_T, target_T)
@@ -179,7 +179,17 @@ def linear_logprob_loss(
         TypeError: unsupported or mixed dtypes.
     """
     hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
-    check_inputs(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, workspace_mib, active_index=active_index)
+    check_inputs(
+        hidden_TD,
+        weight_VD,
+        target_T,
+        bias_V,
+        temperature,
+        softcap,
+        ignore_index,
+        workspace_mib,
+        active_index=active_index,
+    )
     check_active_index(active_index, target_T, ignore_index)
     for i, values in enumerate(per_token):
         if values.shape != target_T.shape or values.device != target_T.device:

@@ -83,7 +83,9 @@ def support_logprob(
         return linear_logprob(
             hidden_TD, weight_VD, target_T, threshold_T=threshold_T, workspace_mib=workspace_mib, **options
         )
-    check_inputs(hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, workspace_mib, support_TK=support_TK)
+    check_inputs(
+        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib, support_TK=support_TK
+    )
     workspace_mib = 64 if workspace_mib is None else workspace_mib
     _check_support(support_TK, hidden_TD, weight_VD, workspace_mib)
     check_targets(target_T, weight_VD.shape[0], ignore_index)

@@ -489,6 +489,13 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
 
 
+def test_rows_without_a_target_need_no_temperature():
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    target[2] = -100
+    result = linear_logprob(hidden, weight, target, temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    assert result.logprob.equal(linear_logprob(hidden, weight, target).logprob)
+
+
 def check_sharded_tensors(rank: int) -> None:
     """They are named before torch's own error, whichever they are, and the advice helps."""
     mesh = init_device_mesh("cpu", (2,))
