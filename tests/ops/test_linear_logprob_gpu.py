@@ -159,6 +159,24 @@ def test_rows_without_upstream_gradient_add_nothing(dtype, backend):
     assert hidden.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_threshold(softcap, backend):
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=BF16)
+    z = reference.transform_logits(hidden.double() @ weight.double().T, 1.0, softcap, 1.0)
+    threshold = z.topk(21).values[:, 19:].mean(-1).float()  # half-way between two logits
+    ours, eager, truth = (
+        run(partial(function, threshold_T=threshold, softcap=softcap), hidden, weight, target, {}, dtype)
+        for function, dtype in (
+            (partial(linear_logprob, backend=backend), BF16),
+            (reference.linear_logprob, BF16),
+            (reference.linear_logprob, torch.float64),
+        )
+    )
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(o, e, t)
+
+
 def test_compiles_to_one_graph():
     hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=40, V=300))
 
