@@ -13,8 +13,6 @@ device, dtype and kind, compiled kernels it is.
 import json
 import math
 import os
-import shutil
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,12 +82,6 @@ def _automatic(
     if has_native and has_triton:
         return fastest(_MEASURED, device_name(device), dtype_name(dtype), kind, shape) if _MEASURED else "native"
     return "native" if has_native else "triton"
-
-
-@cache
-def triton_compiles() -> bool:
-    """Whether Triton can be used beside compiled kernels: it needs a C compiler when it runs."""
-    return _TRITON_INSTALLED and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ Callers have checked every argument.
     no grad              1 GEMM    logits tile -> online softmax statistics
     with backward        4 GEMMs   backward recomputes the logits per vocabulary tile from the saved normaliser, so
                                    every row of dW is reduced over all tokens at once and written once; rows without
-                                   upstream gradient are left out, on a GPU by Triton's GEMMs of half the rows, which
-                                   stop at a row number that they read there
+                                   upstream gradient are left out, on a GPU by Triton's GEMMs, which stop at a row
+                                   number that they read there
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   (tiled_loss.py) the loss is known per token, so logits become dlogits in place in
                                    the forward
@@ -25,7 +25,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.backends import triton_compiles
 from rlft_fast.ops.threshold import THRESHOLD_BYTES_PER_LOGIT, keep_above_
 from rlft_fast.ops.tiles import (
     GPU_TILE_COLUMNS,
@@ -115,7 +114,7 @@ def _linear_logprob_backward(
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
     seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
-    keep, count = _seen_first(seen, backend, hidden.dtype)
+    keep, count = _seen_first(seen, backend)
     active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
     upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
     rows = Rows.gather(hidden, target, inv_temperature, active_index, threshold)
@@ -151,14 +150,13 @@ def _linear_logprob_backward(
     return grads.hidden, grads.weight, grads.bias
 
 
-def _seen_first(seen: Tensor, backend: str, dtype: torch.dtype) -> tuple[Tensor | slice, Tensor | None]:
+def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | None]:
     """Which rows backward takes: those that the loss sees (not clipped, advantage not zero).
 
-    A device is not waited for: there they come first, with their number as a () int32 tensor, and `Head.multiply_rows`
-    stops behind them. Without Triton all rows are taken, for the vendor's GEMM needs sizes from the host; so they are
-    in float32, where Triton's GEMM does without tensor cores.
+    A device is not waited for: there they come first, with their number as a () int32 tensor, and Triton's GEMMs stop
+    behind them. The vendor's need sizes from the host and take all rows.
     """
-    if backend == "triton" or (seen.is_cuda and triton_compiles() and dtype != torch.float32):
+    if backend == "triton":
         return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)
     if seen.is_cuda:
         return slice(None), None

@@ -48,28 +48,25 @@ class Head(NamedTuple):
     @property
     def kernels(self) -> Any:
         """Who computes between the GEMMs: ``logprob_stats_``, ``logprob_grad_``, ``logprob_frozen_``."""
-        return torch.ops.rlft_fast if self.backend == "native" else _triton()
+        if self.backend != "native":
+            from rlft_fast.ops import triton_logprob
+
+            return triton_logprob
+        return torch.ops.rlft_fast
 
     def multiply_rows(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:
-        """``out (+)= a @ b``, of the first ``count`` rows at least where that is given.
-
-        Only Triton's GEMM stops at a number that the device knows, and the vendor's is faster: beside compiled kernels
-        the vendor's takes the first half of the rows, wanted or not, and Triton's what is wanted of the rest. With
-        every row wanted that costs little, with half of them it saves half.
-        """
-        half = a.shape[0] // 2 // _ROW_MULTIPLE["cuda"] * _ROW_MULTIPLE["cuda"]
-        first = a.shape[0] if count is None else half if self.backend == "native" else 0
-        if first:
-            multiply(a[:first], b, out[:first], accumulate)
-        if count is not None:
-            _triton().multiply_rows(a[first:], b, out[first:], count - first, accumulate)
+        """``out (+)= a @ b``, of the first ``count`` rows where that is given."""
+        if count is None:
+            multiply(a, b, out, accumulate)
+        else:
+            self.kernels.multiply_rows(a, b, out, count, accumulate)
 
     def multiply_columns(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None) -> None:
-        """``out = a.T @ b`` over all rows, or the first ``count``: in one go, so that it is rounded once."""
+        """``out = a.T @ b`` over all rows, or the first ``count``."""
         if count is None:
             multiply(a.T, b, out)
         else:
-            _triton().multiply_columns(a, b, out, count)
+            self.kernels.multiply_columns(a, b, out, count)
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
@@ -77,12 +74,6 @@ class Head(NamedTuple):
         for start in range(0, self.vocab, columns):
             tile = slice(start, min(start + columns, self.vocab))
             yield tile, operand(self.weight_VD[tile]), None if bias is None else bias[tile]
-
-
-def _triton() -> Any:
-    from rlft_fast.ops import triton_logprob
-
-    return triton_logprob
 
 
 def operand(x: Tensor) -> Tensor:

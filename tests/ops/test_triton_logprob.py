@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
-from rlft_fast.ops.tiles import Head
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.test_linear_logprob import loss_problem, make_problem, ppo_clip, run
 
@@ -132,21 +131,6 @@ def test_same_bits_every_run():
     problem = on_device(*make_problem(67, 24, 2100)[:3])
     first, second = (run(triton_logprob, *problem, {}, torch.float32) for _ in range(2))
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("count", [0, 5, 128, 200, 300])  # none, less and more than the vendor's half, all
-def test_vendors_gemm_and_tritons_share_rows(count):
-    """As compiled kernels have them on a GPU. Rows that neither has to compute may hold anything."""
-    head = Head(torch.empty(0, 0), None, 0.0, 1.0, "native")
-    a, b, c = on_device(torch.randn(300, 24), torch.randn(24, 70), torch.randn(300, 24))
-    wanted = torch.tensor(count, dtype=torch.int32, device=DEVICE)
-    out = torch.ones(300, 70, device=DEVICE)
-    head.multiply_rows(a, b, out, wanted, accumulate=True)
-    torch.testing.assert_close(out[:count], (a @ b + 1)[:count], rtol=1e-4, atol=1e-5)
-    assert (out[max(count, 128) :] == 1).all()
-    columns = torch.empty(24, 24, device=DEVICE)
-    head.multiply_columns(a, c, columns, wanted)
-    torch.testing.assert_close(columns, a[:count].T @ c[:count], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_without_upstream_gradient_are_left_out():
