@@ -154,7 +154,8 @@ def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | No
     """Which rows backward takes: those that the loss sees (not clipped, advantage not zero).
 
     A device is not waited for: there they come first, with their number as a () int32 tensor, and Triton's GEMMs stop
-    behind them. The vendor's need sizes from the host and take all rows.
+    behind them. The vendor's need sizes from the host and take all rows. Triton's cannot stand in for them in backward
+    alone: p - 1 of a certain token would be the difference of two GEMMs' roundings.
     """
     if backend == "triton":
         return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)

@@ -146,8 +146,9 @@ def test_a_target_outside_the_vocabulary_gives_nan(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_upstream_gradient_add_nothing(backend):
-    hidden, weight, target, _ = cuda_problem(300, 64, 5003)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_without_upstream_gradient_add_nothing(dtype, backend):
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=dtype)
     hidden[7] = torch.nan
     hidden.requires_grad_()
     logprob = linear_logprob(hidden, weight, target, backend=backend).logprob
