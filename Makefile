@@ -18,10 +18,10 @@ BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow crash-test lint cuda sanitize bench clean
+.PHONY: help install demo test test-slow crash-test lint cuda sanitize bench bench-engine clean
 
 help:
-	@echo "make install | demo | test | test-slow | crash-test | lint | cuda | sanitize | bench | clean"
+	@echo "make install | demo | test | test-slow | crash-test | lint | cuda | sanitize | bench | bench-engine | clean"
 
 install: $(BUILT)
 
@@ -82,6 +82,11 @@ sanitize: install
 bench: install
 	$(PIP) --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.report
+
+# One GRPO update beside TRL's, on the demo's model, which is converted first if it is missing.
+bench-engine: install
+	$(PIP) --no-deps $(PEERS)
+	$(BIN)/python -m benchmarks.bench_engine
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -112,6 +112,8 @@ class EngineConfig(ModelConfig):
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch and not once a step: sends more, but no rank holds whole gradients."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -308,7 +308,7 @@ class FSDPEngine:
         with self.train_mode():
             with self._no_leftovers():
                 for i, micro_batch in enumerate(micro_batches):
-                    self._reduce_gradients(i == len(micro_batches) - 1)
+                    self._reduce_gradients(self.config.reduce_every_micro_batch or i == len(micro_batches) - 1)
                     _accumulate(totals, self._forward_backward(micro_batch, loss))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
