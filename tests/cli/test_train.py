@@ -123,6 +123,7 @@ def test_help_fits_the_terminal(width):
 def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(tiny_model, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=50_000_000)))
+    capsys.readouterr()
     assert main(["train", str(path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: max_tokens=50000000 needs ")
