@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +35,7 @@ from rlft_fast.engine.forward import (
     prepare_model_outputs,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces
 from rlft_fast.engine.wrap import describe_units, discard_gradients, reshard
 from rlft_fast.models import (
     ModelInputs,
@@ -364,14 +365,29 @@ class FSDPEngine:
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full weights one after the other, under the names of the Hugging Face model; tied ones once, adapters merged.
 
-        Every rank must iterate to the end: each sharded weight is gathered by all. Weights that have a float32 master
-        are given as that.
+        Every rank must iterate to the end: sharded weights are gathered by all, a bucket at a time.
+
+        Args:
+            dtype: of the parameters, as the forward pass has them in ``compute_dtype``; None: as they are kept, which
+                is their float32 master where they have one. Buffers keep theirs.
+            bucket_bytes: memory of the bucket, which comes on top of the weight at hand.
         """
+        return join_pieces(self.weight_pieces(dtype, bucket_bytes))
+
+    @torch.no_grad()
+    def weight_pieces(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
+        """`named_weights` in pieces no larger than a bucket where they are sharded; no more memory than a bucket."""
         reshard(self.model)
+        yield from stream_pieces(self.weight_sources(dtype), bucket_bytes, self.device)
+
+    @torch.no_grad()
+    def weight_sources(self, dtype: torch.dtype | None = None) -> Iterator[Source]:
+        """What `named_weights` streams, still in shards; the model must not be gathered."""
         factors = low_rank_factors(self.model)
         seen: set[int] = set()
         for name, tensor in checkpoint_tensors(self.model.pretrained).items():
@@ -379,11 +395,11 @@ class FSDPEngine:
                 continue
             seen.add(id(tensor))
             state = self.optimizer.state.get(tensor, {}) if self.optimizer is not None else {}
-            weight = _full(state.get("master", tensor.detach()))
+            weight = state.get("master", tensor.detach())
             if name in factors:
-                up, down, scale = factors[name]
-                weight = weight + (scale * (_full(up).float() @ _full(down).float())).to(weight.dtype)
-            yield name, weight
+                weight = _merged(weight, *factors[name])
+            cast = dtype if isinstance(tensor, nn.Parameter) else None
+            yield Source(name, weight, cast or weight.dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
@@ -408,8 +424,16 @@ class FSDPEngine:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
+    if not isinstance(weight, DTensor):
+        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
+    assert isinstance(up, DTensor)
+    assert isinstance(down, DTensor)
+    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:

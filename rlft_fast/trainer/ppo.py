@@ -4,10 +4,12 @@ Every random draw of a step is seeded by (seed, step, rank), and the order of pr
 run that continues from a checkpoint repeats what the uninterrupted run would have done, bit for bit.
 """
 
+import contextlib
 import importlib.util
 import json
 import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,10 +30,10 @@ from rlft_fast.engine.distributed import (
     require_agreement,
 )
 from rlft_fast.engine.failures import naming_lost_ranks
-from rlft_fast.models import PolicyModel, load_tokenizer
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
 from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
-from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from rlft_fast.rollout import Completion, SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
     Sample,
     add_advantages,
@@ -102,8 +104,11 @@ class PPOTrainer:
             kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
             aggregation=algorithm.aggregation,
         )  # fmt: skip
-        assert isinstance(self.actor.model, PolicyModel)
-        self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
+        longest = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens if config.evaluation else 0)
+        self.rollout = build_rollout(
+            self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
+        )
+        self.seconds: dict[str, float] = {}  # of the current step, by part
         self.checkpoints = CheckpointManager(
             self.directory / "checkpoints", config.checkpoint.max_num, config.checkpoint.max_mem
         )
@@ -116,22 +121,32 @@ class PPOTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
         started = time.perf_counter()
+        self.seconds = {}
         prompts = self._take_prompts(step)
         samples = self._rollout(prompts, step)
-        generated = time.perf_counter()
         taught = skip_equal_groups(samples) if self.config.algorithm.skip_equal_groups else samples
-        batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids))))
+        with self._timed("logprobs"):
+            batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids))))
         metrics = rollout_metrics(samples, batch)
         batch = add_advantages(batch, self.config.algorithm)
-        metrics |= self._update(batch, self._seed(step))
+        with self._timed("update"):
+            metrics |= self._update(batch, self._seed(step))
+        with self._timed("sync"):
+            self.rollout.sync()
         self._record(step, prompts, samples, metrics)
         num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
         seconds = time.perf_counter() - started
         return metrics | {
-            "seconds_rollout": generated - started,
+            **{f"seconds_{part}": value for part, value in self.seconds.items()},
             "seconds": seconds,
             "tokens_per_second": num_tokens / seconds,
         }
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - started
 
     def _take_prompts(self, step: int) -> Prompts:
         count = self.config.rollout.prompts_per_step
@@ -144,15 +159,15 @@ class PPOTrainer:
         rows = range(get_rank(), len(prompts), get_world_size())
         own = prompts.select(rows)
         params = SamplingParams(
-            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
-        )
-        groups = self._generate(own, params)
-        samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+            stop=config.stop,
+        )  # fmt: skip
+        with self._timed("generate"):
+            groups = self.rollout.generate(own.token_ids, params)
+            self.rollout.sleep()
+        with self._timed("reward"):
+            samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
         return penalize_truncated(samples, self.config.reward.truncation_penalty)
-
-    def _generate(self, prompts: Prompts, params: SamplingParams) -> list[list[Completion]]:
-        with self.actor.eval_mode():
-            return self.rollout.generate(prompts.token_ids, params)
 
     def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
         """The samples of all ranks, each scored by the rank that made it."""
@@ -234,8 +249,10 @@ class PPOTrainer:
         assert self.held_out is not None
         assert self.config.evaluation is not None
         rows = range(get_rank(), len(self.held_out), get_world_size())
-        params = SamplingParams(max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0)
-        groups = self._generate(self.held_out.select(rows), params)
+        params = SamplingParams(
+            max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0, stop=self.config.rollout.stop
+        )
+        groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
         samples = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
         samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
@@ -260,6 +277,7 @@ class PPOTrainer:
             raise
         finally:
             signal.signal(signal.SIGINT, handler)
+            self.rollout.close()
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
@@ -284,6 +302,7 @@ class PPOTrainer:
         for name, engine in self.engines.items():
             if engine.units:
                 self.log.message(f"{name}: units of sharding\n{engine.units}")
+        self.rollout.sync()
         if self.held_out is not None and state["accuracy_before"] is None:
             state["accuracy_before"], samples = self._evaluate_and_log(0)
             state["examples_before"] = self._examples(samples)

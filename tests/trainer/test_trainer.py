@@ -119,7 +119,10 @@ def test_metrics(grpo):
     assert all(a["time"] <= b["time"] for a, b in pairwise(rows))
     assert len({frozenset(row) for row in steps}) == 1
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert all(row["seconds"] > row["seconds_rollout"] > 0 and row["tokens_per_second"] > 0 for row in steps)
+    parts = {"generate", "reward", "logprobs", "update", "sync"}
+    assert {name.removeprefix("seconds_") for name in steps[0] if name.startswith("seconds_")} == parts
+    assert all(row["seconds"] > sum(row[f"seconds_{part}"] for part in parts) > 0 for row in steps)
+    assert all(row["tokens_per_second"] > 0 for row in steps)
 
 
 def test_samples(grpo):
