@@ -93,7 +93,7 @@ def test_ctrl_c_finishes_the_step_and_saves(model, uninterrupted, tmp_path, caps
     assert main(["train", str(config)]) == 130
     captured = capsys.readouterr()
     assert "stopped after step 5: step 5 is saved, continue with --resume" in captured.out
-    assert captured.err.endswith("\ninterrupted\n")
+    assert captured.err.endswith("interrupted\n")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(["train", str(config), "--resume"]) == 0
     assert_same_result(tmp_path / "run", uninterrupted)
@@ -125,7 +125,7 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
     assert main(["train", str(config)]) == 1
     captured = capsys.readouterr()
     assert "the reward function failed after step 4: step 4 is saved, continue with --resume" in captured.out
-    assert "\nerror: reward function even_share_until_struck raised RuntimeError on a batch of 16" in captured.err
+    assert "error: reward function even_share_until_struck raised RuntimeError on a batch of 16" in captured.err
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
     # Again: what is saved already stays as it is.
     (tmp_path / "strike").write_text("raise 1 0")
