@@ -8,6 +8,7 @@ import importlib.util
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,14 +22,15 @@ from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
 from rlft_fast.models import PolicyModel, load_tokenizer
 from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
-from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
+from rlft_fast.rl import ValueLoss, explained_variance
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
 from rlft_fast.trainer.experience import (
     Sample,
-    add_advantages,
     any_rank,
     build_batch,
+    first_prompts,
     gather_samples,
+    leave_out_truncated,
     merge_metrics,
     mini_batches,
     penalize_truncated,
@@ -36,6 +38,7 @@ from rlft_fast.trainer.experience import (
     skip_equal_groups,
 )
 from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.plot import plot_runs
 
 _SHOWN_EXAMPLES = 3
@@ -63,6 +66,8 @@ class PPOTrainer:
                 "cannot share evenly: make it a multiple of the number of processes"
             )
         self.reward_function = _reward_function(config)
+        algorithm, temperature = config.algorithm, config.rollout.temperature
+        self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.held_out: Prompts | None = None
@@ -70,7 +75,6 @@ class PPOTrainer:
             self.held_out = load_prompts(
                 config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
             )
-        algorithm, temperature = config.algorithm, config.rollout.temperature
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
@@ -82,15 +86,13 @@ class PPOTrainer:
                 config.critic.model or config.model, config.critic,
                 head="value", num_training_steps=num_training_steps,
             ).initialize()  # fmt: skip
-            self.value_loss = ValueLoss(clip=config.critic.value_clip, aggregation=algorithm.aggregation)
+            self.value_loss = ValueLoss(
+                clip=config.critic.value_clip, aggregation=algorithm.aggregation,
+                max_response_tokens=config.rollout.max_new_tokens,
+            )  # fmt: skip
         self.reference: FSDPEngine | None = None
         if algorithm.kl_coef:
             self.reference = FSDPEngine(config.model, config.actor, temperature=temperature).initialize()
-        self.policy_loss = PolicyLoss(
-            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, entropy_coef=algorithm.entropy_coef,
-            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
-            aggregation=algorithm.aggregation,
-        )  # fmt: skip
         assert isinstance(self.actor.model, PolicyModel)
         self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
         self.checkpoints = CheckpointManager(
@@ -105,13 +107,16 @@ class PPOTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
         started = time.perf_counter()
-        prompts = self._take_prompts(step)
-        samples = self._rollout(prompts, step)
+        prompts, samples = self._collect(step)
+        greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
         generated = time.perf_counter()
-        taught = skip_equal_groups(samples) if self.config.algorithm.skip_equal_groups else samples
-        batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids))))
+        taught = self._with_signal(samples)
+        batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
         metrics = rollout_metrics(samples, batch)
-        batch = add_advantages(batch, self.config.algorithm)
+        batch = self.objective.prepare(batch, self._seed(step))
+        metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
+        if self.config.algorithm.mask_truncated:
+            batch = leave_out_truncated(batch, taught, greedy)
         metrics |= self._update(batch, self._seed(step))
         self._record(step, prompts, samples, metrics)
         num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
@@ -122,14 +127,32 @@ class PPOTrainer:
             "tokens_per_second": num_tokens / seconds,
         }
 
-    def _take_prompts(self, step: int) -> Prompts:
-        count = self.config.rollout.prompts_per_step
-        return self.prompts.select(self.prompts.order(step * count, count, self.config.seed))
+    def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
+        """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
 
-    def _rollout(self, prompts: Prompts, step: int) -> list[Sample]:
+        Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
+        """
+        count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
+        rows: list[int] = []
+        samples: list[Sample] = []
+        for attempt in range(1 + refills):
+            torch.manual_seed(self._seed(step) + attempt * get_world_size() + get_rank())
+            more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
+            samples += [replace(s, row=s.row + len(rows)) for s in self._rollout(self.prompts.select(more))]
+            rows += more
+            if not refills or len({s.row for s in self._with_signal(samples)}) == count:
+                break
+        return self.prompts.select(rows), samples
+
+    def _with_signal(self, samples: list[Sample]) -> list[Sample]:
+        """The samples to learn from."""
+        if not self.config.algorithm.skip_equal_groups:
+            return samples
+        return first_prompts(skip_equal_groups(samples), self.config.rollout.prompts_per_step)
+
+    def _rollout(self, prompts: Prompts) -> list[Sample]:
         """Each rank samples and scores its share of the prompts; all ranks get all samples."""
         config = self.config.rollout
-        torch.manual_seed(self._seed(step) + get_rank())
         rows = range(get_rank(), len(prompts), get_world_size())
         own = prompts.select(rows)
         groups = self.rollout.generate(
@@ -140,6 +163,19 @@ class PPOTrainer:
         )
         samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
         return penalize_truncated(samples, self.config.reward.truncation_penalty)
+
+    def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
+        """The reward of the most likely answer to each prompt, where there is one."""
+        samples = self._greedy(prompts, self.config.rollout.max_new_tokens)
+        samples = penalize_truncated(samples, self.config.reward.truncation_penalty)
+        return {sample.row: sample.reward for sample in samples if sample.reward is not None}
+
+    def _greedy(self, prompts: Prompts, max_new_tokens: int) -> list[Sample]:
+        """One most likely answer to each prompt, from all ranks."""
+        rows = range(get_rank(), len(prompts), get_world_size())
+        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        return self._score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
         """The samples of all ranks, each scored by the rank that made it."""
@@ -164,7 +200,10 @@ class PPOTrainer:
 
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
-        batch = batch.replace(old_logprob_T=self.actor.infer(batch, ("logprob",))["logprob"])
+        inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
+        batch = batch.replace(
+            old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy")
+        )
         if self.reference is not None:
             batch = batch.replace(ref_logprob_T=self.reference.infer(batch, ("logprob",))["logprob"])
         if self.critic is not None:
@@ -181,7 +220,8 @@ class PPOTrainer:
                 moments = {name: torch.tensor(value) for name, value in values.items()}
                 metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
                 metrics["critic_explained_variance"] = explained_variance(moments).item()
-            steps.append(metrics | self.actor.train_step(mini_batch, self.policy_loss))
+            metrics |= self.actor.train_step(mini_batch, self.objective.policy_loss)
+            steps.append(metrics | self.objective.after_optimizer_step(metrics))
         return merge_metrics(steps)
 
     def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
@@ -208,10 +248,7 @@ class PPOTrainer:
         """Mean reward of greedy answers to the held-out prompts, and the answers."""
         assert self.held_out is not None
         assert self.config.evaluation is not None
-        rows = range(get_rank(), len(self.held_out), get_world_size())
-        params = SamplingParams(max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0)
-        groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
-        samples = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens)
         samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         return (sum(scored) / len(scored) if scored else 0.0), samples
@@ -249,7 +286,9 @@ class PPOTrainer:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         state = state or {
             "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
+            "objective": {},
         }  # fmt: skip
+        self.objective.load_state(state["objective"])
         self.saved_step = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
         return state
@@ -280,7 +319,7 @@ class PPOTrainer:
     def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
         """A checkpoint of the last complete step, unless there is one."""
         if state["step"] != self.saved_step:
-            state["log_bytes"] = self.log.num_bytes()
+            state |= {"log_bytes": self.log.num_bytes(), "objective": self.objective.state()}
             self.checkpoints.save(state["step"], self.engines, state, asynchronous=asynchronous)
             self.saved_step = state["step"]
 

@@ -13,7 +13,6 @@ from rlft_fast.data import Batch
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
-    add_advantages,
     any_rank,
     build_batch,
     gather_samples,
@@ -23,6 +22,7 @@ from rlft_fast.trainer.experience import (
     rollout_metrics,
     skip_equal_groups,
 )
+from rlft_fast.trainer.objective import Objective
 
 # Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
 SAMPLES = [
@@ -97,6 +97,9 @@ def test_rollout_metrics():
             "zero_std_group_share": 1 / 2,
             "mismatch_mean": off.mean(),
             "mismatch_max": 1.2,
+            "mismatch_k1": -off.mean(),
+            "mismatch_k3": (np.exp(off) - off - 1).mean(),
+            "effective_sample_share": np.exp(off).sum() ** 2 / (8 * np.exp(2 * off).sum()),
             "ref_kl": (np.exp(off) - off - 1).mean(),  # k3
         },
         rel=1e-5,
@@ -111,10 +114,14 @@ def test_rollout_metrics_of_nothing_are_numbers():
     json.dumps(metrics)
 
 
-@pytest.mark.parametrize("scale_by_std", [True, False])
-def test_grpo_advantages_stand_at_sampled_positions(scale_by_std):
-    batch = add_advantages(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(scale_by_std=scale_by_std))
-    scale = 1 / math.sqrt(0.5) if scale_by_std else 1.0  # the sample deviation of 1 and 0
+def prepare(batch: Batch, config: AlgorithmConfig) -> Batch:
+    return Objective(config, max_new_tokens=8, has_critic=config.advantage == "gae").prepare(batch)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr-grpo"])
+def test_grpo_advantages_stand_at_sampled_positions(advantage):
+    batch = prepare(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(advantage=advantage))
+    scale = 1 / math.sqrt(0.5) if advantage == "grpo" else 1.0  # the sample deviation of 1 and 0
     expected = [0, 1, 1, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0]
     assert batch.advantage_T.tolist() == pytest.approx([0.5 * scale * x for x in expected], abs=1e-5)
 
@@ -135,7 +142,7 @@ def test_gae_advantages(kl_in):
     batch = build_batch(SAMPLES, PROMPTS)
     generator = torch.Generator().manual_seed(0)
     value_T, old_T, ref_T = (torch.randn(14, generator=generator) * batch.loss_mask_T for _ in range(3))
-    batch = add_advantages(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)
+    batch = prepare(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)
 
     kl = 0.5 * (old_T - ref_T).double() if kl_in == "reward" else torch.zeros(14)
     rewards = (-kl).tolist()
