@@ -148,12 +148,24 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """The function that scores completions."""
+    """What completions are worth."""
 
-    function: str | None = None
-    """module:function or file.py:function; null: the reasoning-gym task's own scoring."""
+    function: str | dict[str, float] | None = None
+    """module:function or file.py:function, or several with their weights; null: the reasoning-gym task's own."""
+    model: str | None = None
+    """Folder of a reward model (sequence classification, one label), whose score is added; runs as the actor does."""
+    model_weight: float = 1.0
+    """Weight of that score."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds that a function may take for a sample, in a worker process; over it or crashed: it is left out."""
+    workers: PositiveInt = 2
+    """With timeout_s: worker processes of each function, on each process."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample that is cut off at max_new_tokens; not in evaluation."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens before max_new_tokens, in which overlong_penalty sets in linearly; not in evaluation."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Subtracted at the end of overlong_buffer."""
 
 
 class RolloutConfig(Section):
@@ -345,8 +357,12 @@ class Config(Section):
             )
         if self.rollout.prompts_per_step * self.rollout.samples_per_prompt < algorithm.mini_batches:
             raise ValueError("algorithm.mini_batches is larger than the number of samples per step")
-        if self.reward.function is None and self.data.task is None:
+        if self.reward.function is None and self.reward.model is None and self.data.task is None:
             raise ValueError("reward.function is needed: only reasoning-gym tasks bring their own scoring")
+        if self.reward.timeout_s is not None and self.reward.function is None:
+            raise ValueError("reward.timeout_s is the limit of reward.function, which is not given")
+        if self.reward.overlong_buffer > self.rollout.max_new_tokens:
+            raise ValueError("reward.overlong_buffer is a part of rollout.max_new_tokens and cannot be longer")
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         for name, engine in (("actor", self.actor), ("critic", self.critic)):
             if engine is not None and engine.max_tokens < longest:

@@ -1,24 +1,27 @@
 """From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine.distributed import all_gather_ragged, all_reduce
+from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
 from rlft_fast.rollout import Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion with its reward and the row of the prompt that it answers."""
+    """A completion with its reward, the parts that make it up, and the row of the prompt that it answers."""
 
     row: int
     completion: Completion
     reward: float | None
+    parts: Parts = field(default_factory=dict)
 
 
 def any_rank(flag: bool) -> bool:
@@ -26,40 +29,46 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
 
 
-def gather_samples(own: list[Sample]) -> list[Sample]:
+def gather_samples(own: list[Sample], parts: Sequence[str] = ()) -> list[Sample]:
     """The samples of all ranks in rank order, the same list on every rank.
 
     They travel as tensors: tokens, log-probabilities and a few numbers per sample, never as pickles.
+
+    Args:
+        own: the samples of this rank.
+        parts: names of the parts that their rewards have, the same on every rank.
     """
     tokens = [token for sample in own for token in sample.completion.token_ids]
     logprobs = [value for sample in own for value in sample.completion.logprobs]
     stopped = [sample.completion.finish_reason == "stop" for sample in own]
-    rewards = [float("nan") if sample.reward is None else sample.reward for sample in own]
+    values = [value for sample in own for value in (sample.reward, *(sample.parts[name] for name in parts))]
     columns = (
         torch.tensor([sample.row for sample in own], dtype=torch.int64),
         torch.tensor([len(sample.completion.token_ids) for sample in own], dtype=torch.int64),
         torch.tensor(stopped, dtype=torch.int64),
-        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64),
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(logprobs, dtype=torch.float64),
     )
-    rows, lengths, stops, reward, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    rows, lengths, stops, numbers, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    rewards = iter([None if number != number else number for number in numbers])
     samples, end = [], 0
-    for row, length, stop, value in zip(rows, lengths, stops, reward, strict=True):
+    for row, length, stop in zip(rows, lengths, stops, strict=True):
         start, end = end, end + length
         completion = Completion(token[start:end], logprob[start:end], "stop" if stop else "length")
-        samples.append(Sample(row, completion, None if value != value else value))
+        samples.append(Sample(row, completion, next(rewards), {name: next(rewards) for name in parts}))
     return samples
 
 
-def penalize_truncated(samples: list[Sample], penalty: float) -> list[Sample]:
-    """The samples, with the penalty taken from the rewards of those that were cut off at the limit of tokens."""
-    return [
-        replace(sample, reward=sample.reward - penalty)
-        if sample.reward is not None and sample.completion.finish_reason == "length"
-        else sample
-        for sample in samples
-    ]
+def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
+    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it."""
+
+    def cost(completion: Completion) -> float:
+        truncated = config.truncation_penalty * (completion.finish_reason == "length")
+        near = overlong_penalty(len(completion.token_ids), max_new_tokens, config.overlong_buffer)
+        return truncated + config.overlong_penalty * near
+
+    return [s if s.reward is None else replace(s, reward=s.reward - cost(s.completion)) for s in samples]
 
 
 def skip_equal_groups(samples: list[Sample]) -> list[Sample]:

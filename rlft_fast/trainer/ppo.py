@@ -21,22 +21,22 @@ from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
 from rlft_fast.models import PolicyModel, load_tokenizer
-from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
+from rlft_fast.rewards import RewardError
 from rlft_fast.rl import ValueLoss, explained_variance
-from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from rlft_fast.rollout import HFRollout, SamplingParams
 from rlft_fast.trainer.experience import (
     Sample,
     any_rank,
     build_batch,
     first_prompts,
-    gather_samples,
     leave_out_truncated,
     merge_metrics,
     mini_batches,
-    penalize_truncated,
+    penalize_length,
     rollout_metrics,
     skip_equal_groups,
 )
+from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.plot import plot_runs
@@ -65,10 +65,10 @@ class PPOTrainer:
                 f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {get_world_size()} processes "
                 "cannot share evenly: make it a multiple of the number of processes"
             )
-        self.reward_function = _reward_function(config)
         algorithm, temperature = config.algorithm, config.rollout.temperature
         self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
         self.tokenizer = load_tokenizer(config.model)
+        self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.held_out: Prompts | None = None
         if config.evaluation is not None:
@@ -161,13 +161,13 @@ class PPOTrainer:
                 n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
             ),
         )
-        samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
-        return penalize_truncated(samples, self.config.reward.truncation_penalty)
+        samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+        return penalize_length(samples, self.config.reward, config.max_new_tokens)
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
         """The reward of the most likely answer to each prompt, where there is one."""
         samples = self._greedy(prompts, self.config.rollout.max_new_tokens)
-        samples = penalize_truncated(samples, self.config.reward.truncation_penalty)
+        samples = penalize_length(samples, self.config.reward, self.config.rollout.max_new_tokens)
         return {sample.row: sample.reward for sample in samples if sample.reward is not None}
 
     def _greedy(self, prompts: Prompts, max_new_tokens: int) -> list[Sample]:
@@ -175,28 +175,7 @@ class PPOTrainer:
         rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         groups = self.rollout.generate(prompts.select(rows).token_ids, params)
-        return self._score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
-
-    def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
-        """The samples of all ranks, each scored by the rank that made it."""
-        try:
-            own, failure = self._score_own(prompts, completions), None
-        except RewardError as error:
-            own, failure = [], error
-        if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
-            raise failure or RewardError("the reward function failed in another process, which says why")
-        return gather_samples(own)
-
-    def _score_own(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
-        asked = prompts.select([row for row, _ in completions])
-        rewards = compute_rewards(
-            self.reward_function,
-            asked.texts,
-            self.tokenizer.batch_decode([c.token_ids for _, c in completions], skip_special_tokens=True),
-            [c.token_ids for _, c in completions],
-            asked.columns,
-        )
-        return [Sample(row, c, reward) for (row, c), reward in zip(completions, rewards, strict=True)]
+        return self.judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
@@ -230,6 +209,7 @@ class PPOTrainer:
             self.log.sample(
                 step + 1, prompt=prompts.texts[sample.row], completion=text, reward=sample.reward,
                 finish_reason=sample.completion.finish_reason,
+                **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
             )  # fmt: skip
         if all(sample.reward is None for sample in samples):
             self.log.message(f"warning: step {step + 1}: the reward function left out every sample; nothing is learned")
@@ -271,6 +251,7 @@ class PPOTrainer:
             self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
             raise
         finally:
+            self.judge.close()
             signal.signal(signal.SIGINT, handler)
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
@@ -361,13 +342,6 @@ class PPOTrainer:
             raise KeyboardInterrupt
         self.stop_requested = True
         self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
-
-
-def _reward_function(config: Config) -> RewardFunction:
-    if config.reward.function is not None:
-        return load_reward(config.reward.function)
-    assert config.data.task is not None
-    return reasoning_gym_reward(config.data.task)
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
@@ -18,7 +19,7 @@ from rlft_fast.trainer.experience import (
     gather_samples,
     merge_metrics,
     mini_batches,
-    penalize_truncated,
+    penalize_length,
     rollout_metrics,
     skip_equal_groups,
 )
@@ -63,10 +64,22 @@ def test_build_batch_leaves_out_samples_without_a_reward():
     assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
 
 
+def test_parts_of_rewards_travel_too():
+    samples = [replace(s, parts={"own": s.reward, "other": 0.5}) for s in SAMPLES]
+    assert gather_samples(samples, ["own", "other"]) == samples
+
+
 def test_penalty_takes_from_what_was_cut_off():
-    penalized = [sample.reward for sample in penalize_truncated(SAMPLES, 0.25)]
+    penalized = [sample.reward for sample in penalize_length(SAMPLES, RewardConfig(truncation_penalty=0.25), 8)]
     assert penalized == [1.0, None, -0.25, 0.5, 0.25]
-    assert penalize_truncated(SAMPLES, 0.0) == SAMPLES
+    assert penalize_length(SAMPLES, RewardConfig(), 8) == SAMPLES
+
+
+def test_coming_near_the_limit_costs_in_proportion():
+    # Lengths 3, 2, 1 and 2 of 3, the last two of which are the buffer.
+    config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
+    penalized = [sample.reward for sample in penalize_length(SAMPLES, config, 3)]
+    assert penalized == [0.5, None, -0.25, 0.5, 0.25]
 
 
 def test_equal_groups_are_skipped():
