@@ -155,12 +155,24 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """The function that scores completions."""
+    """What completions are worth."""
 
-    function: str | None = None
-    """module:function or file.py:function; null: the reasoning-gym task's own scoring."""
+    function: str | dict[str, float] | None = None
+    """module:function or file.py:function, or several with their weights; null: the reasoning-gym task's own."""
+    model: str | None = None
+    """Folder of a reward model (sequence classification, one label), whose score is added; runs as the actor does."""
+    model_weight: float = 1.0
+    """Weight of that score."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds that a function may take for a sample, in a worker process; over it or crashed: it is left out."""
+    workers: PositiveInt = 2
+    """With timeout_s: worker processes of each function, on each process."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample that is cut off at max_new_tokens; not in evaluation."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens before max_new_tokens, in which overlong_penalty sets in linearly; not in evaluation."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Subtracted at the end of overlong_buffer."""
 
 
 class VLLMConfig(Section):
@@ -203,37 +215,98 @@ class RolloutConfig(Section):
     """Completions generated at once on each process."""
 
 
-class AlgorithmConfig(Section):
-    """What is learned from a rollout."""
+_GROUP_ADVANTAGES = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "optimal-token")
+_ADVANTAGES = ("gae", *_GROUP_ADVANTAGES, "reinforce++", "remax")
+_POLICY_LOSSES = (
+    "ppo", "dual-clip", "two-sided", "gspo", "gmpo", "cispo", "sapo", "dppo-tv", "reinforce", "clip-cov", "kl-cov",
+)  # fmt: skip
 
-    advantage: Literal["grpo", "gae"] = "grpo"
-    """grpo: reward relative to the group; gae: generalised advantage estimation with a critic."""
-    scale_by_std: bool = True
-    """GRPO: divide by the group's standard deviation (false: Dr. GRPO)."""
-    skip_equal_groups: bool = False
-    """GRPO: leave out prompts whose samples all got the same reward; without a signal they only cost time."""
+
+class AlgorithmConfig(Section):
+    """What is learned from a rollout: see docs/methods.md."""
+
+    advantage: str = "grpo"
+    """gae, grpo, dr-grpo, rloo, reinforce++(-baseline), remax, opo, gpg, optimal-token; or module:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """GAE: discount per token."""
+    """Discount per token, of gae and reinforce++."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE: λ."""
+    skip_equal_groups: bool = False
+    """Leave out prompts whose samples all got the same reward; without a signal they only cost time."""
+    max_refills: NonNegativeInt = 0
+    """With skip_equal_groups: most further rollouts of a step, made until prompts_per_step prompts are left."""
+    mask_truncated: bool = False
+    """Learn nothing from completions cut off at max_new_tokens; they still count in their group."""
     epochs: PositiveInt = 1
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """PPO clip: how far below 1 the policy ratio is followed."""
-    clip_high: NonNegativeFloat = 0.2
-    """PPO clip: how far above 1 the policy ratio is followed."""
+    policy_loss: str = "ppo"
+    """ppo, dual-clip, two-sided, gspo, gmpo, cispo, sapo, dppo-tv, reinforce, clip-cov, kl-cov; or module:function."""
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """How far below 1 the policy ratio is followed; null: as the loss has it (ppo: 0.2)."""
+    clip_high: NonNegativeFloat | None = None
+    """How far above 1 the policy ratio is followed; null: as the loss has it (ppo: 0.2)."""
+    loss_options: dict[str, float] = {}
+    """Other options of the policy loss by name, for example {max_ratio: 3.0} of dual-clip."""
+    high_entropy_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the tokens that the policy learns from: those where it is least certain."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: PositiveFloat | None = None
+    """Entropy per token that the bonus aims at: its weight moves by entropy_step, and is not applied above it."""
+    entropy_step: PositiveFloat = 0.005
+    """How much the weight of the bonus changes after each optimizer step, with entropy_target."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the divergence from the initial model; 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = "k3"
     """Estimator of that divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is penalised; GRPO has per-sequence rewards, so only gae takes it in the reward."""
-    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
-    """Loss over all tokens alike, or over sequences alike."""
+    """Where the divergence is penalised."""
+    kl_target: PositiveFloat | None = None
+    """Divergence per token that kl_coef adapts to; null: kl_coef stays as it is."""
+    kl_horizon: PositiveInt = 10000
+    """Sequences over which an adaptive kl_coef may grow by a fifth."""
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-mean-token-sum", "constant", "token-sum"] = (
+        "token-mean"
+    )
+    """Mean over all tokens, or over sequences of their mean, sum, or sum over max_new_tokens; or the sum of all."""
+    rollout_correction: Literal[
+        "none", "token-truncate", "token-mask", "sequence-mask", "sequence-truncate", "bypass"
+    ] = "none"
+    """What makes up for a sampler whose probabilities differ: importance weights, or (bypass) ratios against it."""
+    correction_low: NonNegativeFloat | None = None
+    """Lowest importance weight that the masks keep; null: as the correction has it."""
+    correction_high: PositiveFloat | None = None
+    """Highest importance weight; null: as the correction has it."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage(cls, value: str) -> str:
+        return _name_or_function(value, _ADVANTAGES)
+
+    @field_validator("policy_loss")
+    @classmethod
+    def _policy_loss(cls, value: str) -> str:
+        return _name_or_function(value, _POLICY_LOSSES)
+
+    @model_validator(mode="after")
+    def _coefficients(self) -> Self:
+        if self.kl_target is not None and not self.kl_coef:
+            raise ValueError("kl_target adapts kl_coef, which is 0: give a kl_coef to start from")
+        if self.entropy_target is not None and not self.entropy_coef:
+            raise ValueError("entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from")
+        if self.max_refills and not self.skip_equal_groups:
+            raise ValueError("max_refills replaces the prompts that skip_equal_groups leaves out: set that, too")
+        if self.rollout_correction in ("none", "bypass") and (self.correction_low or self.correction_high):
+            raise ValueError(f"rollout_correction: {self.rollout_correction} has no bounds: leave them out")
+        return self
+
+
+def _name_or_function(value: str, names: tuple[str, ...]) -> str:
+    if value not in names and ":" not in value:
+        raise ValueError(f"expected one of {', '.join(names)}, or module:function for your own")
+    return value
 
 
 class EvaluationConfig(Section):
@@ -300,23 +373,30 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         algorithm = self.algorithm
-        if (algorithm.advantage == "gae") != (self.critic is not None):
+        own = ":" in algorithm.advantage
+        if (algorithm.advantage == "gae") != (self.critic is not None) and not own:
             raise ValueError(
-                "algorithm.advantage: gae needs a critic section and grpo takes none; "
+                "algorithm.advantage: gae needs a critic section, and no other of ours takes one; "
                 f"got {algorithm.advantage} {'with' if self.critic else 'without'} a critic"
             )
-        if algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
-            raise ValueError("algorithm.kl_in: reward needs per-token rewards (advantage: gae); use kl_in: loss")
-        if algorithm.skip_equal_groups and algorithm.advantage != "grpo":
+        if algorithm.advantage in _GROUP_ADVANTAGES and self.rollout.samples_per_prompt < 2:
             raise ValueError(
-                "algorithm.skip_equal_groups needs advantage: grpo; a critic learns from equal rewards too"
+                f"advantage: {algorithm.advantage} compares samples of one prompt: "
+                "rollout.samples_per_prompt must be >= 2"
             )
-        if algorithm.advantage == "grpo" and self.rollout.samples_per_prompt < 2:
-            raise ValueError("advantage: grpo compares samples of one prompt: rollout.samples_per_prompt must be >= 2")
+        if algorithm.skip_equal_groups and not own and algorithm.advantage not in _GROUP_ADVANTAGES:
+            raise ValueError(
+                "algorithm.skip_equal_groups needs an advantage that compares samples of one prompt "
+                f"({', '.join(_GROUP_ADVANTAGES)}); {algorithm.advantage} learns from equal rewards too"
+            )
         if self.rollout.prompts_per_step * self.rollout.samples_per_prompt < algorithm.mini_batches:
             raise ValueError("algorithm.mini_batches is larger than the number of samples per step")
-        if self.reward.function is None and self.data.task is None:
+        if self.reward.function is None and self.reward.model is None and self.data.task is None:
             raise ValueError("reward.function is needed: only reasoning-gym tasks bring their own scoring")
+        if self.reward.timeout_s is not None and self.reward.function is None:
+            raise ValueError("reward.timeout_s is the limit of reward.function, which is not given")
+        if self.reward.overlong_buffer > self.rollout.max_new_tokens:
+            raise ValueError("reward.overlong_buffer is a part of rollout.max_new_tokens and cannot be longer")
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         if self.reference is not None and (self.actor.lora is not None or not algorithm.kl_coef):
             raise ValueError(

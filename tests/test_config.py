@@ -3,14 +3,16 @@
 import ast
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
 import rlft_fast
-from rlft_fast.config import Config, ConfigError, sections
+from rlft_fast import config as config_module
+from rlft_fast.config import AlgorithmConfig, Config, ConfigError, sections
+from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 FULL = MINIMAL | {
@@ -164,6 +166,10 @@ def test_all_problems_are_named_at_once():
         ("algorithm.clip_high", -0.1),
         ("algorithm.kl_coef", -1),
         ("algorithm.kl_estimator", "k4"),
+        ("algorithm.advantage", "grpoo"),
+        ("algorithm.policy_loss", "ppoo"),
+        ("algorithm.rollout_correction", "tis"),
+        ("algorithm.high_entropy_share", 0.0),
         ("actor.compute_dtype", "float8"),
         ("actor.optimizer.learning_rate", 0),
         ("actor.optimizer.betas", 0.9),
@@ -184,10 +190,17 @@ def test_value_of_wrong_type_or_range(key, value):
     ("changes", "message"),
     [
         ({"algorithm.advantage": "gae"}, "needs a critic"),
-        ({"critic": {}}, "grpo takes none"),
-        ({"algorithm.kl_in": "reward"}, "use kl_in: loss"),
-        ({"algorithm.skip_equal_groups": True, "algorithm.advantage": "gae", "critic": {}}, "needs advantage: grpo"),
+        ({"critic": {}}, "no other of ours takes one"),
+        (
+            {"algorithm.skip_equal_groups": True, "algorithm.advantage": "gae", "critic": {}},
+            "that compares samples",
+        ),
         ({"rollout.samples_per_prompt": 1}, "must be >= 2"),
+        ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),
+        ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),
+        ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
+        ({"algorithm.max_refills": 2}, "set that, too"),
+        ({"algorithm.correction_high": 2.0}, "none has no bounds"),
         ({"rollout.prompts_per_step": 1, "algorithm.mini_batches": 9}, "larger than the number of samples"),
         ({"data.path": "train.jsonl"}, "not both"),
         ({"data.task": None}, "give either path"),
@@ -256,3 +269,12 @@ def test_every_field_is_read_somewhere():
 
 def test_every_key_has_a_help_text():
     assert [key for key, field in sections(Config) if not field.description] == []
+
+
+def test_the_names_of_methods_are_those_that_exist():
+    assert set(config_module._ADVANTAGES) == set(ADVANTAGES)
+    assert set(config_module._POLICY_LOSSES) == set(POLICY_LOSSES)
+    fields = AlgorithmConfig.model_fields
+    assert get_args(fields["aggregation"].annotation) == get_args(Aggregation)
+    assert get_args(fields["kl_estimator"].annotation) == get_args(KLEstimator)
+    assert set(get_args(fields["rollout_correction"].annotation)) == {"none", "bypass", *CORRECTIONS}

@@ -44,7 +44,11 @@ class Batch:
         advantage_T: (T,) float32, advantage of the next token.
         return_T: (T,) float32, regression target of `value_T`.
         loss_weight_T: (T,) float32, weight of each token in a sum-loss.
+        reward_T: (T,) float32, reward of choosing the next token, penalties included.
+        sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
+        selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
         reward_B: (B,) float32, reward of each sequence.
+        baseline_B: (B,) float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
         multi_modal_inputs: for each name a list with one entry (a tensor or None) per sequence.
         meta: anything about the batch as a whole; every batch holds its own deep copy.
@@ -68,7 +72,11 @@ class Batch:
     advantage_T: Tensor | None = None
     return_T: Tensor | None = None
     loss_weight_T: Tensor | None = None
+    reward_T: Tensor | None = None
+    sum_prob_squared_T: Tensor | None = None
+    selected_T: Tensor | None = None
     reward_B: Tensor | None = None
+    baseline_B: Tensor | None = None
     group_B: Tensor | None = None
     multi_modal_inputs: dict[str, list[Any]] | None = None
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)

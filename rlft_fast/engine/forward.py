@@ -1,10 +1,11 @@
 """From a batch to micro-batches, from these to model calls, and back: free functions around ``model(inputs)``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, all_reduce
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from rlft_fast.models.vision import (
     pixels_and_grids,
     rope_positions,
 )
+from rlft_fast.ops.packing import segment_expand, segment_sum
 
 
 def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:
@@ -107,6 +109,24 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, inputs: ModelInp
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
     values_T[inputs.output_index] = values_A.float().cpu()
     return values_T
+
+
+def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A function from (A,) values at the outputs to the detached mean over each one's sequence, (A,) again.
+
+    The means are over whole sequences, also where the ranks of a sequence group have parts of them.
+    """
+    boundaries = torch.searchsorted(inputs.output_index, micro_batch.cu_seqlens.long()).int()  # outputs are in order
+    length_B = segment_sum(micro_batch.loss_mask_T, micro_batch.cu_seqlens).clamp(min=1)
+    boundaries, length_B = _move(boundaries, device), _move(length_B, device)
+
+    def mean(values_A: Tensor) -> Tensor:
+        sum_B = segment_sum(values_A.detach(), boundaries)
+        if inputs.sequence_group is not None:
+            all_reduce(sum_B, group=inputs.sequence_group)
+        return segment_expand(sum_B / length_B, boundaries, num_tokens=len(values_A))
+
+    return mean
 
 
 class _Rows:

@@ -33,6 +33,7 @@ from rlft_fast.engine.forward import (
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
+    sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces
@@ -48,7 +49,7 @@ from rlft_fast.models import (
 )
 from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
-from rlft_fast.rl import Aggregation, loss_weights
+from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
 Output = Literal["logprob", "entropy", "value", "score"]
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
@@ -63,7 +64,13 @@ class Loss(Protocol):
     def aggregation(self) -> Aggregation: ...
 
     @property
+    def max_response_tokens(self) -> int | None: ...
+
+    @property
     def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def needs_sequences(self) -> bool: ...
 
     per_token: Callable[..., Tensor]
     metrics: Callable[..., dict[str, Tensor]]
@@ -304,13 +311,14 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
+        scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
         micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
         with self.train_mode():
             with self._no_leftovers():
                 for i, micro_batch in enumerate(micro_batches):
                     self._reduce_gradients(self.config.reduce_every_micro_batch or i == len(micro_batches) - 1)
-                    _accumulate(totals, self._forward_backward(micro_batch, loss))
+                    _accumulate(totals, self._forward_backward(micro_batch, loss, scale))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
@@ -318,18 +326,25 @@ class FSDPEngine:
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
-    def _forward_backward(self, micro_batch: Batch, loss: Loss) -> dict[str, Tensor]:
+    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> dict[str, Tensor]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
+        whole = {}
         if self.head == "value":
             outputs = (self.model(inputs),)
             total = loss.per_token(*outputs, *fields).sum()
+        elif loss.needs_sequences:  # of which a chunk of rows may hold a part only
+            whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
+            result = self.model(inputs, temperature=self.temperature, return_entropy=True)
+            outputs = (result.logprob, result.entropy)
+            total = loss.per_token(*outputs, *fields, **whole).sum()
         else:
             total, *outputs = self.model(
                 inputs, temperature=self.temperature, return_entropy=True, loss_fn=loss.per_token, per_token=fields
             )
+        total = total * scale
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
-        return loss.metrics(*(x.detach() for x in outputs), *fields) | {"loss": total.detach()}
+        return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
 
     @contextlib.contextmanager
     def _no_leftovers(self) -> Iterator[None]:

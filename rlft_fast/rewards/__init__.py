@@ -1,15 +1,32 @@
 """Reward functions: loading them by name, calling them for a batch, and a few with checkable answers."""
 
-from rlft_fast.rewards.functions import exact_match, last_number, reasoning_gym_reward
+from rlft_fast.rewards.functions import (
+    exact_match,
+    last_number,
+    math_verify,
+    reasoning_gym_reward,
+    regex_match,
+    response_length,
+)
+from rlft_fast.rewards.isolated import IsolatedReward
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import RewardError, RewardFunction, compute_rewards
+from rlft_fast.rewards.weighted import Parts, WeightedRewards, overlong_penalty, weighted_sum
 
 __all__ = [
+    "IsolatedReward",
+    "Parts",
     "RewardError",
     "RewardFunction",
+    "WeightedRewards",
     "compute_rewards",
     "exact_match",
     "last_number",
     "load_reward",
+    "math_verify",
+    "overlong_penalty",
     "reasoning_gym_reward",
+    "regex_match",
+    "response_length",
+    "weighted_sum",
 ]

@@ -78,6 +78,65 @@ def exact_match(
     ]
 
 
+def regex_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    pattern: Sequence[str],
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 where the regular expression of the column `pattern` is found in the completion, else 0.0.
+
+    Raises:
+        ValueError: a pattern is no regular expression.
+    """
+    rewards: list[float | None] = []
+    for i, (completion, expression) in enumerate(zip(completions, pattern, strict=True)):
+        try:
+            rewards.append(float(re.search(expression, completion) is not None))
+        except re.error as error:
+            raise ValueError(f"pattern {expression!r} of sample {i} is no regular expression: {error}") from error
+    return rewards
+
+
+def response_length(
+    prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+) -> list[float | None]:
+    """Tokens of each completion. With a negative weight a cost of length beside another reward."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def math_verify(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str | int | float],
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 where the completion's final answer equals the column `answer` mathematically, else 0.0.
+
+    Both are read by math-verify (https://github.com/huggingface/Math-Verify): LaTeX, fractions, sets, intervals. An
+    answer that it cannot read leaves its sample out. Its own time limits need the main thread and are switched off:
+    give `reward.timeout_s`.
+
+    Raises:
+        ImportError: math_verify is not installed.
+    """
+    try:
+        from math_verify import parse, verify  # pyrefly: ignore[missing-import]  (optional)
+    except ModuleNotFoundError as error:
+        if error.name != "math_verify":
+            raise
+        raise ImportError("math_verify is not installed: pip install rlft_fast[math]") from error
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        # A bare 1/2 is read as text; between dollar signs it is mathematics.
+        gold = parse(f"${expected}$", parsing_timeout=None) or parse(str(expected), parsing_timeout=None)
+        found = parse(completion, parsing_timeout=None)
+        rewards.append(float(verify(gold, found, timeout_seconds=None)) if gold else None)
+    return rewards
+
+
 def reasoning_gym_reward(task_name: str) -> RewardFunction:
     """Builds the reward function of a reasoning-gym task (https://github.com/open-thought/reasoning-gym).
 

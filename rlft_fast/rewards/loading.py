@@ -1,14 +1,6 @@
 """Finding a reward function by the text that a configuration gives for it."""
 
-import difflib
-import importlib
-import importlib.util
-import pkgutil
-import sys
-from collections.abc import Iterable
-from pathlib import Path
-from types import ModuleType
-
+from rlft_fast.plugins import load_function
 from rlft_fast.rewards.scoring import RewardFunction
 
 
@@ -19,58 +11,7 @@ def load_reward(spec: str) -> RewardFunction:
         spec: "module:function" for an importable module (`rlft_fast.rewards:last_number`), or
             "path/to/file.py:function" for a file, relative to the working directory.
 
-    Returns:
-        The function. Errors raised by the module's own code while it loads are passed on as they are.
-
     Raises:
-        ValueError: The spec has no function name, or the module, file or function does not exist, or is not callable;
-            close names are suggested.
+        ValueError: there is no such function, see `rlft_fast.plugins.load_function`.
     """
-    module_name, _, function_name = spec.rpartition(":")
-    is_file = module_name.endswith(".py")
-    if not function_name or not (is_file or all(part.isidentifier() for part in module_name.split("."))):
-        raise ValueError(f"reward is {spec!r}, expected 'module:function' or 'path/to/file.py:function'")
-    module = _load_file(Path(module_name)) if is_file else _import_module(module_name)
-    function = getattr(module, function_name, None)
-    if function is None:
-        names = [name for name, value in vars(module).items() if callable(value)]
-        raise ValueError(f"{module_name} has no function {function_name!r}{_suggestion(function_name, names)}")
-    if not callable(function):
-        raise ValueError(f"{spec} is of type {type(function).__name__}, expected a function")
-    return function
-
-
-def _import_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A missing import inside the user's module is an error of that module, not of the spec.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        parent, _, last = error.name.rpartition(".")
-        paths = getattr(importlib.import_module(parent), "__path__", []) if parent else None
-        names = [module.name for module in pkgutil.iter_modules(paths)]
-        raise ValueError(
-            f"there is no module {error.name!r}{_suggestion(last, names)}; to load a file, give its path: "
-            "path/to/file.py:function"
-        ) from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        names = [sibling.name for sibling in path.parent.glob("*.py")]
-        raise ValueError(f"there is no file {str(path)!r}{_suggestion(path.name, names)}")
-    name = f"rlft_fast_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _suggestion(name: str, candidates: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates))
-    return f" (did you mean {', '.join(close)}?)" if close else ""
+    return load_function("reward", spec)

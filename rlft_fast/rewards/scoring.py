@@ -1,12 +1,14 @@
 """Calling a reward function for a batch, and refusing results that would poison the update."""
 
+import asyncio
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -25,7 +27,7 @@ def compute_rewards(
     """Rewards of a batch of samples from one call of `function`.
 
     Args:
-        function: Called as `f(prompts=, completions=, completion_ids=, **columns)`.
+        function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async.
         prompts: B prompts.
         completions: B completions.
         completion_ids: B lists of token ids.
@@ -44,6 +46,8 @@ def compute_rewards(
     name = _name(function)
     try:
         result = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_finish(result))
     except Exception as error:
         raise RewardError(
             f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
@@ -70,6 +74,10 @@ def _check_arguments(
     for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
         if len(values) != len(prompts):
             raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(prompts)} prompts")
+
+
+async def _finish(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:

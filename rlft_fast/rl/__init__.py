@@ -3,22 +3,45 @@
 Everything works on packed, position-aligned tensors (see `rlft_fast.data.Batch`) and never communicates.
 """
 
-from rlft_fast.rl.advantages import AdvantageReturn, gae, grpo_advantage, whiten
-from rlft_fast.rl.aggregation import Aggregation, loss_weights, response_lengths
+from rlft_fast.rl.advantages import ADVANTAGES, AdvantageFunction, compute_advantages
+from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, response_lengths
+from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
+from rlft_fast.rl.correction import CORRECTIONS, correction_weights, mismatch_metrics
+from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, ValueLoss, explained_variance
+from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
+from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
+from rlft_fast.rl.tokens import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
+from rlft_fast.rl.whitening import whiten
 
 __all__ = [
+    "ADVANTAGES",
+    "CORRECTIONS",
+    "POLICY_LOSSES",
+    "AdaptiveEntropy",
+    "AdaptiveKL",
+    "AdvantageFunction",
     "AdvantageReturn",
     "Aggregation",
     "KLEstimator",
     "PolicyLoss",
+    "PolicyLossFunction",
+    "SequenceMean",
     "ValueLoss",
+    "clip_cov_tokens",
+    "compute_advantages",
+    "correction_weights",
+    "discounted_returns",
     "explained_variance",
     "gae",
     "grpo_advantage",
+    "high_entropy_tokens",
+    "kl_cov_tokens",
     "kl_estimate",
+    "loss_scale",
     "loss_weights",
+    "mismatch_metrics",
     "response_lengths",
     "reward_with_kl",
     "whiten",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlft_fast.ops.packing import segment_expand, segment_sum
 
-Aggregation = Literal["token-mean", "sequence-mean"]
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-mean-token-sum", "constant", "token-sum"]
 
 
 def response_lengths(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -29,19 +29,20 @@ def response_lengths(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> Tensor:
-    """Weights w_t such that the loss of the batch is the plain sum Σ_t w_t·l_t.
+    """Weights w_t such that the loss of the batch is Σ_t w_t·l_t, times `loss_scale`.
 
-    - "token-mean": w_t = 1/N over all N response tokens (DAPO, arXiv 2503.14476).
     - "sequence-mean": w_t = 1/(S·n_b), the mean over the S sequences that have response tokens of each sequence's
       token mean (GRPO, arXiv 2402.03300).
+    - all others: w_t = 1/N over all N response tokens (DAPO, arXiv 2503.14476).
 
     The denominators are those of the whole batch, so the gradient does not depend on how the sequences are later
-    split into micro-batches, ordered, or spread over ranks.
+    split into micro-batches, ordered, or spread over ranks. Weights sum to 1 in every mode, so that sums of weighted
+    metrics are means.
 
     Args:
         loss_mask_T: (T,) bool, True at response tokens. The whole batch, not a micro-batch.
         cu_seqlens: (B + 1,) int32 sequence boundaries.
-        mode: "token-mean" or "sequence-mean".
+        mode: one of `Aggregation`.
 
     Returns:
         (T,) fp32, zero outside the mask, summing to 1; all zeros when no token is a response token.
@@ -52,14 +53,50 @@ def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> 
     """
     check_aggregation(mode)
     length_B = response_lengths(loss_mask_T, cu_seqlens)
-    if mode == "token-mean":
+    if mode != "sequence-mean":
         return loss_mask_T.float() / length_B.sum().clamp(min=1)
     num_sequences = (length_B > 0).sum()
     weight_B = 1.0 / (length_B * num_sequences).clamp(min=1)
     return segment_expand(weight_B, cu_seqlens, num_tokens=loss_mask_T.shape[0]) * loss_mask_T
 
 
-def check_aggregation(mode: str) -> None:
-    """Raises ValueError when `mode` is not an aggregation mode."""
+def loss_scale(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation, max_response_tokens: int | None) -> float:
+    """What the weighted sum of a batch is multiplied with; with N response tokens in S sequences:
+
+    - "token-mean" and "sequence-mean": 1.
+    - "sequence-mean-token-sum": N/S, the mean over sequences of their token sums.
+    - "constant": N/(S·max_response_tokens), the same over a constant length (Dr. GRPO, arXiv 2503.20783).
+    - "token-sum": N, the plain sum.
+
+    Args:
+        loss_mask_T: (T,) bool, True at response tokens. The whole batch, not a micro-batch.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+        mode: one of `Aggregation`.
+        max_response_tokens: the constant of "constant".
+
+    Raises:
+        ValueError: Unknown mode, or its constant is missing.
+        TypeError: `loss_mask_T` is not bool.
+    """
+    check_aggregation(mode, max_response_tokens)
+    length_B = response_lengths(loss_mask_T, cu_seqlens)
+    num_tokens, num_sequences = int(length_B.sum()), max(int((length_B > 0).sum()), 1)
+    if mode == "token-sum":
+        return float(num_tokens)
+    if mode == "sequence-mean-token-sum":
+        return num_tokens / num_sequences
+    if mode == "constant":
+        assert max_response_tokens is not None
+        return num_tokens / (num_sequences * max_response_tokens)
+    return 1.0
+
+
+def check_aggregation(mode: str, max_response_tokens: int | None = 1) -> None:
+    """Raises ValueError when `mode` is not an aggregation mode, or its constant is missing."""
     if mode not in get_args(Aggregation):
         raise ValueError(f"aggregation is {mode!r}, expected one of {', '.join(get_args(Aggregation))}")
+    if mode == "constant" and (max_response_tokens is None or max_response_tokens < 1):
+        raise ValueError(
+            f"aggregation 'constant' divides by max_response_tokens, which is {max_response_tokens}: give the most "
+            "tokens of a response"
+        )

@@ -8,21 +8,27 @@ from torch import Tensor
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "unbiased"]
 
 # exp(20) = 4.9e8 is far beyond any ratio worth learning from, and its square still fits in fp32: one token whose
 # log-probabilities are damaged then cannot turn the whole sum into inf or NaN.
 MAX_LOG_RATIO = 20.0
 
 
-def kl_estimate(logprob_T: Tensor, ref_logprob_T: Tensor, kind: KLEstimator) -> Tensor:
+def kl_estimate(
+    logprob_T: Tensor, ref_logprob_T: Tensor, kind: KLEstimator, old_logprob_T: Tensor | None = None
+) -> Tensor:
     """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy.
 
     With x = log π_ref - log π (Schulman, http://joschu.net/blog/kl-approx.html):
 
     - k1 = -x: unbiased, high variance; its gradient has zero mean, so it suits a reward and not a loss.
     - k2 = x²/2: biased, low variance.
-    - k3 = eˣ - 1 - x: unbiased, non-negative, low variance.
+    - k3 = eˣ - 1 - x: unbiased, non-negative, low variance; its gradient is not that of the divergence.
+    - k3+: the value of k3 with the gradient of k2, whose mean is the gradient of the divergence where the tokens were
+      sampled by the policy itself.
+    - unbiased: π/π_old·k3 (arXiv 2512.02556), whose value and gradient are unbiased also where the tokens were sampled
+      by π_old.
 
     In k3, x is clamped at +20 in both terms: clamping the exponent alone would leave -x to push the policy further
     away. Negative x needs no clamp (eˣ → 0), so its gradient stays exact.
@@ -30,7 +36,9 @@ def kl_estimate(logprob_T: Tensor, ref_logprob_T: Tensor, kind: KLEstimator) -> 
     Args:
         logprob_T: (T,) log-probability under the policy that sampled the tokens.
         ref_logprob_T: (T,) log-probability under the reference.
-        kind: "k1", "k2" or "k3".
+        kind: one of `KLEstimator`.
+        old_logprob_T: (T,) log-probability under the policy that sampled the tokens, read by "unbiased" alone; None:
+            it was the policy itself.
 
     Returns:
         (T,) estimate, differentiable in both log-probabilities.
@@ -42,10 +50,23 @@ def kl_estimate(logprob_T: Tensor, ref_logprob_T: Tensor, kind: KLEstimator) -> 
     check_shapes(logprob_T, ref_logprob_T=ref_logprob_T)
     if kind == "k1":
         return logprob_T - ref_logprob_T
+    k2_T = 0.5 * (logprob_T - ref_logprob_T).square()
     if kind == "k2":
-        return 0.5 * (logprob_T - ref_logprob_T).square()
+        return k2_T
     x_T = (ref_logprob_T - logprob_T).clamp(max=MAX_LOG_RATIO)
-    return torch.expm1(x_T) - x_T
+    k3_T = torch.expm1(x_T) - x_T
+    if kind == "k3+":
+        return k3_T.detach() + (k2_T - k2_T.detach())
+    if kind == "unbiased":
+        old_logprob_T = logprob_T.detach() if old_logprob_T is None else old_logprob_T
+        check_shapes(logprob_T, old_logprob_T=old_logprob_T)
+        return policy_ratio(logprob_T, old_logprob_T) * k3_T
+    return k3_T
+
+
+def policy_ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
+    """π/π_old, exactly 1 where the two are the same number; the log-ratio is clamped at ±20."""
+    return (logprob_T - old_logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @torch.no_grad()

@@ -1,81 +1,98 @@
 """Per-token losses. Each token carries its weight in the whole batch, so a batch's loss is the sum of its tokens'."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
-from rlft_fast.rl.kl import MAX_LOG_RATIO, KLEstimator, check_kl_estimator, kl_estimate
+from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
+from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
+
+_FIELDS = ("old_logprob_T", "advantage_T", "loss_weight_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """PPO's clipped loss with separate bounds, entropy bonus and KL penalty.
+    """A policy loss by name or a function of your own, with entropy bonus and KL penalty.
 
-    With r = π/π_old and advantage A, the loss of a token is
+    The loss of a token is
 
-        l = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) - entropy_coef·H + kl_coef·KL(π ‖ π_ref)
+        l = loss(log π, …) - entropy_coef·H + kl_coef·KL(π ‖ π_ref)
 
-    (PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476; KL in the loss, GRPO, arXiv 2402.03300), times its
-    weight from `loss_weights`. The log-ratio is clamped at ±20 before exp. Tokens of weight 0 contribute exactly 0 to
-    the loss and to the gradient, whatever stands in their fields, NaN included.
+    times its weight from `loss_weights`; see `rlft_fast.rl.policy_losses` for the losses and what a function of your
+    own looks like. Log-ratios are clamped at ±20 before exp. Tokens of weight 0 contribute exactly 0 to the loss and to
+    the gradient, whatever stands in their fields, NaN included.
 
     Attributes:
-        clip_low: How far below 1 the ratio is followed, in [0, 1].
-        clip_high: How far above 1 the ratio is followed; inf leaves it unbounded.
+        loss: a name of `POLICY_LOSSES`, or a function; always a function once constructed.
+        clip_low: How far below 1 the ratio is followed, in [0, 1]; None: as the loss has it.
+        clip_high: How far above 1 the ratio is followed, inf leaves it unbounded; None: as the loss has it.
+        options: other options of the loss by name.
         entropy_coef: Weight of the entropy bonus.
         kl_coef: Weight of the penalty on the divergence from the reference policy.
-        kl_estimator: "k1", "k2" or "k3", see `kl_estimate`; k1 has no useful gradient here.
-        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads.
+        kl_estimator: see `kl_estimate`; k1 has no useful gradient here.
+        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads, and for `loss_scale`.
+        max_response_tokens: the constant of aggregation "constant".
 
     Raises:
-        ValueError: An option is out of range or unknown.
+        ValueError: An option is out of range or unknown, or the loss does not return one number per token.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    loss: str | PolicyLossFunction = "ppo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     aggregation: Aggregation = "token-mean"
+    max_response_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
+        if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low is {self.clip_low}, expected a number in [0, 1]: ratios lie above 1 - clip_low")
         for name in ("clip_high", "entropy_coef", "kl_coef"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a number >= 0")
+            value = getattr(self, name)
+            if value is not None and not value >= 0.0:
+                raise ValueError(f"{name} is {value}, expected a number >= 0")
         check_kl_estimator(self.kl_estimator)
-        check_aggregation(self.aggregation)
+        check_aggregation(self.aggregation, self.max_response_tokens)
+        if isinstance(self.loss, str):
+            object.__setattr__(self, "loss", find_function("policy loss", POLICY_LOSSES, self.loss))
+        self._try_out()
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the model's outputs, in order."""
-        fields = ("old_logprob_T", "advantage_T", "loss_weight_T")
-        return (*fields, "ref_logprob_T") if self.kl_coef else fields
+        fields = (*_FIELDS, "ref_logprob_T") if self.kl_coef else _FIELDS
+        return (*fields, *(name for name in self._tensors if name not in (*fields, "logprob_T", "entropy_T")))
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether the loss looks at whole sequences: `per_token` and `metrics` are then given `sequence_mean`."""
+        return "sequence_mean" in parameter_names(self._function)
 
     def per_token(
         self,
         logprob_T: Tensor,
         entropy_T: Tensor | None,
-        old_logprob_T: Tensor,
-        advantage_T: Tensor,
-        loss_weight_T: Tensor,
-        ref_logprob_T: Tensor | None = None,
+        *fields: Tensor,
+        sequence_mean: SequenceMean | None = None,
     ) -> Tensor:
         """Weighted loss of each token; its sum over all micro-batches and ranks is the loss of the batch.
 
         Args:
             logprob_T: (T,) log-probability of the sampled tokens under the policy, with gradient.
-            entropy_T: (T,) entropy of the policy; may be None when `entropy_coef` is 0.
-            old_logprob_T: (T,) log-probability under the policy that the ratio is taken against.
-            advantage_T: (T,) advantages.
-            loss_weight_T: (T,) weights from `loss_weights` of the whole batch.
-            ref_logprob_T: (T,) log-probability under the reference; needed when `kl_coef` is not 0.
+            entropy_T: (T,) entropy of the policy; may be None where the loss does not read it.
+            *fields: (T,) each, as `fields` names them: old_logprob_T, the log-probability that the ratio is taken
+                against, advantage_T, loss_weight_T from `loss_weights` of the whole batch, and so on.
+            sequence_mean: (T,) to (T,), the detached mean over each token's sequence; where `needs_sequences`.
 
         Returns:
             (T,) weighted loss.
@@ -83,42 +100,34 @@ class PolicyLoss:
         Raises:
             ValueError: A needed tensor is None, or shapes differ.
         """
-        logprob_T, old_logprob_T, advantage_T = _zero_inactive(
-            loss_weight_T, logprob_T=logprob_T, old_logprob_T=old_logprob_T, advantage_T=advantage_T
-        )
-        loss_T = self._clipped(_ratio(logprob_T, old_logprob_T), advantage_T)
+        tensors = self._named(logprob_T, entropy_T, fields)
+        loss_T = self._policy_loss(tensors, sequence_mean)
         if self.entropy_coef:
-            (entropy_T,) = _zero_inactive(loss_weight_T, entropy_T=entropy_T)
-            loss_T = loss_T - self.entropy_coef * entropy_T
+            loss_T = loss_T - self.entropy_coef * tensors["entropy_T"]
         if self.kl_coef:
-            (ref_logprob_T,) = _zero_inactive(loss_weight_T, ref_logprob_T=ref_logprob_T)
-            loss_T = loss_T + self.kl_coef * kl_estimate(logprob_T, ref_logprob_T, self.kl_estimator)
-        return loss_weight_T * loss_T
+            loss_T = loss_T + self.kl_coef * self._ref_kl(tensors)
+        return tensors["loss_weight_T"] * loss_T
 
     @torch.no_grad()
     def metrics(
         self,
         logprob_T: Tensor,
         entropy_T: Tensor | None,
-        old_logprob_T: Tensor,
-        advantage_T: Tensor,
-        loss_weight_T: Tensor,
-        ref_logprob_T: Tensor | None = None,
+        *fields: Tensor,
+        sequence_mean: SequenceMean | None = None,
     ) -> dict[str, Tensor]:
         """Weighted sums over these tokens: added over micro-batches and ranks they are the figures of the batch.
 
-        Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens whose gradient the clip
-        removes, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
+        Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
+        a gradient, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
         KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without
         active tokens) are reduced by max instead.
 
         Args:
             logprob_T: As in `per_token`, like all the others.
             entropy_T: (T,) or None.
-            old_logprob_T: (T,).
-            advantage_T: (T,).
-            loss_weight_T: (T,).
-            ref_logprob_T: (T,) or None.
+            *fields: (T,) each.
+            sequence_mean: as in `per_token`.
 
         Returns:
             0-d tensors on the device of the inputs, without a host sync.
@@ -126,31 +135,82 @@ class PolicyLoss:
         Raises:
             ValueError: A needed tensor is None, or shapes differ.
         """
-        logprob_T, old_logprob_T, advantage_T = _zero_inactive(
-            loss_weight_T, logprob_T=logprob_T, old_logprob_T=old_logprob_T, advantage_T=advantage_T
-        )
-        ratio_T = _ratio(logprob_T, old_logprob_T)
-        low_T = (advantage_T < 0) & (ratio_T < 1.0 - self.clip_low)
-        high_T = (advantage_T > 0) & (ratio_T > 1.0 + self.clip_high)
+        tensors = self._named(logprob_T, entropy_T, fields)
+        loss_T, gradient_T = self._loss_and_gradient(tensors, sequence_mean)
+        old_logprob_T, advantage_T = tensors["old_logprob_T"], tensors["advantage_T"]
+        low_T, high_T = ((gradient_T == 0) & (sign * advantage_T > 0) for sign in (-1.0, 1.0))
         per_token = {
-            "policy_loss": self._clipped(ratio_T, advantage_T),
+            "policy_loss": loss_T,
             "clip_share": low_T | high_T,
             "clip_share_low": low_T,
             "clip_share_high": high_T,
-            "approx_kl": kl_estimate(old_logprob_T, logprob_T, "k3"),
+            "approx_kl": kl_estimate(old_logprob_T, tensors["logprob_T"], "k3"),
         }
         if entropy_T is not None:
-            (per_token["entropy"],) = _zero_inactive(loss_weight_T, entropy_T=entropy_T)
+            per_token["entropy"] = tensors["entropy_T"]
         if self.kl_coef:
-            (ref_logprob_T,) = _zero_inactive(loss_weight_T, ref_logprob_T=ref_logprob_T)
-            per_token["ref_kl"] = kl_estimate(logprob_T, ref_logprob_T, self.kl_estimator)
-        sums = {name: (loss_weight_T * value_T).sum() for name, value_T in per_token.items()}
+            per_token["ref_kl"] = self._ref_kl(tensors)
+        weight_T = tensors["loss_weight_T"]
+        sums = {name: (weight_T * value_T).sum() for name, value_T in per_token.items()}
+        ratio_T = torch.where(weight_T != 0, policy_ratio(tensors["logprob_T"], old_logprob_T), 0.0)
         # The padding is the value of the maximum where a micro-batch has no token at all.
-        return sums | {"ratio_max": pad(torch.where(loss_weight_T != 0, ratio_T, 0.0), (0, 1)).amax()}
+        return sums | {"ratio_max": pad(ratio_T, (0, 1)).amax()}
 
-    def _clipped(self, ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
-        clipped_T = ratio_T.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    @property
+    def _function(self) -> PolicyLossFunction:
+        assert not isinstance(self.loss, str)
+        return self.loss
+
+    @property
+    def _tensors(self) -> tuple[str, ...]:
+        """The per-token tensors that the loss reads."""
+        return tuple(name for name in parameter_names(self._function) if name.endswith("_T"))
+
+    @property
+    def _options(self) -> dict[str, float]:
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return {name: value for name, value in bounds.items() if value is not None} | dict(self.options)
+
+    def _named(
+        self, logprob_T: Tensor, entropy_T: Tensor | None, fields: tuple[Tensor | None, ...]
+    ) -> dict[str, Tensor]:
+        """The tensors by name, zeroed where the weight is."""
+        tensors: dict[str, Tensor | None] = dict(zip_longest(self.fields, fields))
+        weight_T = tensors.pop("loss_weight_T")
+        assert weight_T is not None
+        tensors["logprob_T"] = logprob_T
+        if entropy_T is not None or self.entropy_coef or "entropy_T" in self._tensors:
+            tensors["entropy_T"] = entropy_T
+        active = dict(zip(tensors, _zero_inactive(weight_T, **tensors), strict=True))
+        return active | {"loss_weight_T": weight_T}
+
+    def _policy_loss(self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None) -> Tensor:
+        whole = {"sequence_mean": sequence_mean} if self.needs_sequences else {}
+        return self._function(**{name: tensors[name] for name in self._tensors}, **whole, **self._options)
+
+    def _loss_and_gradient(
+        self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None
+    ) -> tuple[Tensor, Tensor]:
+        """The policy loss of each token and its derivative in the token's log-probability."""
+        with torch.enable_grad():
+            logprob_T = tensors["logprob_T"].detach().requires_grad_()
+            loss_T = self._policy_loss({**tensors, "logprob_T": logprob_T}, sequence_mean)
+            (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprob_T)
+        return loss_T.detach(), gradient_T
+
+    def _ref_kl(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return kl_estimate(tensors["logprob_T"], tensors["ref_logprob_T"], self.kl_estimator, tensors["old_logprob_T"])
+
+    def _try_out(self) -> None:
+        """Finds out on one token what would otherwise fail after a whole rollout."""
+        name = function_name(self._function)
+        possible = [p for p in parameter_names(self._function) if not p.endswith("_T") and p != "sequence_mean"]
+        if unknown := [option for option in self._options if option not in possible]:
+            raise ValueError(f"policy loss {name} has no option {unknown[0]!r}: it has {', '.join(possible) or 'none'}")
+        tensors = dict.fromkeys((*self.fields, "logprob_T", "entropy_T"), torch.zeros(1))
+        loss_T, _ = self._loss_and_gradient(tensors, lambda x: x.detach())
+        if loss_T.shape != (1,):
+            raise ValueError(f"policy loss {name} returned shape {tuple(loss_T.shape)} for one token, expected (1,)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +224,8 @@ class ValueLoss:
 
     Attributes:
         clip: How far the value may move from the old one; inf turns clipping off.
-        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads.
+        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads, and for `loss_scale`.
+        max_response_tokens: the constant of aggregation "constant".
 
     Raises:
         ValueError: An option is out of range or unknown.
@@ -172,16 +233,21 @@ class ValueLoss:
 
     clip: float = 0.2
     aggregation: Aggregation = "token-mean"
+    max_response_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.clip > 0.0:
             raise ValueError(f"clip is {self.clip}, expected a number > 0, or inf for no clipping")
-        check_aggregation(self.aggregation)
+        check_aggregation(self.aggregation, self.max_response_tokens)
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the new values, in order."""
         return ("value_T", "return_T", "loss_weight_T")
+
+    @property
+    def needs_sequences(self) -> bool:
+        return False
 
     def per_token(self, new_value_T: Tensor, old_value_T: Tensor, return_T: Tensor, loss_weight_T: Tensor) -> Tensor:
         """Weighted loss of each token.
@@ -256,11 +322,6 @@ def explained_variance(metrics: Mapping[str, Tensor]) -> Tensor:
     return_variance = metrics["return_square_mean"] - metrics["return_mean"].square()
     error_variance = metrics["value_error_square_mean"] - metrics["value_error_mean"].square()
     return torch.where(return_variance > 0, 1.0 - error_variance / return_variance, torch.nan)
-
-
-def _ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
-    """π/π_old, exactly 1 where the two are the same number."""
-    return (logprob_T - old_logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _zero_inactive(loss_weight_T: Tensor, **tensors: Tensor | None) -> tuple[Tensor, ...]:

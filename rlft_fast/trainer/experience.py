@@ -1,25 +1,27 @@
 """From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine.distributed import all_gather_ragged, all_reduce
-from rlft_fast.ops.packing import segment_expand
-from rlft_fast.rl import gae, grpo_advantage, kl_estimate, reward_with_kl, whiten
+from rlft_fast.rewards import Parts, overlong_penalty
+from rlft_fast.rl import kl_estimate, mismatch_metrics
 from rlft_fast.rollout import Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion with its reward and the row of the prompt that it answers."""
+    """A completion with its reward, the parts that make it up, and the row of the prompt that it answers."""
 
     row: int
     completion: Completion
     reward: float | None
+    parts: Parts = field(default_factory=dict)
 
 
 def any_rank(flag: bool) -> bool:
@@ -27,40 +29,46 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
 
 
-def gather_samples(own: list[Sample]) -> list[Sample]:
+def gather_samples(own: list[Sample], parts: Sequence[str] = ()) -> list[Sample]:
     """The samples of all ranks in rank order, the same list on every rank.
 
     They travel as tensors: tokens, log-probabilities and a few numbers per sample, never as pickles.
+
+    Args:
+        own: the samples of this rank.
+        parts: names of the parts that their rewards have, the same on every rank.
     """
     tokens = [token for sample in own for token in sample.completion.token_ids]
     logprobs = [value for sample in own for value in sample.completion.logprobs]
     stopped = [sample.completion.finish_reason == "stop" for sample in own]
-    rewards = [float("nan") if sample.reward is None else sample.reward for sample in own]
+    values = [value for sample in own for value in (sample.reward, *(sample.parts[name] for name in parts))]
     columns = (
         torch.tensor([sample.row for sample in own], dtype=torch.int64),
         torch.tensor([len(sample.completion.token_ids) for sample in own], dtype=torch.int64),
         torch.tensor(stopped, dtype=torch.int64),
-        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64),
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(logprobs, dtype=torch.float64),
     )
-    rows, lengths, stops, reward, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    rows, lengths, stops, numbers, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    rewards = iter([None if number != number else number for number in numbers])
     samples, end = [], 0
-    for row, length, stop, value in zip(rows, lengths, stops, reward, strict=True):
+    for row, length, stop in zip(rows, lengths, stops, strict=True):
         start, end = end, end + length
         completion = Completion(token[start:end], logprob[start:end], "stop" if stop else "length")
-        samples.append(Sample(row, completion, None if value != value else value))
+        samples.append(Sample(row, completion, next(rewards), {name: next(rewards) for name in parts}))
     return samples
 
 
-def penalize_truncated(samples: list[Sample], penalty: float) -> list[Sample]:
-    """The samples, with the penalty taken from the rewards of those that were cut off at the limit of tokens."""
-    return [
-        replace(sample, reward=sample.reward - penalty)
-        if sample.reward is not None and sample.completion.finish_reason == "length"
-        else sample
-        for sample in samples
-    ]
+def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
+    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it."""
+
+    def cost(completion: Completion) -> float:
+        truncated = config.truncation_penalty * (completion.finish_reason == "length")
+        near = overlong_penalty(len(completion.token_ids), max_new_tokens, config.overlong_buffer)
+        return truncated + config.overlong_penalty * near
+
+    return [s if s.reward is None else replace(s, reward=s.reward - cost(s.completion)) for s in samples]
 
 
 def skip_equal_groups(samples: list[Sample]) -> list[Sample]:
@@ -72,35 +80,40 @@ def skip_equal_groups(samples: list[Sample]) -> list[Sample]:
     return [sample for sample in samples if len(rewards.get(sample.row, ())) > 1]
 
 
-def build_batch(samples: list[Sample], prompt_ids: dict[int, list[int]]) -> Batch:
-    """Packs the samples that have a reward; samples of one prompt form a group."""
-    kept = [sample for sample in samples if sample.reward is not None]
+def first_prompts(samples: list[Sample], count: int) -> list[Sample]:
+    """The samples of the first so many prompts that have any."""
+    rows = set(sorted({sample.row for sample in samples})[:count])
+    return [sample for sample in samples if sample.row in rows]
+
+
+def build_batch(
+    samples: list[Sample], prompt_ids: dict[int, list[int]], greedy: dict[int, float] | None = None
+) -> Batch:
+    """Packs the samples that have a reward; samples of one prompt form a group.
+
+    Args:
+        samples: of one rollout.
+        prompt_ids: token ids of the prompt of each row.
+        greedy: reward of the greedy answer to each row's prompt; samples of a row without one are left out.
+    """
+    kept = [sample for sample in samples if _is_scored(sample, greedy)]
     return Batch.from_samples(
         [prompt_ids[sample.row] for sample in kept],
         [sample.completion.token_ids for sample in kept],
         rollout_logprobs=[sample.completion.logprobs for sample in kept],
         rewards=[sample.reward for sample in kept if sample.reward is not None],
         groups=[sample.row for sample in kept],
-    )
+    ).replace(baseline_B=None if greedy is None else torch.tensor([greedy[sample.row] for sample in kept]).float())
 
 
-def add_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
-    """Fills in ``advantage_T`` (GAE: ``return_T`` too) from rewards, values and the divergence from the reference."""
-    assert batch.reward_B is not None
-    assert batch.group_B is not None
-    mask, boundaries = batch.loss_mask_T, batch.cu_seqlens
-    if config.advantage == "grpo":
-        advantage_B = grpo_advantage(batch.reward_B, batch.group_B, scale_by_std=config.scale_by_std)
-        return batch.replace(advantage_T=segment_expand(advantage_B, boundaries, num_tokens=batch.num_tokens) * mask)
-    assert batch.value_T is not None
-    kl_T = torch.zeros_like(batch.value_T)
-    if config.kl_coef and config.kl_in == "reward":
-        assert batch.old_logprob_T is not None
-        assert batch.ref_logprob_T is not None
-        kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
-    reward_T = reward_with_kl(batch.reward_B, kl_T, mask, boundaries, config.kl_coef)
-    advantage_T, return_T = gae(reward_T, batch.value_T, mask, boundaries, gamma=config.gamma, lam=config.lam)
-    return batch.replace(advantage_T=whiten(advantage_T, mask), return_T=return_T)
+def _is_scored(sample: Sample, greedy: dict[int, float] | None) -> bool:
+    return sample.reward is not None and (greedy is None or sample.row in greedy)
+
+
+def leave_out_truncated(batch: Batch, samples: list[Sample], greedy: dict[int, float] | None = None) -> Batch:
+    """What `build_batch` made of the same arguments, without the samples that were cut off at the limit of tokens."""
+    kept = [sample for sample in samples if _is_scored(sample, greedy)]
+    return batch.select([i for i, sample in enumerate(kept) if sample.completion.finish_reason == "stop"])
 
 
 def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch]:
@@ -149,9 +162,10 @@ def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
         "left_out_share": 1.0 - len(rewards) / len(samples),
         "zero_std_group_share": 1.0 - len(unequal) / len(groups) if groups else 0.0,
     }
-    if batch.old_logprob_T is not None and batch.rollout_logprob_T is not None and batch.loss_mask_T.any():
-        difference = (batch.old_logprob_T - batch.rollout_logprob_T)[batch.loss_mask_T].abs()
-        metrics |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
+    old_T, rollout_T = batch.old_logprob_T, batch.rollout_logprob_T
+    # The same tensor under both names (a bypassed correction) says nothing of how far the models are apart.
+    if old_T is not None and rollout_T is not None and old_T is not rollout_T and batch.loss_mask_T.any():
+        metrics |= mismatch_metrics(old_T, rollout_T, batch.loss_mask_T)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()

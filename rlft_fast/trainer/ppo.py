@@ -10,6 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,22 +32,24 @@ from rlft_fast.engine.distributed import (
 )
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rewards import RewardError, RewardFunction, compute_rewards, load_reward, reasoning_gym_reward
-from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance
-from rlft_fast.rollout import Completion, SamplingParams, build_rollout
+from rlft_fast.rewards import RewardError
+from rlft_fast.rl import ValueLoss, explained_variance
+from rlft_fast.rollout import SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
     Sample,
-    add_advantages,
     any_rank,
     build_batch,
-    gather_samples,
+    first_prompts,
+    leave_out_truncated,
     merge_metrics,
     mini_batches,
-    penalize_truncated,
+    penalize_length,
     rollout_metrics,
     skip_equal_groups,
 )
+from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.plot import plot_runs
 
 _SHOWN_EXAMPLES = 3
@@ -74,15 +77,16 @@ class PPOTrainer:
                 f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {get_world_size()} processes "
                 "cannot share evenly: make it a multiple of the number of processes"
             )
-        self.reward_function = _reward_function(config)
+        algorithm, temperature = config.algorithm, config.rollout.temperature
+        self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
         self.tokenizer = load_tokenizer(config.model)
+        self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.held_out: Prompts | None = None
         if config.evaluation is not None:
             self.held_out = load_prompts(
                 config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
             )
-        algorithm, temperature = config.algorithm, config.rollout.temperature
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
@@ -94,16 +98,14 @@ class PPOTrainer:
                 config.critic.model or config.model, config.critic,
                 head="value", num_training_steps=num_training_steps,
             ).initialize()  # fmt: skip
-            self.value_loss = ValueLoss(clip=config.critic.value_clip, aggregation=algorithm.aggregation)
+            self.value_loss = ValueLoss(
+                clip=config.critic.value_clip, aggregation=algorithm.aggregation,
+                max_response_tokens=config.rollout.max_new_tokens,
+            )  # fmt: skip
         self.reference: FSDPEngine | None = None
         if algorithm.kl_coef and config.actor.lora is None:
             frozen = config.actor if config.reference is None else EngineConfig(**config.reference.model_dump())
             self.reference = FSDPEngine(config.model, frozen, temperature=temperature).initialize()
-        self.policy_loss = PolicyLoss(
-            clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, entropy_coef=algorithm.entropy_coef,
-            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0, kl_estimator=algorithm.kl_estimator,
-            aggregation=algorithm.aggregation,
-        )  # fmt: skip
         longest = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens if config.evaluation else 0)
         self.rollout = build_rollout(
             self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
@@ -122,13 +124,17 @@ class PPOTrainer:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
         started = time.perf_counter()
         self.seconds = {}
-        prompts = self._take_prompts(step)
-        samples = self._rollout(prompts, step)
-        taught = skip_equal_groups(samples) if self.config.algorithm.skip_equal_groups else samples
+        prompts, samples = self._collect(step)
+        greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
+        self.rollout.sleep()
+        taught = self._with_signal(samples)
         with self._timed("logprobs"):
-            batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids))))
+            batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
         metrics = rollout_metrics(samples, batch)
-        batch = add_advantages(batch, self.config.algorithm)
+        batch = self.objective.prepare(batch, self._seed(step))
+        metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
+        if self.config.algorithm.mask_truncated:
+            batch = leave_out_truncated(batch, taught, greedy)
         with self._timed("update"):
             metrics |= self._update(batch, self._seed(step))
         with self._timed("sync"):
@@ -146,16 +152,34 @@ class PPOTrainer:
     def _timed(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[part] = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
-    def _take_prompts(self, step: int) -> Prompts:
-        count = self.config.rollout.prompts_per_step
-        return self.prompts.select(self.prompts.order(step * count, count, self.config.seed))
+    def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
+        """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
 
-    def _rollout(self, prompts: Prompts, step: int) -> list[Sample]:
+        Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
+        """
+        count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
+        rows: list[int] = []
+        samples: list[Sample] = []
+        for attempt in range(1 + refills):
+            torch.manual_seed(self._seed(step) + attempt * get_world_size() + get_rank())
+            more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
+            samples += [replace(s, row=s.row + len(rows)) for s in self._rollout(self.prompts.select(more))]
+            rows += more
+            if not refills or len({s.row for s in self._with_signal(samples)}) == count:
+                break
+        return self.prompts.select(rows), samples
+
+    def _with_signal(self, samples: list[Sample]) -> list[Sample]:
+        """The samples to learn from."""
+        if not self.config.algorithm.skip_equal_groups:
+            return samples
+        return first_prompts(skip_equal_groups(samples), self.config.rollout.prompts_per_step)
+
+    def _rollout(self, prompts: Prompts) -> list[Sample]:
         """Each rank samples and scores its share of the prompts; all ranks get all samples."""
         config = self.config.rollout
-        torch.manual_seed(self._seed(step) + get_rank())
         rows = range(get_rank(), len(prompts), get_world_size())
         own = prompts.select(rows)
         params = SamplingParams(
@@ -164,35 +188,29 @@ class PPOTrainer:
         )  # fmt: skip
         with self._timed("generate"):
             groups = self.rollout.generate(own.token_ids, params)
-            self.rollout.sleep()
         with self._timed("reward"):
-            samples = self._score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
-        return penalize_truncated(samples, self.config.reward.truncation_penalty)
+            samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+        return penalize_length(samples, self.config.reward, config.max_new_tokens)
 
-    def _score(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
-        """The samples of all ranks, each scored by the rank that made it."""
-        try:
-            own, failure = self._score_own(prompts, completions), None
-        except RewardError as error:
-            own, failure = [], error
-        if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
-            raise failure or RewardError("the reward function failed in another process, which says why")
-        return gather_samples(own)
+    def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
+        """The reward of the most likely answer to each prompt, where there is one."""
+        samples = self._greedy(prompts, self.config.rollout.max_new_tokens)
+        samples = penalize_length(samples, self.config.reward, self.config.rollout.max_new_tokens)
+        return {sample.row: sample.reward for sample in samples if sample.reward is not None}
 
-    def _score_own(self, prompts: Prompts, completions: list[tuple[int, Completion]]) -> list[Sample]:
-        asked = prompts.select([row for row, _ in completions])
-        rewards = compute_rewards(
-            self.reward_function,
-            asked.texts,
-            self.tokenizer.batch_decode([c.token_ids for _, c in completions], skip_special_tokens=True),
-            [c.token_ids for _, c in completions],
-            asked.columns,
-        )
-        return [Sample(row, c, reward) for (row, c), reward in zip(completions, rewards, strict=True)]
+    def _greedy(self, prompts: Prompts, max_new_tokens: int) -> list[Sample]:
+        """One most likely answer to each prompt, from all ranks."""
+        rows = range(get_rank(), len(prompts), get_world_size())
+        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
+        groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        return self.judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
-        batch = batch.replace(old_logprob_T=self.actor.infer(batch, ("logprob",))["logprob"])
+        inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
+        batch = batch.replace(
+            old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy")
+        )
         if self.config.algorithm.kl_coef:
             batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
         if self.critic is not None:
@@ -213,9 +231,11 @@ class PPOTrainer:
             with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
         with self.actor.train_mode():
-            return metrics | merge_metrics(
-                [self.actor.train_step(mini_batch, self.policy_loss) for mini_batch in cut()]
-            )
+            return metrics | merge_metrics([self._actor_step(mini_batch) for mini_batch in cut()])
+
+    def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
+        metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
+        return metrics | self.objective.after_optimizer_step(metrics)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
         assert self.critic is not None
@@ -230,6 +250,7 @@ class PPOTrainer:
             self.log.sample(
                 step + 1, prompt=prompts.texts[sample.row], completion=text, reward=sample.reward,
                 finish_reason=sample.completion.finish_reason,
+                **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
             )  # fmt: skip
         if all(sample.reward is None for sample in samples):
             self.log.message(f"warning: step {step + 1}: the reward function left out every sample; nothing is learned")
@@ -248,12 +269,7 @@ class PPOTrainer:
         """Mean reward of greedy answers to the held-out prompts, and the answers."""
         assert self.held_out is not None
         assert self.config.evaluation is not None
-        rows = range(get_rank(), len(self.held_out), get_world_size())
-        params = SamplingParams(
-            max_new_tokens=self.config.evaluation.max_new_tokens, temperature=0.0, stop=self.config.rollout.stop
-        )
-        groups = self.rollout.generate(self.held_out.select(rows).token_ids, params)
-        samples = self._score(self.held_out, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens)
         samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         return (sum(scored) / len(scored) if scored else 0.0), samples
@@ -276,6 +292,7 @@ class PPOTrainer:
             self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
             raise
         finally:
+            self.judge.close()
             signal.signal(signal.SIGINT, handler)
             self.rollout.close()
 
@@ -292,7 +309,9 @@ class PPOTrainer:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         state = state or {
             "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
+            "objective": {},
         }  # fmt: skip
+        self.objective.load_state(state["objective"])
         self.saved_step = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
         return state
@@ -327,7 +346,7 @@ class PPOTrainer:
     def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
         """A checkpoint of the last complete step, unless there is one."""
         if state["step"] != self.saved_step:
-            state["log_bytes"] = self.log.num_bytes()
+            state |= {"log_bytes": self.log.num_bytes(), "objective": self.objective.state()}
             self.checkpoints.save(state["step"], self.engines, state, asynchronous=asynchronous)
             self.saved_step = state["step"]
 
@@ -369,13 +388,6 @@ class PPOTrainer:
             raise KeyboardInterrupt
         self.stop_requested = True
         self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
-
-
-def _reward_function(config: Config) -> RewardFunction:
-    if config.reward.function is not None:
-        return load_reward(config.reward.function)
-    assert config.data.task is not None
-    return reasoning_gym_reward(config.data.task)
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:

@@ -4,7 +4,14 @@ import sys
 import pytest
 import reasoning_gym
 
-from rlft_fast.rewards import exact_match, last_number, reasoning_gym_reward
+from rlft_fast.rewards import (
+    exact_match,
+    last_number,
+    math_verify,
+    reasoning_gym_reward,
+    regex_match,
+    response_length,
+)
 
 
 def score(function, completions: list[str], **columns) -> list[float | None]:
@@ -86,3 +93,21 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path_importer_cache", {})
     with pytest.raises(ImportError, match=r"pip install rlft_fast\[demo\]"):
         reasoning_gym_reward("chain_sum")
+
+
+def test_regex_match():
+    rewards = regex_match([], ["<a>1</a>", "<a>1", "x\ny"], [], pattern=[r"<a>\d</a>$", r"<a>\d</a>$", r"x.y"])
+    assert rewards == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"pattern '\(' of sample 0 is no regular expression"):
+        regex_match([], ["x"], [], pattern=["("])
+
+
+def test_response_length():
+    assert response_length([], ["ab", ""], [[7, 8, 9], []]) == [3.0, 0.0]
+
+
+def test_math_verify():
+    pytest.importorskip("math_verify")
+    completions = [r"so $\frac{1}{2}$", "The answer is $x=3$", r"\boxed{0.5}", "7", "no idea", r"$\{2, 1\}$"]
+    answers = ["1/2", "3", r"\frac12", 7, "4", r"\{1,2\}"]
+    assert math_verify([], completions, [], answer=answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]

@@ -1,3 +1,4 @@
+import asyncio
 import math
 from fractions import Fraction
 
@@ -76,13 +77,20 @@ def test_other_types_are_refused(result):
         compute(returning(result))
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")
-def test_an_async_function_is_refused():
-    async def reward(**columns):
-        return [1.0, 1.0]
+def test_an_async_function_is_awaited():
+    async def one(completion):
+        await asyncio.sleep(0.01)
+        return float(completion)
 
-    with pytest.raises(RewardError, match="returned coroutine, expected a list"):
-        compute(reward)
+    async def reward(completions, **columns):
+        return await asyncio.gather(*map(one, completions))
+
+    async def fails(**columns):
+        raise KeyError("judge")
+
+    assert compute(reward) == [2.0, 5.0]
+    with pytest.raises(RewardError, match="fails raised KeyError on a batch of 2 samples: 'judge'"):
+        compute(fails)
 
 
 @pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3])

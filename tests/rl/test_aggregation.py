@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlft_fast.rl import loss_weights, response_lengths
+from rlft_fast.rl import Aggregation, loss_scale, loss_weights, response_lengths
 
 # Two response tokens, none, one: sequence-mean must leave the middle sequence out of its count.
 MASK = torch.tensor([True, True, False, False, False, True, False])
@@ -24,12 +26,16 @@ def pack(masks: list[list[bool]]) -> tuple[torch.Tensor, torch.Tensor]:
     [
         ("token-mean", [1 / 3, 1 / 3, 0, 0, 0, 1 / 3, 0]),
         ("sequence-mean", [1 / 4, 1 / 4, 0, 0, 0, 1 / 2, 0]),
+        ("sequence-mean-token-sum", [1 / 2, 1 / 2, 0, 0, 0, 1 / 2, 0]),
+        ("constant", [1 / 20, 1 / 20, 0, 0, 0, 1 / 20, 0]),
+        ("token-sum", [1, 1, 0, 0, 0, 1, 0]),
     ],
 )
 def test_weights_by_hand(mode, expected):
     weight_T = loss_weights(MASK, CU_SEQLENS, mode)
     assert weight_T.dtype == torch.float32
-    torch.testing.assert_close(weight_T, torch.tensor(expected))
+    assert weight_T.sum() == 1.0
+    torch.testing.assert_close(weight_T * loss_scale(MASK, CU_SEQLENS, mode, 10), torch.tensor(expected).float())
 
 
 @settings(deadline=None)
@@ -46,12 +52,13 @@ def test_weights_match_loops(masks):
         torch.testing.assert_close(weight_T.sum(), torch.tensor(1.0 if num_tokens else 0.0))
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 # Nothing to learn from: every token masked, and a batch without any token.
 @pytest.mark.parametrize("lengths", [[0, 3, 5], [0]])
 def test_all_masked_batch_has_zero_weights(mode, lengths):
     weight_T = loss_weights(torch.zeros(lengths[-1], dtype=torch.bool), torch.tensor(lengths, dtype=torch.int32), mode)
     assert torch.equal(weight_T, torch.zeros(lengths[-1]))
+    assert loss_scale(weight_T.bool(), torch.tensor(lengths, dtype=torch.int32), mode, 10) in (0.0, 1.0)
 
 
 def test_response_lengths():
@@ -61,5 +68,7 @@ def test_response_lengths():
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="'batch-mean', expected one of token-mean, sequence-mean"):
         loss_weights(MASK, CU_SEQLENS, "batch-mean")
+    with pytest.raises(ValueError, match="'constant' divides by max_response_tokens, which is None"):
+        loss_scale(MASK, CU_SEQLENS, "constant", None)
     with pytest.raises(TypeError, match=r"loss_mask_T has dtype torch\.float32"):
         loss_weights(MASK.float(), CU_SEQLENS, "token-mean")

@@ -13,6 +13,8 @@ from rlft_fast.rl import kl_estimate, reward_with_kl
         ("k1", [math.log(2), -math.log(2), 0.0]),
         ("k2", [0.5 * math.log(2) ** 2, 0.5 * math.log(2) ** 2, 0.0]),
         ("k3", [math.log(2) - 0.5, 1 - math.log(2), 0.0]),
+        ("k3+", [math.log(2) - 0.5, 1 - math.log(2), 0.0]),
+        ("unbiased", [math.log(2) - 0.5, 1 - math.log(2), 0.0]),
     ],
 )
 def test_estimators_by_hand(kind, expected):
@@ -22,12 +24,44 @@ def test_estimators_by_hand(kind, expected):
     torch.testing.assert_close(result_T, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k3", "k3+", "unbiased"])
 def test_unbiased_estimators_have_the_exact_kl_as_mean(kind):
     generator = torch.Generator().manual_seed(0)
     policy, reference = torch.randn(2, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
     expectation = (policy.exp() * kl_estimate(policy, reference, kind)).sum()
     torch.testing.assert_close(expectation, (policy.exp() * (policy - reference)).sum())
+
+
+def mean_gradients(kind: str, off_policy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient in the logits of the exact divergence, and the mean over all tokens of the estimate's."""
+    generator = torch.Generator().manual_seed(1)
+    logits, reference, other = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(-1), reference.log_softmax(-1)
+    sampler = (logits + other if off_policy else logits).detach().log_softmax(-1)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    estimate = (sampler.exp() * kl_estimate(policy, reference, kind, sampler)).sum()
+    return exact, torch.autograd.grad(estimate, logits)[0]
+
+
+# k1 has a gradient of mean zero, k3 that of the reverse divergence; away from the sampler only ratios help.
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+", "unbiased"])
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_which_estimators_have_the_exact_gradient_as_mean(kind, off_policy):
+    exact, mean = mean_gradients(kind, off_policy)
+    unbiased = {"unbiased"} if off_policy else {"k2", "k3+", "unbiased"}
+    assert torch.allclose(mean, exact, rtol=1e-9, atol=1e-12) == (kind in unbiased)
+
+
+def test_unbiased_by_hand():
+    # Ratio 2 to the sampler: twice k3, and its gradient is that of the product.
+    logprob_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    old_T, ref_T = logprob_T.detach() - math.log(2), logprob_T.detach() - math.log(2)
+    kl_T = kl_estimate(logprob_T, ref_T, "unbiased", old_T)
+    kl_T.sum().backward()
+    k3 = 0.5 - 1 + math.log(2)
+    assert kl_T.item() == pytest.approx(2 * k3)
+    assert logprob_T.grad.item() == pytest.approx(2 * k3 + 2 * (1 - 0.5))
 
 
 def test_k3_is_precise_for_close_policies():
@@ -80,6 +114,8 @@ def test_reward_with_kl_does_not_touch_its_inputs():
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="'k4', expected one of k1, k2, k3"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
+    with pytest.raises(ValueError, match=r"old_logprob_T has shape \(3,\), expected \(2,\)"):
+        kl_estimate(torch.zeros(2), torch.zeros(2), "unbiased", torch.zeros(3))
     with pytest.raises(ValueError, match=r"ref_logprob_T has shape \(2, 1\), expected \(2,\)"):
         kl_estimate(torch.zeros(2), torch.zeros(2, 1), "k1")
     mask_T, cu_seqlens = torch.tensor([True, False]), torch.tensor([0, 2], dtype=torch.int32)

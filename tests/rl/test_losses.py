@@ -232,11 +232,11 @@ def test_every_policy_option_changes_the_loss(option):
 def test_every_kl_estimator_gives_another_loss():
     batch = policy_batch()
     batch["loss_weight_T"] = weights(batch, "token-mean")
-    losses = [PolicyLoss(kl_coef=1.0, kl_estimator=kind) for kind in ("k1", "k2", "k3")]
+    losses = [PolicyLoss(kl_coef=1.0, kl_estimator=kind) for kind in ("k1", "k2", "k3", "unbiased")]
     totals = {
         round(loss.per_token(batch["logprob_T"], None, *arguments(loss, batch)).sum().item(), 9) for loss in losses
     }
-    assert len(totals) == 3
+    assert len(totals) == 4
 
 
 def test_fields_name_the_reference_only_when_it_is_used():

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -8,21 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlft_fast.config import AlgorithmConfig
+from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
-    add_advantages,
     any_rank,
     build_batch,
     gather_samples,
     merge_metrics,
     mini_batches,
-    penalize_truncated,
+    penalize_length,
     rollout_metrics,
     skip_equal_groups,
 )
+from rlft_fast.trainer.objective import Objective
 
 # Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
 SAMPLES = [
@@ -63,10 +64,22 @@ def test_build_batch_leaves_out_samples_without_a_reward():
     assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
 
 
+def test_parts_of_rewards_travel_too():
+    samples = [replace(s, parts={"own": s.reward, "other": 0.5}) for s in SAMPLES]
+    assert gather_samples(samples, ["own", "other"]) == samples
+
+
 def test_penalty_takes_from_what_was_cut_off():
-    penalized = [sample.reward for sample in penalize_truncated(SAMPLES, 0.25)]
+    penalized = [sample.reward for sample in penalize_length(SAMPLES, RewardConfig(truncation_penalty=0.25), 8)]
     assert penalized == [1.0, None, -0.25, 0.5, 0.25]
-    assert penalize_truncated(SAMPLES, 0.0) == SAMPLES
+    assert penalize_length(SAMPLES, RewardConfig(), 8) == SAMPLES
+
+
+def test_coming_near_the_limit_costs_in_proportion():
+    # Lengths 3, 2, 1 and 2 of 3, the last two of which are the buffer.
+    config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
+    penalized = [sample.reward for sample in penalize_length(SAMPLES, config, 3)]
+    assert penalized == [0.5, None, -0.25, 0.5, 0.25]
 
 
 def test_equal_groups_are_skipped():
@@ -97,6 +110,9 @@ def test_rollout_metrics():
             "zero_std_group_share": 1 / 2,
             "mismatch_mean": off.mean(),
             "mismatch_max": 1.2,
+            "mismatch_k1": -off.mean(),
+            "mismatch_k3": (np.exp(off) - off - 1).mean(),
+            "effective_sample_share": np.exp(off).sum() ** 2 / (8 * np.exp(2 * off).sum()),
             "ref_kl": (np.exp(off) - off - 1).mean(),  # k3
         },
         rel=1e-5,
@@ -111,10 +127,14 @@ def test_rollout_metrics_of_nothing_are_numbers():
     json.dumps(metrics)
 
 
-@pytest.mark.parametrize("scale_by_std", [True, False])
-def test_grpo_advantages_stand_at_sampled_positions(scale_by_std):
-    batch = add_advantages(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(scale_by_std=scale_by_std))
-    scale = 1 / math.sqrt(0.5) if scale_by_std else 1.0  # the sample deviation of 1 and 0
+def prepare(batch: Batch, config: AlgorithmConfig) -> Batch:
+    return Objective(config, max_new_tokens=8, has_critic=config.advantage == "gae").prepare(batch)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr-grpo"])
+def test_grpo_advantages_stand_at_sampled_positions(advantage):
+    batch = prepare(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(advantage=advantage))
+    scale = 1 / math.sqrt(0.5) if advantage == "grpo" else 1.0  # the sample deviation of 1 and 0
     expected = [0, 1, 1, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0]
     assert batch.advantage_T.tolist() == pytest.approx([0.5 * scale * x for x in expected], abs=1e-5)
 
@@ -135,7 +155,7 @@ def test_gae_advantages(kl_in):
     batch = build_batch(SAMPLES, PROMPTS)
     generator = torch.Generator().manual_seed(0)
     value_T, old_T, ref_T = (torch.randn(14, generator=generator) * batch.loss_mask_T for _ in range(3))
-    batch = add_advantages(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)
+    batch = prepare(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)
 
     kl = 0.5 * (old_T - ref_T).double() if kl_in == "reward" else torch.zeros(14)
     rewards = (-kl).tolist()

@@ -32,6 +32,13 @@ def not_for_sun(prompts: list[str], completion_ids: list[list[int]], **_: Any) -
     return [None if prompt == "sun" else reward for prompt, reward in zip(prompts, scored, strict=True)]
 
 
+def even_share_of_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """Something that differs from sample to sample for four of the prompts, and 0 for the others."""
+    scored = [(sum(ids) % 997) / 997 for ids in completion_ids]
+    some = ("hill", "lake", "tree", "leaf")
+    return [reward if prompt in some else 0.0 for prompt, reward in zip(prompts, scored, strict=True)]
+
+
 def raises(**_: Any) -> list[float | None]:
     raise KeyError("solution")
 

@@ -1,0 +1,130 @@
+"""Reward functions in worker processes: one that hangs or crashes costs a sample, not the run."""
+
+import json
+import multiprocessing
+import queue
+import signal
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlft_fast.rewards.loading import load_reward
+from rlft_fast.rewards.scoring import RewardError, compute_rewards
+
+_START_SECONDS = 120.0  # for imports, which are not the function's own time
+
+
+class IsolatedReward:
+    """A reward function in worker processes, asked for one sample at a time; looks like the function itself.
+
+    Args:
+        spec: see `load_reward`.
+        timeout_s: seconds for one sample; a function that takes longer, raises, or takes its process down gives None.
+        num_workers: processes, each with one sample at a time.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+
+    def __init__(self, spec: str, timeout_s: float, num_workers: int = 1) -> None:
+        self.__qualname__ = getattr(load_reward(spec), "__qualname__", spec)  # an unknown one is refused here
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self._idle: queue.Queue[_Worker | None] = queue.Queue()
+        for _ in range(num_workers):
+            self._idle.put(None)  # started when needed
+        self._pool = ThreadPoolExecutor(num_workers)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """B rewards, None where the function failed, of which a warning says how."""
+        samples = [
+            ([prompt], [completion], [ids], {name: [values[i]] for name, values in columns.items()})
+            for i, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True))
+        ]
+        answers = list(self._pool.map(self._ask, samples))
+        if failures := [answer["failure"] for answer in answers if "failure" in answer]:
+            warnings.warn(
+                f"{len(failures)} of {len(samples)} samples have no reward from {self.spec}: {failures[0]}",
+                stacklevel=2,
+            )
+        return [answer.get("reward") for answer in answers]
+
+    def close(self) -> None:
+        """Ends the workers; the next call starts new ones."""
+        for _ in range(self._idle.qsize()):
+            if (worker := self._idle.get()) is not None:
+                worker.kill()
+            self._idle.put(None)
+
+    def _ask(self, sample: tuple[Any, ...]) -> dict[str, Any]:
+        worker = self._idle.get() or _Worker(self.spec)
+        answer = worker.ask(sample, self.timeout_s)
+        self._idle.put(worker if worker.is_usable else None)
+        return answer
+
+
+class _Worker:
+    """One process, which answers one question after the other until it fails to."""
+
+    def __init__(self, spec: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(spec, other), daemon=True)
+        self.process.start()
+        other.close()  # so that the end of the process is the end of the pipe
+        self.is_usable = True
+        self.ready = self._receive(_START_SECONDS)
+
+    def ask(self, sample: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
+        if not self.is_usable:
+            return self.ready
+        self.connection.send(sample)
+        return self._receive(timeout_s)
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        """What the process answers. JSON, not a pickle: a function may have run what a model wrote."""
+        try:
+            if self.connection.poll(timeout_s):
+                return json.loads(self.connection.recv_bytes())
+            failure = f"no answer within {timeout_s:g} s"
+        except (EOFError, OSError):
+            self.process.join(1.0)
+            failure = f"its process ended with exit code {self.process.exitcode}"
+        self.kill()
+        return {"failure": failure}
+
+    def kill(self) -> None:
+        self.is_usable = False
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _serve(spec: str, connection: Connection) -> None:
+    """The worker's main loop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the trainer finish its step, which needs rewards
+    function = load_reward(spec)
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            prompts, completions, completion_ids, columns = connection.recv()
+        except EOFError:
+            return
+        connection.send_bytes(json.dumps(_score(function, prompts, completions, completion_ids, columns)).encode())
+
+
+def _score(
+    function: Any, prompts: list[str], completions: list[str], ids: list[Any], columns: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    try:
+        return {"reward": compute_rewards(function, prompts, completions, ids, columns)[0]}
+    except RewardError as error:
+        return {"failure": str(error)}

@@ -1,0 +1,131 @@
+"""Where the sampler's probabilities are not the trainer's: how far apart they are, and weights that make up for it.
+
+With w = π_old/μ of each token, μ the sampler's probability, an importance weight of the token or its sequence is
+bounded from above ("truncate") or dropped where it is out of bounds ("mask"). The log-ratio is clamped at ±20.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops.packing import segment_expand, segment_sum
+from rlft_fast.rl._checks import check_shapes
+from rlft_fast.rl.aggregation import response_lengths
+from rlft_fast.rl.kl import MAX_LOG_RATIO, kl_estimate
+
+CorrectionFunction = Callable[..., Tensor]
+
+
+def token_truncate(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, high: float = 2.0) -> Tensor:
+    """min(w, high) (truncated importance sampling, TIS)."""
+    return _exp(log_ratio_T).clamp(max=high)
+
+
+def token_mask(
+    log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, low: float = 0.5, high: float = 5.0
+) -> Tensor:
+    """w where it is in [low, high], else 0 (IcePop)."""
+    ratio_T = _exp(log_ratio_T)
+    return torch.where((ratio_T >= low) & (ratio_T <= high), ratio_T, 0.0)
+
+
+def sequence_mask(
+    log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, low: float = 0.999, high: float = 1.002
+) -> Tensor:
+    """w in sequences whose geometric mean of w is in [low, high], else 0.
+
+    The geometric mean, not the product, which leaves any bounds as sequences become longer.
+    """
+    mean_T = _sequence_sum(log_ratio_T, loss_mask_T, cu_seqlens, mean=True)
+    geometric_T = _exp(mean_T)
+    return torch.where((geometric_T >= low) & (geometric_T <= high), _exp(log_ratio_T), 0.0)
+
+
+def sequence_truncate(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, high: float = 2.0) -> Tensor:
+    """min(product of w over the sequence, high), the same at each of its tokens."""
+    return _exp(_sequence_sum(log_ratio_T, loss_mask_T, cu_seqlens, mean=False)).clamp(max=high)
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {
+    "token-truncate": token_truncate,
+    "token-mask": token_mask,
+    "sequence-mask": sequence_mask,
+    "sequence-truncate": sequence_truncate,
+}
+
+
+@torch.no_grad()
+def correction_weights(
+    name: str,
+    old_logprob_T: Tensor,
+    rollout_logprob_T: Tensor | None,
+    loss_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    **bounds: float,
+) -> Tensor:
+    """Weights for the policy loss of each token.
+
+    Args:
+        name: one of `CORRECTIONS`.
+        old_logprob_T: (T,) log-probability of the sampled tokens under the policy.
+        rollout_logprob_T: (T,) the same as the sampler reported it.
+        loss_mask_T: (T,) bool, True at response tokens.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+        **bounds: `low` and `high` where they are not to be the correction's own.
+
+    Returns:
+        (T,) weights >= 0, zero outside the mask.
+
+    Raises:
+        ValueError: Unknown correction, shapes that differ, or the sampler reported no log-probabilities.
+    """
+    if name not in CORRECTIONS:
+        raise ValueError(f"rollout correction is {name!r}, expected one of {', '.join(CORRECTIONS)}")
+    if rollout_logprob_T is None:
+        raise ValueError(
+            f"rollout correction {name} compares with the sampler's log-probabilities, which this rollout did not "
+            "report: take a rollout that does, or no correction"
+        )
+    check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, rollout_logprob_T=rollout_logprob_T)
+    log_ratio_T = (old_logprob_T - rollout_logprob_T).where(loss_mask_T, 0.0)
+    return CORRECTIONS[name](log_ratio_T, loss_mask_T, cu_seqlens, **bounds).where(loss_mask_T, 0.0)
+
+
+@torch.no_grad()
+def mismatch_metrics(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the policy's, over the response tokens.
+
+    Keys: mismatch_mean and mismatch_max of |log π_old - log μ|; estimates mismatch_k1 and mismatch_k3 of KL(μ ‖ π_old);
+    effective_sample_share, (Σ w)² / (N·Σ w²): 1 where the two agree.
+
+    Args:
+        old_logprob_T: (T,) log-probability of the sampled tokens under the policy.
+        rollout_logprob_T: (T,) the same as the sampler reported it.
+        loss_mask_T: (T,) bool, True at response tokens, of which there is at least one.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, rollout_logprob_T=rollout_logprob_T)
+    old, rollout = old_logprob_T[loss_mask_T].double(), rollout_logprob_T[loss_mask_T].double()
+    difference, weight = (old - rollout).abs(), _exp(old - rollout)
+    return {
+        "mismatch_mean": difference.mean().item(),
+        "mismatch_max": difference.max().item(),
+        "mismatch_k1": kl_estimate(rollout, old, "k1").mean().item(),
+        "mismatch_k3": kl_estimate(rollout, old, "k3").mean().item(),
+        "effective_sample_share": (weight.sum().square() / (len(weight) * weight.square().sum())).item(),
+    }
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _sequence_sum(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:
+    """Each sequence's sum, or mean over its response tokens, at each of its positions."""
+    sum_B = segment_sum(log_ratio_T, cu_seqlens)
+    if mean:
+        sum_B = sum_B / response_lengths(loss_mask_T, cu_seqlens).clamp(min=1)
+    return segment_expand(sum_B, cu_seqlens, num_tokens=len(log_ratio_T))

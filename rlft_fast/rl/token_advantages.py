@@ -1,0 +1,180 @@
+"""Advantages of single tokens: from rewards per token, with a critic, a greedy sample or the group as baseline."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops.packing import segment_expand
+from rlft_fast.rl._checks import check_shapes
+from rlft_fast.rl.aggregation import response_lengths
+from rlft_fast.rl.whitening import whiten
+
+
+class AdvantageReturn(NamedTuple):
+    """Advantages, and the returns that the critic is trained towards; both (T,), zero outside the loss mask."""
+
+    advantage_T: Tensor
+    return_T: Tensor
+
+
+@torch.no_grad()
+def gae(
+    reward_T: Tensor, value_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+) -> AdvantageReturn:
+    """Generalised advantage estimation (arXiv 1506.02438) on packed sequences.
+
+    Over the response tokens of a sequence
+
+        δ_t = r_t + gamma·V_{t+1} - V_t,    A_t = δ_t + gamma·lam·A_{t+1},    return_t = A_t + V_t
+
+    with V = A = 0 after the last one. "t + 1" is the next *response* token: prompts, tool output and other positions
+    outside the mask are stepped over, and neither their rewards nor their values are read.
+
+    Args:
+        reward_T: (T,) reward of the action taken at each position.
+        value_T: (T,) value of the state before that action.
+        loss_mask_T: (T,) bool, True at response tokens.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+        gamma: Discount.
+        lam: The λ of GAE: 0 is one-step TD, 1 is Monte Carlo.
+
+    Returns:
+        Advantages and returns in the dtype of `value_T`.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: `loss_mask_T` is not bool.
+    """
+    length_B = response_lengths(loss_mask_T, cu_seqlens)
+    check_shapes(loss_mask_T, reward_T=reward_T, value_T=value_T)
+    position = loss_mask_T.nonzero().squeeze(1)
+    sequence = torch.repeat_interleave(length_B, output_size=len(position))
+    # Row s of a step matrix holds the s-th response token from the end of every sequence, so that sequences of any
+    # length start the backward recursion together in row 0.
+    step = length_B.cumsum(0)[sequence] - 1 - torch.arange(len(position), device=position.device)
+    num_steps = int(length_B.max()) if len(position) else 0
+    reward_SB = value_T.new_zeros(num_steps, len(length_B))
+    value_SB = torch.zeros_like(reward_SB)
+    reward_SB[step, sequence] = reward_T[position].to(value_T.dtype)
+    value_SB[step, sequence] = value_T[position]
+
+    advantage_SB = reward_SB - value_SB
+    advantage_SB[1:] += gamma * value_SB[:-1]
+    for s in range(1, num_steps):
+        advantage_SB[s].add_(advantage_SB[s - 1], alpha=gamma * lam)
+
+    advantage_T, return_T = torch.zeros_like(value_T), torch.zeros_like(value_T)
+    advantage_T[position] = advantage_SB[step, sequence]
+    return_T[position] = (advantage_SB + value_SB)[step, sequence]
+    return AdvantageReturn(advantage_T, return_T)
+
+
+def whitened_gae(
+    reward_T: Tensor, value_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+) -> AdvantageReturn:
+    """`gae` with its advantages whitened over the batch, as PPO uses it; the returns stay as they are."""
+    advantage_T, return_T = gae(reward_T, value_T, loss_mask_T, cu_seqlens, gamma=gamma, lam=lam)
+    return AdvantageReturn(whiten(advantage_T, loss_mask_T), return_T)
+
+
+def discounted_returns(reward_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """G_t = Σ_{s >= t} gamma^(s - t)·r_s over the response tokens of a sequence; (T,), zero outside the mask.
+
+    Arguments and errors as in `gae`.
+    """
+    return gae(reward_T, torch.zeros_like(reward_T), loss_mask_T, cu_seqlens, gamma=gamma, lam=1.0).advantage_T
+
+
+def reinforce_plus_plus(reward_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+    """Discounted returns, whitened over the batch (REINFORCE++, arXiv 2501.03262).
+
+    The paper has the divergence from the reference in the reward (k1). Arguments and errors as in `gae`.
+
+    Returns:
+        (T,), zero outside the mask.
+    """
+    return whiten(discounted_returns(reward_T, loss_mask_T, cu_seqlens, gamma=gamma), loss_mask_T)
+
+
+def remax_advantage(reward_T: Tensor, baseline_B: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """A_t = Σ_{s >= t} r_s - R(greedy answer to the same prompt) (ReMax, arXiv 2310.10505).
+
+    Args:
+        reward_T: (T,) reward of the action taken at each position.
+        baseline_B: (B,) reward of the greedy answer to each sequence's prompt.
+        loss_mask_T: (T,) bool, True at response tokens.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+
+    Returns:
+        (T,), zero outside the mask.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: `loss_mask_T` is not bool.
+    """
+    check_shapes(response_lengths(loss_mask_T, cu_seqlens), baseline_B=baseline_B)
+    baseline_T = segment_expand(baseline_B, cu_seqlens, num_tokens=len(loss_mask_T))
+    return (discounted_returns(reward_T, loss_mask_T, cu_seqlens) - baseline_T) * loss_mask_T
+
+
+@torch.no_grad()
+def optimal_token_advantage(
+    reward_T: Tensor,
+    old_logprob_T: Tensor,
+    sum_prob_squared_T: Tensor,
+    group_B: Tensor,
+    loss_mask_T: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Token-wise baseline of least variance: each return weighs by the squared gradient of its prefix.
+
+        A_t = G_t - Σ_g G_t·W_t / Σ_g W_t,    W_t = Σ_{j <= t} (1 - 2·π_j + Σ_v π_v²)
+
+    t counts response tokens, the sums run over the samples of the prompt that are at least that long, and π_j is the
+    probability of the sampled token: 1 - 2·π_j + Σ_v π_v² is the squared norm of the gradient of log π_j in the logits.
+    A token that no other sample of its prompt reaches has advantage 0.
+
+    Args:
+        reward_T: (T,) reward of the action taken at each position.
+        old_logprob_T: (T,) log-probability of the sampled token.
+        sum_prob_squared_T: (T,) Σ_v π_v² of the distribution that it was sampled from.
+        group_B: (B,) integer id of each sequence's prompt.
+        loss_mask_T: (T,) bool, True at response tokens.
+        cu_seqlens: (B + 1,) int32 sequence boundaries.
+
+    Returns:
+        (T,), zero outside the mask.
+
+    Raises:
+        ValueError: Shapes do not match.
+        TypeError: `loss_mask_T` is not bool.
+    """
+    length_B = response_lengths(loss_mask_T, cu_seqlens)
+    check_shapes(loss_mask_T, reward_T=reward_T, old_logprob_T=old_logprob_T, sum_prob_squared_T=sum_prob_squared_T)
+    check_shapes(length_B, group_B=group_B)
+    position = loss_mask_T.nonzero().squeeze(1)
+    sequence = torch.repeat_interleave(length_B, output_size=len(position))
+    start_B = length_B.cumsum(0) - length_B
+    step = torch.arange(len(position), device=position.device) - start_B[sequence]
+
+    probability = old_logprob_T[position].double().exp()
+    squared_norm = 1.0 - 2.0 * probability + sum_prob_squared_T[position].double()
+    total = squared_norm.cumsum(0)
+    weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)  # from the sequence's beginning on
+    returns = discounted_returns(reward_T.double(), loss_mask_T, cu_seqlens)[position]
+
+    groups, group_index_B = group_B.unique(return_inverse=True)
+    num_steps = int(length_B.max()) if len(position) else 0
+    cell = group_index_B[sequence] * num_steps + step  # tokens with the same baseline
+
+    def cell_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(len(groups) * num_steps).index_add_(0, cell, values)[cell]
+
+    # Relative to one return of the cell, equal returns are exactly 0 and so is their advantage.
+    lowest = returns.new_full((len(groups) * num_steps,), torch.inf).scatter_reduce_(0, cell, returns, "amin")[cell]
+    shifted, total_weight = returns - lowest, cell_sum(weight)
+    baseline = cell_sum(shifted * weight) / torch.where(total_weight > 0, total_weight, 1.0)
+    advantage_T = torch.zeros_like(reward_T)
+    advantage_T[position] = (shifted - baseline).to(reward_T.dtype)
+    return advantage_T

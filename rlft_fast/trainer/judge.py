@@ -1,0 +1,140 @@
+"""From completions to samples with rewards: functions on the rank that sampled, a reward model on all of them."""
+
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import Config, EngineConfig
+from rlft_fast.data import Batch
+from rlft_fast.data.prompts import Prompts
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rewards import (
+    IsolatedReward,
+    RewardError,
+    WeightedRewards,
+    load_reward,
+    reasoning_gym_reward,
+    weighted_sum,
+)
+from rlft_fast.rollout import Completion
+from rlft_fast.trainer.experience import Sample, any_rank, gather_samples
+
+Answers = list[tuple[int, Completion]]
+"""Completions, each with the row of the prompt that it answers."""
+
+
+class Judge:
+    """The reward functions of a run, and its reward model.
+
+    Args:
+        config: of the run.
+        tokenizer: of the policy.
+
+    Raises:
+        ValueError: a function or the model cannot be used.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.functions = _functions(config)
+        self.model: RewardModelScorer | None = None
+        self.model_weight = config.reward.model_weight
+        if config.reward.model is not None:
+            self.model = RewardModelScorer(config.reward.model, config.actor, tokenizer)
+
+    def score(self, prompts: Prompts, own: Answers) -> list[Sample]:
+        """The samples of all ranks, each scored by the rank that made it, and by the model of all.
+
+        Args:
+            prompts: of the rollout.
+            own: the completions of this rank.
+
+        Raises:
+            RewardError: a function failed, here or in another process.
+        """
+        try:
+            scored, failure = self._score_own(prompts, own), None
+        except RewardError as error:
+            scored, failure = [], error
+        if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
+            raise failure or RewardError("the reward function failed in another process, which says why")
+        samples = gather_samples(scored, [*self.functions.weights])
+        return samples if self.model is None else self._with_model(self.model, prompts, samples)
+
+    def close(self) -> None:
+        """Ends the functions' worker processes; the next call starts new ones."""
+        for function in self.functions.functions.values():
+            if isinstance(function, IsolatedReward):
+                function.close()
+
+    def _score_own(self, prompts: Prompts, own: Answers) -> list[Sample]:
+        asked = prompts.select([row for row, _ in own])
+        ids = [completion.token_ids for _, completion in own]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        scored = self.functions.score(asked.texts, texts, ids, asked.columns)
+        weights = self.functions.weights
+        return [
+            Sample(row, c, weighted_sum(parts, weights), parts) for (row, c), parts in zip(own, scored, strict=True)
+        ]
+
+    def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: list[Sample]) -> list[Sample]:
+        scores = model.score(prompts, [(sample.row, sample.completion) for sample in samples])
+        return [
+            replace(
+                sample, parts={**sample.parts, "model": score},
+                reward=None if sample.reward is None else sample.reward + self.model_weight * score,
+            )
+            for sample, score in zip(samples, scores, strict=True)
+        ]  # fmt: skip
+
+
+class RewardModelScorer:
+    """Scores prompt and completion as one text, at its last token.
+
+    A model with the policy's vocabulary sees the policy's own tokens; another one gets the text, tokenized anew.
+
+    Args:
+        path: folder of the reward model: sequence classification with one label.
+        config: of the policy's engine; the model runs the same way, without adapters.
+        tokenizer: of the policy.
+
+    Raises:
+        ValueError: the folder cannot be used.
+    """
+
+    def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        own = load_tokenizer(path)
+        self.policy_tokenizer = tokenizer
+        self.tokenizer = None if own.get_vocab() == tokenizer.get_vocab() else own
+        self.engine = FSDPEngine(path, config.model_copy(update={"lora": None}), head="score").initialize()
+
+    def score(self, prompts: Prompts, answers: Answers) -> list[float]:
+        """The scores of the completions of all ranks, which every rank must ask for together.
+
+        Raises:
+            ValueError: a text is longer than the token cap.
+        """
+        if not answers:
+            return []
+        if self.tokenizer is None:
+            sequences = [[*prompts.token_ids[row], *completion.token_ids] for row, completion in answers]
+        else:
+            ids = [completion.token_ids for _, completion in answers]
+            texts = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
+            pairs = [prompts.texts[row] + text for (row, _), text in zip(answers, texts, strict=True)]
+            sequences = [self.tokenizer.encode(pair, add_special_tokens=False) for pair in pairs]
+        return self.engine.score(Batch.from_samples(sequences, [[] for _ in sequences])).tolist()
+
+
+def _functions(config: Config) -> WeightedRewards:
+    """The functions that the configuration names, loaded or with their workers."""
+    reward, task = config.reward, config.data.task
+    if reward.function is None:
+        scoring = {} if task is None or reward.model is not None else {task: reasoning_gym_reward(task)}
+        return WeightedRewards(scoring, dict.fromkeys(scoring, 1.0))
+    weights = {reward.function: 1.0} if isinstance(reward.function, str) else reward.function
+    if reward.timeout_s is None:
+        return WeightedRewards({spec: load_reward(spec) for spec in weights}, weights)
+    isolated = {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in weights}
+    return WeightedRewards(isolated, weights)

@@ -1,0 +1,187 @@
+"""What a run learns from its rollouts: advantage estimator, policy loss, and coefficients that adapt."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlft_fast.config import AlgorithmConfig
+from rlft_fast.data import Batch
+from rlft_fast.ops.packing import segment_sum
+from rlft_fast.plugins import find_function, function_name, parameter_names
+from rlft_fast.rl import (
+    ADVANTAGES,
+    AdaptiveEntropy,
+    AdaptiveKL,
+    PolicyLoss,
+    clip_cov_tokens,
+    compute_advantages,
+    correction_weights,
+    high_entropy_tokens,
+    kl_cov_tokens,
+    kl_estimate,
+    reward_with_kl,
+)
+
+_SELECTIONS = ("clip-cov", "kl-cov")
+
+
+class Objective:
+    """The methods that a configuration names, found and checked once.
+
+    Args:
+        config: names and coefficients.
+        max_new_tokens: most tokens of a completion.
+        has_critic: whether batches have values.
+
+    Attributes:
+        advantage: the estimator.
+
+    Raises:
+        ValueError: an unknown method or option, or a method reads what the run does not have.
+    """
+
+    def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False) -> None:
+        self.config = config
+        self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
+        self._loss = PolicyLoss(
+            loss=config.policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
+            entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
+            kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
+        )  # fmt: skip
+        self._kl: AdaptiveKL | None = None
+        if config.kl_target is not None:
+            self._kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+        self._entropy: AdaptiveEntropy | None = None
+        if config.entropy_target is not None:
+            self._entropy = AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_step)
+        self._check_fields(has_critic)
+
+    # ---- what it needs ------------------------------------------------------------------------------------------
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether a greedy answer to every prompt is the baseline."""
+        return "baseline_B" in parameter_names(self.advantage)
+
+    @property
+    def outputs(self) -> tuple[Literal["logprob", "entropy"], ...]:
+        """What is read of the policy that starts the update; without its log-probabilities the sampler's stand in."""
+        reads_entropy = self.config.high_entropy_share < 1.0 or "entropy_T" in parameter_names(self.advantage)
+        if self.config.rollout_correction == "bypass":
+            return ("entropy",) if reads_entropy else ()
+        return ("logprob", "entropy") if reads_entropy else ("logprob",)
+
+    def _check_fields(self, has_critic: bool) -> None:
+        missing = {"sum_prob_squared_T": "the engine does not compute it in a run"}
+        if not has_critic:
+            missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
+        if not self.config.kl_coef:
+            missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
+        if self.config.policy_loss not in _SELECTIONS:
+            missing["selected_T"] = "it is made for clip-cov and kl-cov alone"
+        for what, function in (("advantage", self.advantage), ("policy loss", self._loss.loss)):
+            assert callable(function)
+            for name in parameter_names(function):
+                if name in missing:
+                    raise ValueError(f"{what} {function_name(function)} reads {name}: {missing[name]}")
+
+    # ---- what it makes ------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch, seed: int = 0) -> Batch:
+        """Fills in rewards and advantages, corrected and masked.
+
+        Args:
+            batch: the whole rollout with the log-probabilities (entropies, values) of the models.
+            seed: of the choice of tokens by clip-cov.
+
+        Raises:
+            ValueError: the batch lacks a field that a method reads.
+        """
+        config = self.config
+        batch = compute_advantages(self._with_rewards(batch), self.advantage, gamma=config.gamma, lam=config.lam)
+        batch = self._with_selection(batch, seed)
+        assert batch.advantage_T is not None
+        # A factor on the advantage is one on the policy loss, and leaves entropy bonus, penalty and critic alone.
+        return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
+
+    def _with_rewards(self, batch: Batch) -> Batch:
+        """Rewards per token and per sequence, both with the divergence where it is penalised in the reward."""
+        assert batch.reward_B is not None
+        config, kl_T = self.config, torch.zeros(batch.num_tokens)
+        penalized = bool(config.kl_coef) and config.kl_in == "reward"
+        if penalized:
+            assert batch.old_logprob_T is not None
+            assert batch.ref_logprob_T is not None
+            kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
+        reward_T = reward_with_kl(batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef)
+        reward_B = segment_sum(reward_T, batch.cu_seqlens) if penalized else batch.reward_B
+        return batch.replace(reward_T=reward_T, reward_B=reward_B)
+
+    def _with_selection(self, batch: Batch, seed: int) -> Batch:
+        """The tokens that clip-cov and kl-cov treat apart."""
+        if self.config.policy_loss not in _SELECTIONS:
+            return batch
+        assert batch.old_logprob_T is not None
+        assert batch.advantage_T is not None
+        tensors = (batch.old_logprob_T, batch.advantage_T, batch.loss_mask_T)
+        if self.config.policy_loss == "clip-cov":
+            return batch.replace(selected_T=clip_cov_tokens(*tensors, seed=seed))
+        return batch.replace(selected_T=kl_cov_tokens(*tensors))
+
+    def _weights(self, batch: Batch) -> Tensor:
+        """(T,) factor on the policy loss of each token."""
+        config, weight_T = self.config, batch.loss_mask_T.float()
+        if config.high_entropy_share < 1.0:
+            assert batch.entropy_T is not None
+            weight_T *= high_entropy_tokens(batch.entropy_T, batch.loss_mask_T, config.high_entropy_share)
+        if config.rollout_correction not in ("none", "bypass"):
+            assert batch.old_logprob_T is not None
+            bounds = {"low": config.correction_low, "high": config.correction_high}
+            weight_T *= correction_weights(
+                config.rollout_correction, batch.old_logprob_T, batch.rollout_logprob_T, batch.loss_mask_T,
+                batch.cu_seqlens, **{name: value for name, value in bounds.items() if value is not None},
+            )  # fmt: skip
+        return weight_T
+
+    # ---- coefficients -------------------------------------------------------------------------------------------
+
+    @property
+    def _kl_coef(self) -> float:
+        return self.config.kl_coef if self._kl is None else self._kl.coef
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The loss with its coefficients as they are now."""
+        loss = self._loss
+        if self._kl is not None and loss.kl_coef:
+            loss = replace(loss, kl_coef=self._kl.coef)
+        return loss if self._entropy is None else replace(loss, entropy_coef=self._entropy.coef)
+
+    def after_rollout(self, metrics: dict[str, float], num_sequences: int) -> dict[str, float]:
+        """Adapts the weight of the penalty; returns its metric."""
+        if self._kl is None:
+            return {}
+        if "ref_kl" in metrics:
+            self._kl.update(metrics["ref_kl"], num_sequences)
+        return {"kl_coef": self._kl.coef}
+
+    def after_optimizer_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adapts the weight of the entropy bonus; returns its metric."""
+        if self._entropy is None:
+            return {}
+        self._entropy.update(metrics["entropy"])
+        return {"entropy_coef": self._entropy.coef}
+
+    def state(self) -> dict[str, Any]:
+        """The coefficients, as JSON for a checkpoint."""
+        controllers = {"kl": self._kl, "entropy": self._entropy}
+        return {name: vars(controller) for name, controller in controllers.items() if controller is not None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Coefficients that a checkpoint kept; targets and steps are those of the configuration."""
+        if self._kl is not None and "kl" in state:
+            self._kl.coef = state["kl"]["coef"]
+        if self._entropy is not None and "entropy" in state:
+            self._entropy.coef, self._entropy.weight = state["entropy"]["coef"], state["entropy"]["weight"]

@@ -1,0 +1,32 @@
+"""A reward function that does what the completion says."""
+
+import os
+import time
+
+
+def obey(prompts, completions, completion_ids, answer, **columns):
+    (what,) = completions  # one sample at a time
+    print("what a function prints must not get in the way")
+    if what == "hang":
+        time.sleep(60)
+    if what == "exit":
+        os._exit(3)
+    if what == "raise":
+        raise KeyError("judge")
+    if what == "none":
+        return [None]
+    return [len(what) + answer[0] + len(completion_ids[0]) / 10]
+
+
+def exit_for_sun(prompts, completion_ids, **columns):
+    if "sun" in prompts:
+        os._exit(9)
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def count_calls(completions, **columns):
+    count_calls.calls += 1
+    return [float(count_calls.calls)]
+
+
+count_calls.calls = 0

@@ -1,0 +1,60 @@
+"""Functions in worker processes: whatever one does to a sample, the others have their rewards."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rlft_fast.rewards import IsolatedReward
+
+HERE = Path(__file__).parent / "misbehaving.py"
+
+
+@pytest.fixture
+def isolated():
+    made = []
+
+    def make(name: str, **options) -> IsolatedReward:
+        made.append(IsolatedReward(f"{HERE}:{name}", **options))
+        return made[-1]
+
+    yield make
+    for reward in made:
+        reward.close()
+
+
+def ask(reward: IsolatedReward, completions: list[str]) -> list[float | None]:
+    prompts = ["p"] * len(completions)
+    return reward(prompts=prompts, completions=completions, completion_ids=[[1, 2]] * len(prompts), answer=[5] * 9)
+
+
+# A pair of workers, so that the sleeping one does not keep the others waiting.
+def test_a_failure_costs_its_sample_alone(isolated):
+    reward = isolated("obey", timeout_s=2.0, num_workers=2)
+    started = time.perf_counter()
+    with pytest.warns(UserWarning, match=r"3 of 9 samples have no reward from .*:obey: no answer within 2 s"):
+        rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "e"])
+    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 6.2]
+    assert time.perf_counter() - started < 30
+
+
+def test_each_failure_says_how(isolated):
+    reward = isolated("obey", timeout_s=5.0)
+    with pytest.warns(UserWarning, match="its process ended with exit code 3"):
+        assert ask(reward, ["exit"]) == [None]
+    with pytest.warns(UserWarning, match="reward function obey raised KeyError"):
+        assert ask(reward, ["raise"]) == [None]
+
+
+def test_a_worker_goes_on_from_sample_to_sample_until_closed(isolated):
+    reward = isolated("count_calls", timeout_s=5.0)
+    assert ask(reward, ["a", "b"]) == [1.0, 2.0]
+    assert ask(reward, ["a"]) == [3.0]
+    reward.close()
+    assert ask(reward, ["a"]) == [1.0]
+    assert ask(reward, []) == []
+
+
+def test_an_unknown_function_is_refused():
+    with pytest.raises(ValueError, match=r"has no function 'obeys' \(did you mean obey"):
+        IsolatedReward(f"{HERE}:obeys", timeout_s=1.0)

@@ -1,0 +1,32 @@
+import pytest
+
+from rlft_fast.rewards import RewardError, WeightedRewards, overlong_penalty, weighted_sum
+
+
+def level(level, **columns):
+    return level
+
+
+def half(prompts, **columns):
+    return [0.5, None]
+
+
+def test_parts_and_their_weighted_sum():
+    rewards = WeightedRewards({"level": level, "half": half}, {"level": 2.0, "half": -1.0})
+    parts = rewards.score(["a", "b"], ["", ""], [[1], [1]], {"level": [3, 4]})
+    assert parts == [{"level": 3.0, "half": 0.5}, {"level": 4.0, "half": None}]
+    assert [weighted_sum(part, rewards.weights) for part in parts] == [5.5, None]
+    assert weighted_sum({}, {}) == 0.0
+
+
+def test_a_failing_function_is_named():
+    rewards = WeightedRewards({"half": half, "level": level}, {"half": 1.0, "level": 1.0})
+    with pytest.raises(RewardError, match="reward function level raised TypeError"):
+        rewards.score(["a", "b"], ["", ""], [[1], [1]], {})
+
+
+# Of 100 tokens the last 20 are the buffer.
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0.0), (80, 0.0), (85, 0.25), (100, 1.0), (120, 1.0)])
+def test_overlong_penalty(num_tokens, expected):
+    assert overlong_penalty(num_tokens, 100, 20) == expected
+    assert overlong_penalty(num_tokens, 100, 0) == 0.0

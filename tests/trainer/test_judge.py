@@ -1,0 +1,93 @@
+"""Rewards in a run: several functions, functions in worker processes, a reward model."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.data.prompts import Prompts
+from rlft_fast.rollout import Completion
+from rlft_fast.trainer import train
+from rlft_fast.trainer.judge import RewardModelScorer
+from tests.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tokenizer
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config
+
+MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward-model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=1, pad_token_id=PAD_TOKEN_ID, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def samples_of(model, folder, **changes) -> list[dict]:
+    train(toy_config(model, folder, steps=1, **changes))
+    return read_lines(folder / "run" / "samples.jsonl")
+
+
+def test_several_functions_with_weights(model, tmp_path):
+    parts = {f"{HERE}:even_share": 2.0, f"{HERE}:length": -0.5, f"{HERE}:not_for_sun": 0.0}
+    rows = samples_of(model, tmp_path, reward__function=parts, rollout__prompts_per_step=10)
+    assert len({row["reward"] for row in rows}) > 3
+    for row in rows:
+        even, length, other = (row["parts"][name] for name in parts)
+        if row["prompt"] == "sun":
+            assert (other, row["reward"]) == (None, None)
+        else:
+            assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length)
+
+
+def test_functions_in_worker_processes(model, tmp_path):
+    changes = {"reward__function": f"{MISBEHAVING}:exit_for_sun", "reward__timeout_s": 20}
+    with pytest.warns(UserWarning, match="its process ended with exit code 9"):
+        rows = samples_of(model, tmp_path, rollout__prompts_per_step=10, **changes)
+    assert all((row["reward"] is None) == (row["prompt"] == "sun") for row in rows)
+    assert comparable(tmp_path / "run")[0]["left_out_share"] == pytest.approx(0.1)
+
+
+def test_a_reward_model_is_a_part_with_a_weight(model, reward_model, tmp_path):
+    changes = {"reward": {"model": str(reward_model), "model_weight": 0.5, "function": f"{HERE}:even_share"}}
+    rows = samples_of(model, tmp_path, **changes)
+    for row in rows:
+        assert row["reward"] == pytest.approx(row["parts"][f"{HERE}:even_share"] + 0.5 * row["parts"]["model"])
+    assert np.std([row["parts"]["model"] for row in rows]) > 0.01
+
+
+# With the policy's vocabulary tokens are what they were, also where their text would be tokenized differently.
+@pytest.mark.parametrize("same_vocabulary", [True, False])
+def test_a_reward_model_scores_as_transformers_does(model, reward_model, same_vocabulary):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if not same_vocabulary:
+        tokenizer.add_tokens(["<another>"])
+    answers = [(1, Completion([200, 201, 256], [0.0] * 3, "stop")), (0, Completion([65, 66], [0.0] * 2, "length"))]
+    prompts = Prompts(["ab", "c"], [tokenizer.encode("ab"), tokenizer.encode("c")], {})
+    scores = RewardModelScorer(str(reward_model), EngineConfig(max_tokens=32), tokenizer).score(prompts, answers)
+    sequences = [[*tokenizer.encode("c"), 200, 201, 256], [*tokenizer.encode("ab"), 65, 66]]
+    if not same_vocabulary:
+        own = AutoTokenizer.from_pretrained(reward_model)
+        sequences = [own.encode(tokenizer.decode(ids, skip_special_tokens=True)) for ids in sequences]
+    plain = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
+    expected = [plain(torch.tensor([ids])).logits.item() for ids in sequences]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert abs(scores[0] - scores[1]) > 0.01
+
+
+def test_a_reward_model_alone(model, reward_model, tmp_path):
+    config = toy_config(model, tmp_path, steps=12, rollout__samples_per_prompt=8, reward={"model": str(reward_model)})
+    train(config)
+    rewards = [row["reward_mean"] for row in comparable(tmp_path / "run")]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3])

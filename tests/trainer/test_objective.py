@@ -1,0 +1,172 @@
+"""From a rollout to what is learned: every method runs and learns, and its numbers are those of its equations."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlft_fast.config import AlgorithmConfig
+from rlft_fast.data import Batch
+from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer.objective import Objective
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
+
+OWN = Path(__file__).parent / "my_methods.py"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+def make_batch() -> Batch:
+    """Two prompts with two samples each, of two tokens, sampled at ratios of 1, 2, 4 and 1/8 to the policy."""
+    rollout = [[-1.0, -1.0]] * 4
+    batch = Batch.from_samples(
+        [[1]] * 4, [[2, 3]] * 4, rewards=[1.0, 0.0, 1.0, 0.0], groups=[0, 0, 1, 1], rollout_logprobs=rollout
+    )
+    ratio_T = torch.tensor([1.0, 1, 1, 2, 1, 1, 1, 4, 1, 1, 0.125, 1])
+    return batch.replace(old_logprob_T=(batch.rollout_logprob_T + ratio_T.log()) * batch.loss_mask_T)
+
+
+def advantages(batch: Batch, **options) -> list[float]:
+    prepared = Objective(AlgorithmConfig(advantage="dr-grpo", **options), max_new_tokens=2).prepare(batch)
+    return prepared.advantage_T[batch.loss_mask_T].tolist()
+
+
+def test_corrections_are_factors_on_the_advantage():
+    plain = [0.5, 0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]
+    assert advantages(make_batch()) == plain
+    assert advantages(make_batch(), rollout_correction="bypass") == plain
+    weights = [1, 1, 2, 1, 1, 2, 1, 0.125]
+    expected = [a * w for a, w in zip(plain, weights, strict=True)]
+    assert advantages(make_batch(), rollout_correction="token-truncate") == pytest.approx(expected)
+    masked = advantages(make_batch(), rollout_correction="token-mask", correction_low=0.1, correction_high=2.0)
+    assert masked == pytest.approx([0.5, 0.5, -1, -0.5, 0.5, 0, -0.5, -0.0625])
+
+
+def test_learning_from_uncertain_tokens_alone():
+    batch = make_batch()
+    batch = batch.replace(entropy_T=torch.arange(12.0))
+    learned = advantages(batch, high_entropy_share=0.5)
+    assert learned == [0, 0, 0, 0, 0.5, 0.5, -0.5, -0.5]
+
+
+def test_covariance_losses_select_tokens():
+    """Log-ratios have mean 0, so the covariance of ln 4 is 0.5 ln 4 = 0.69, and that of -ln 8 is 0.5 ln 8 = 1.04."""
+    for name in ("kl-cov", "clip-cov"):
+        config = AlgorithmConfig(advantage="dr-grpo", policy_loss=name)
+        selected_T = Objective(config, max_new_tokens=2).prepare(make_batch(), seed=1).selected_T
+        assert selected_T.nonzero().item() == 10  # the largest, and the only one of at least 1
+
+
+def test_divergence_in_the_reward_of_sequences():
+    """0.5 x the sum of log-ratios, which is 0 but for ln 2 and ln 4 and -ln 8."""
+    batch = make_batch()
+    batch = batch.replace(ref_logprob_T=batch.rollout_logprob_T)
+    found = advantages(batch, kl_coef=0.5, kl_in="reward", kl_estimator="k1")
+    first, second = (1.0 + 0.5 * np.log(2)) / 2, (1.0 - 0.5 * np.log(4) - 0.5 * np.log(8)) / 2
+    assert found == pytest.approx([first, first, -first, -first, second, second, -second, -second], abs=1e-6)
+
+
+def test_coefficients_survive_as_json():
+    config = AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=100, entropy_coef=0.01, entropy_target=0.5)
+    objective, restored = Objective(config, 8), Objective(config, 8)
+    assert objective.policy_loss.kl_coef == 0.1
+    assert objective.after_rollout({"ref_kl": 1.0}, num_sequences=100) == {"kl_coef": pytest.approx(0.12)}
+    assert objective.after_optimizer_step({"entropy": 0.6}) == {"entropy_coef": 0.0}
+    assert objective.policy_loss.kl_coef == pytest.approx(0.12)
+    restored.load_state(objective.state())
+    assert restored.policy_loss == objective.policy_loss
+    assert restored.after_optimizer_step({"entropy": 0.4}) == objective.after_optimizer_step({"entropy": 0.4})
+    assert objective.policy_loss.entropy_coef == pytest.approx(0.01)  # a step down, and up again
+    assert Objective(AlgorithmConfig(), 8).state() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantage": f"{OWN}:centred"}, r"has no function 'centred' \(did you mean centered"),
+        ({"advantage": "optimal-token"}, "reads sum_prob_squared_T: the engine does not compute it"),
+        ({"advantage": "gae"}, "whitened_gae reads value_T: it needs a critic"),
+        ({"policy_loss": f"{OWN}:without_reward"}, "without_reward reads value_T: it needs a critic"),
+        ({"policy_loss": "cispo", "loss_options": {"max_ratio": 2.0}}, "cispo has no option 'max_ratio'"),
+    ],
+)
+def test_unusable_methods_are_refused_before_anything_runs(options, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(AlgorithmConfig(**options), max_new_tokens=8)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def run(model, folder, **changes) -> list[dict]:
+    train(toy_config(model, folder, **changes))
+    return comparable(folder / "run")
+
+
+METHODS = {
+    "rloo": {"advantage": "rloo"},
+    "dr-grpo": {"advantage": "dr-grpo", "aggregation": "constant"},
+    "reinforce++": {"advantage": "reinforce++", "kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce++-baseline": {"advantage": "reinforce++-baseline"},
+    "remax": {"advantage": "remax"},  # one noisy baseline, nothing scaled: slower
+    "gspo": {"policy_loss": "gspo", "aggregation": "sequence-mean", "mini_batches": 2},
+    "kl-cov": {"policy_loss": "kl-cov", "mini_batches": 2, "high_entropy_share": 0.5},
+    "own": {"advantage": f"{OWN}:centered", "policy_loss": f"{OWN}:unclipped", "loss_options": {"strength": 2.0}},
+    "bypass": {"rollout_correction": "bypass"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_learns(name, model, tmp_path):
+    options = {f"algorithm__{key}": value for key, value in METHODS[name].items()}
+    rows = run(model, tmp_path, steps=20 if name == "remax" else 10, rollout__samples_per_prompt=8, **options)
+    rewards = [row["reward_mean"] for row in rows]
+    assert abs(np.mean(rewards[:2]) - 0.5) < 0.12
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15
+    assert ("mismatch_k3" in rows[0]) == (name != "bypass")
+
+
+def test_adaptive_coefficients_continue_after_a_checkpoint(model, tmp_path):
+    options = {
+        "algorithm__kl_coef": 0.1, "algorithm__kl_target": 0.01, "algorithm__kl_horizon": 64,
+        "algorithm__entropy_coef": 0.01, "algorithm__entropy_target": 3.0, "checkpoint__every": 2,
+    }  # fmt: skip
+    whole = run(model, tmp_path / "whole", steps=4, **options)
+    assert whole[0]["kl_coef"] != whole[3]["kl_coef"] != 0.1
+    config = toy_config(model, tmp_path / "cut", steps=4, **options)
+    trainer = PPOTrainer(config)
+    stop_after_two = lambda step, metrics: setattr(trainer, "stop_requested", step == 2)  # noqa: E731
+    log_metrics, trainer.log.metrics = trainer.log.metrics, lambda *a: (log_metrics(*a), stop_after_two(*a))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    train(config, resume=True)
+    assert comparable(tmp_path / "cut" / "run") == whole
+
+
+def test_truncated_samples_teach_nothing(model, tmp_path):
+    row = run(model, tmp_path, steps=1, rollout__max_new_tokens=2, algorithm__mask_truncated=True)[0]
+    assert row["truncated_share"] == 1.0
+    assert "loss" not in row
+
+
+def test_refills_until_enough_prompts_can_be_learned_from(model, tmp_path):
+    """Half of the prompts always get equal rewards."""
+    words = [{"prompt": word} for word in ("sun", "moon", "star", "rain", "hill", "lake", "tree", "leaf")]
+    data = write_rows(tmp_path / "words.jsonl", words)
+    options = {
+        "data__path": str(data), "algorithm__skip_equal_groups": True, "algorithm__max_refills": 3,
+        "reward__function": f"{HERE}:even_share_of_some",
+    }  # fmt: skip
+    rows = run(model, tmp_path, steps=3, **options)
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    for step, row in enumerate(rows, start=1):
+        prompts = [s["prompt"] for s in samples if s["step"] == step][::4]
+        signal = [word in ("hill", "lake", "tree", "leaf") for word in prompts]
+        assert 4 < len(prompts) <= 16
+        assert sum(signal) >= 4 or len(prompts) == 16
+        assert sum(signal[:-4]) < 4  # without its last refill it had too few
+        assert row["grad_norm"] > 0
