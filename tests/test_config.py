@@ -13,6 +13,7 @@ import rlft_fast
 from rlft_fast import config as config_module
 from rlft_fast.config import AlgorithmConfig, Config, ConfigError, sections
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
+from rlft_fast.trainer.objective import Objective
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 FULL = MINIMAL | {
@@ -114,6 +115,14 @@ def test_scientific_notation(text, tmp_path, config_file):
     path = tmp_path / "in_file.yaml"
     path.write_text(f"{config_file.read_text()}actor:\n  optimizer:\n    learning_rate: {text}\n")
     assert Config.load(path).actor.optimizer.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "examples").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_examples(path):
+    config = Config.load(path)
+    Objective(config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -46,6 +46,15 @@ def test_ops(tmp_path, monkeypatch):
     run_examples(ROOT / "docs" / "ops.md", names)
 
 
+def test_methods():
+    names: dict[str, Any] = {}
+    run_examples(ROOT / "docs" / "methods.md", names)
+    assert names["batch"].advantage_T.tolist() == [1, 1, 0, 0, 0, 0]
+    logprob_T, advantage_T = torch.full((2,), -1.0), torch.tensor([1.0, -1.0])
+    fields = {"old_logprob_T": logprob_T, "advantage_T": advantage_T, "loss_weight_T": torch.ones(2)}
+    assert names["loss"].per_token(logprob_T, torch.ones(2), *fields.values()).tolist() == pytest.approx([-1.01, 0.19])
+
+
 def torchrun_examples(rank: int) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}

@@ -109,7 +109,7 @@ def test_help_shows_types_bounds_and_defaults():
     assert meaning["--data.path"].endswith("(text or null; default null)")
     assert meaning["--data.chat"].endswith("(true or false; default true)")
     assert meaning["--algorithm.gamma"].endswith("(number >= 0, <= 1; default 1.0)")
-    assert meaning["--algorithm.advantage"].endswith("(grpo | gae; default grpo)")
+    assert meaning["--algorithm.kl_in"].endswith("(loss | reward; default loss)")
     assert meaning["--actor.optimizer.betas"].endswith("([number, number]; default [0.9, 0.999])")
     assert meaning["--actor.optimizer.max_grad_norm"].endswith("(number >= 0 or null; default 1.0)")
 

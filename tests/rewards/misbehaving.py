@@ -24,6 +24,10 @@ def exit_for_sun(prompts, completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+def count_tokens(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
 def count_calls(completions, **columns):
     count_calls.calls += 1
     return [float(count_calls.calls)]

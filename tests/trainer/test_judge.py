@@ -1,17 +1,21 @@
 """Rewards in a run: several functions, functions in worker processes, a reward model."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data.prompts import Prompts
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import RewardModelScorer
+from tests.distributed import run_distributed
 from tests.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tokenizer
-from tests.trainer.toy import HERE, comparable, read_lines, toy_config
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
 
@@ -91,3 +95,40 @@ def test_a_reward_model_alone(model, reward_model, tmp_path):
     train(config)
     rewards = [row["reward_mean"] for row in comparable(tmp_path / "run")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
+
+
+def on_two_processes(rank: int, *folders: Path) -> None:
+    torch.set_num_threads(1)
+    for folder in folders:
+        train(Config.load(folder / "config.yaml"))
+
+
+@pytest.mark.dist
+def test_two_processes(model, reward_model, tmp_path):
+    """Greedy baselines, a reward model and worker processes; refills, of which both processes need the same number."""
+    weights = {f"{HERE}:even_share": 2.0, f"{MISBEHAVING}:count_tokens": -0.5}
+    runs = {
+        "remax": {
+            "reward": {"function": weights, "model": str(reward_model), "timeout_s": 60, "workers": 1},
+            "algorithm": {"advantage": "remax", "kl_coef": 0.01, "kl_in": "reward"},
+        },
+        "refills": {
+            "reward__function": f"{HERE}:even_share_of_some",
+            "algorithm": {"skip_equal_groups": True, "max_refills": 2, "rollout_correction": "sequence-mask"},
+        },
+    }
+    for name, changes in runs.items():
+        values = toy_values(model, tmp_path / name, steps=2, **changes)
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(values))
+    run_distributed(on_two_processes, 2, *(tmp_path / name for name in runs))
+
+    samples = read_lines(tmp_path / "remax" / "run" / "samples.jsonl")
+    assert len(samples) == 2 * 16
+    for row in samples:
+        even, length, score = (row["parts"][name] for name in (*weights, "model"))
+        assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length + score)
+    for name in runs:
+        rows = comparable(tmp_path / name / "run")
+        assert [row["step"] for row in rows] == [1, 2]
+        assert all(row["grad_norm"] > 0 and row["mismatch_max"] < 1e-4 for row in rows)
+        assert rows[0]["ratio_max"] == 1.0
