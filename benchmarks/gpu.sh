@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, on a bare machine with CUDA, nvcc and torch; the most telling parts first.
 #
-#   benchmarks/gpu.sh [all | build | test | bench | small | peers | sanitize] [OUTPUT_FOLDER]
+#   benchmarks/gpu.sh [all | build | test | bench | engine | small | peers | sanitize] [OUTPUT_FOLDER]
 #
 # Needs no network where torch, transformers, pytest, hypothesis, pybind11 and ninja are installed; peers that are not
-# installed are named in the report. Each part has a time limit, so that `all` ends within ten minutes and a part that
-# hangs does not take the others' results with it.
+# installed are named in the report. What was fastest lands in OUTPUT_FOLDER/fastest_backend.json: `backend="auto"` takes
+# it from rlft_fast/ops/fastest_backend.json, once it is copied there. Each part has a time limit, so that a part that
+# hangs does not take the others' results with it; `engine` is not in `all`, which ends within ten minutes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-all}
@@ -27,7 +28,7 @@ run() {  # run NAME SECONDS COMMAND...
 }
 
 report() {  # report NAME T D V
-  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output"
+  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output" --fastest "$output/fastest_backend.json"
 }
 export -f report
 export output
@@ -46,4 +47,5 @@ sanitize() {
 export -f sanitize
 export small_tests
 run sanitize 90 bash -c 'sanitize memcheck && sanitize racecheck'
+[[ $part == engine ]] && run engine 300 python3 -m benchmarks.bench_engine_gpu --output "$output"
 exit $status

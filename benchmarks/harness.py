@@ -214,13 +214,19 @@ def extra_bytes_of(run: Callable[[], object]) -> int:
         outputs = run()
         return torch.cuda.max_memory_allocated() - before - output_bytes(outputs)
     _LIBC.malloc_trim(0)
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM
+    before = status_bytes("VmRSS")
+    reset_peak()
     outputs = run()
-    return _status_bytes("VmHWM") - before - output_bytes(outputs)
+    return status_bytes("VmHWM") - before - output_bytes(outputs)
 
 
-def _status_bytes(key: str) -> int:
+def reset_peak() -> None:
+    """Lets VmHWM start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(key: str) -> int:
+    """VmRSS, the resident set of this process, or VmHWM, its peak."""
     match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024

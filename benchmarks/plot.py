@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from benchmarks.harness import Measurement, Results
 from benchmarks.ways import OURS
 
-_OURS_COLOR, _PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#d1495b", "#b8c0cc", "#1f2d3d", "#1f2d3d"
+OURS_COLOR, _PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#d1495b", "#b8c0cc", "#1f2d3d", "#1f2d3d"
 _STYLE = {
     "font.size": 9,
     "text.color": _TEXT_COLOR,
@@ -60,7 +60,7 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
 
 
 def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], label: str) -> None:
-    colors = [_OURS_COLOR if way == OURS else _PEER_COLOR for way in ways]
+    colors = [OURS_COLOR if way == OURS else _PEER_COLOR for way in ways]
     bars = axes.barh(list(ways), list(values.values()), color=colors, height=0.72)
     labels = axes.bar_label(bars, [label.format(value) for value in values.values()], padding=4, fontsize=8)
     for text in labels:  # readable where a line passes behind it

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning
+from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest, scaling
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
 from benchmarks.ways import DTYPE, OURS
+from rlft_fast.ops.backends import device_name, dtype_name
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "triton")
@@ -33,8 +35,10 @@ and dW, although ways that keep the logits need them once; for `frozen head` log
 and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
-upstream gradient is random. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing is
-held against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
+upstream gradient is random. On the CPU, threads and bfloat16 are compared at a quarter of the rows, each beside the
+bare float32 GEMMs on as many threads, which are what bfloat16 runs on there. `pytest benchmarks` checks that all ways
+of a task compute the same numbers. Packing is held against a copy of as many bytes, clipping and AdamW against torch's
+`clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
@@ -87,8 +91,9 @@ def run_linear_logprob(shape: tuple[int, int, int], rounds: int, peer_rounds: in
     return results, scan
 
 
-def floor_s(results: Results, task: str) -> float:
-    gemms = [next(iter(results.ways(f"floor {name}").values())).median_s for name in FLOORS]
+def floor_s(results: Results, task: str, title: Callable[[str], str] = "floor {}".format) -> float:
+    """Seconds of the bare GEMMs of a task, each in its fastest chunks; `title` names them among the results."""
+    gemms = [next(iter(results.ways(title(name)).values())).median_s for name in FLOORS]
     return sum(count * seconds for count, seconds in zip(FLOOR_COUNTS[task], gemms, strict=True))
 
 
@@ -105,10 +110,10 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
                 ratio = ours.median_s / floor_s(results, task)
                 yield Bar(f"{case}: time / floor", ratio, limits.get(task, DEFAULT_MAX_RATIO))
     for task in ("PPO loss", "cross-entropy loss"):
-        (_, ours), *peers = sorted(results.ways(task).items(), key=lambda row: row[0] != OURS)
-        if peers:
-            name, fastest = peers[0]
-            yield Bar(f"{task}: fastest peer ({name}) / ours", fastest.median_s / ours.median_s, 1, at_most=False)
+        ways = results.ways(task)
+        if peers := [(name, m) for name, m in ways.items() if not name.startswith(OURS)]:
+            name, peer = peers[0]
+            yield Bar(f"{task}: fastest peer ({name}) / ours", peer.median_s / ways[OURS].median_s, 1, at_most=False)
     for task in ("forward + backward", "PPO loss"):
         half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
         yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
@@ -207,6 +212,21 @@ def scan_table(scan: Results) -> str:
     return table(("rows x columns", *(f"{name}, {UNIT}" for name in FLOORS)), rows)
 
 
+def scaling_table(results: Results) -> str:
+    """Times on one thread and more, beside the GEMMs on as many."""
+    rows = []
+    for dtype, tasks in scaling.TASKS_BY_DTYPE.items():
+        for task in tasks:
+            alone = results[f"{scaling.title(task, dtype, 1)} | {OURS}"]
+            for threads in scaling.THREADS:
+                name = scaling.title(task, dtype, threads)
+                ours = results[f"{name} | {OURS}"]
+                floor = floor_s(results, task, partial(scaling.floor_title, threads=threads))
+                ratios = f"{ours.median_s / floor:.2f}", f"{alone.median_s / ours.median_s:.2f}"
+                rows.append((name, duration(ours), f"{UNITS_PER_SECOND * floor:.{DECIMALS}f}", *ratios))
+    return table(("what", f"time, {UNIT}", f"floor, {UNIT}", "time / floor", "speed-up"), rows)
+
+
 def small_table(results: Results) -> str:
     rows = [
         (name.replace(" |", ":"), f"{1e3 * m.median_s:.1f} ± {1e3 * m.iqr_s:.1f}")
@@ -216,8 +236,9 @@ def small_table(results: Results) -> str:
 
 
 def markdown(
-    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, small: Results
-) -> str:
+    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, scaled: Results,
+    small: Results,
+) -> str:  # fmt: skip
     tasks = dict.fromkeys(n.split(" | ")[0] for n in results.measured if not n.startswith("floor"))
     parts = [
         f"# Benchmarks on the {DEVICE.type.upper()}",
@@ -227,6 +248,8 @@ def markdown(
     parts += ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
+    if scaled.measured:
+        parts += [f"## Threads and bfloat16, at {scaling.SHAPE}", scaling_table(scaled)]
     parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing, planning and AdamW", small_table(small)]
     return "\n\n".join(parts) + "\n"
 
@@ -247,13 +270,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
     parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
+    parser.add_argument(
+        "--fastest", type=Path, help="on a GPU: the file that is told which backend was fastest, for backend='auto'"
+    )
     parser.add_argument("--name", default=DEVICE.type, help="the report is NAME.md, NAME.json and NAME.png")
     args = parser.parse_args()
+    if args.fastest and DEVICE.type == "cpu":
+        parser.error("--fastest compares the backends of a GPU, and there is none")
 
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
+    scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
     small = clock([*bench_packing.suite(), *bench_planning.suite(), *bench_adamw.suite()], Results(), rounds=9)
     bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small), *adamw_bars(small)]
     method = METHOD.format(
@@ -261,11 +290,13 @@ def main() -> None:
         device_method=DEVICE_METHOD[DEVICE.type],
     )  # fmt: skip
     method = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in method.split("\n\n"))
-    text = markdown(args.name, facts, method, bars, results, scan, small)
+    text = markdown(args.name, facts, method, bars, results, scan, scaled, small)
 
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / f"{args.name}.md").write_text(text)
-    raw = {name: asdict(part) for name, part in (("linear_logprob", results), ("floor_scan", scan), ("small", small))}
+    raw = {name: asdict(part) for name, part in (
+        ("linear_logprob", results), ("floor_scan", scan), ("scaling", scaled), ("small", small)
+    )}  # fmt: skip
     raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
     (args.output / f"{args.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
     floors = {task: floor_s(results, task) for task in TASKS}
@@ -276,6 +307,8 @@ def main() -> None:
         args.output / f"{args.name}.png",
         f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}",
     )
+    if args.fastest:
+        fastest.write(args.fastest, fastest.entries(results, device_name(DEVICE), dtype_name(DTYPE), shape))
     print(text)
 
 

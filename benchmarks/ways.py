@@ -87,8 +87,8 @@ def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advan
 # ---- log-probabilities ------------------------------------------------------------------------------------------
 
 
-def _ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return linear_logprob(hidden, weight, target).logprob
+def _ours(hidden: Tensor, weight: Tensor, target: Tensor, backend: str = "auto") -> Tensor:
+    return linear_logprob(hidden, weight, target, backend=backend).logprob
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -125,8 +125,19 @@ def _load_liger_scaled() -> LogprobFunction:
     return lambda hidden, weight, target: -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, target)
 
 
+OURS = "rlft_fast"
+# Of these `auto` takes the faster one, on a GPU: see benchmarks/fastest.py.
+COMPARED_BACKENDS = ("native", "triton") if DEVICE.type == "cuda" else ()
+
+
+def backend_way(backend: str) -> str:
+    """Our way with a backend that was asked for by name."""
+    return f"{OURS}, {backend}"
+
+
 _LOGPROB_FUNCTIONS: dict[str, Callable[[], LogprobFunction]] = {
-    "rlft_fast": lambda: _ours,
+    OURS: lambda: _ours,
+    **{backend_way(backend): partial(partial, _ours, backend=backend) for backend in COMPARED_BACKENDS},
     "eager PyTorch": lambda: _eager,
     "torch.compile": lambda: torch.compile(_eager, dynamic=False),
     "cut-cross-entropy": _load_cut_cross_entropy,
@@ -147,9 +158,9 @@ def _logprob_loader(load: Callable[[], LogprobFunction]) -> Callable[[], Way]:
 # ---- the PPO loss -------------------------------------------------------------------------------------------------
 
 
-def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem, backend: str = "auto") -> Tensor:
     per_token = (problem.old_logprob_T, problem.advantage_T)
-    return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token).loss
+    return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token, backend=backend).loss
 
 
 def _ppo_of(function: LogprobFunction) -> Way:
@@ -204,11 +215,10 @@ def _load_cut_cross_entropy_sum() -> Way:
     return lambda hidden, weight, problem: linear_cross_entropy(hidden, weight, problem.target_T, **options)
 
 
-OURS = "rlft_fast"
-
 LOGPROB_WAYS: dict[str, Callable[[], Way]] = {n: _logprob_loader(load) for n, load in _LOGPROB_FUNCTIONS.items()}
 PPO_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_ppo,
+    **{backend_way(backend): partial(partial, _our_ppo, backend=backend) for backend in COMPARED_BACKENDS},
     "eager PyTorch": lambda: _ppo_of(_eager),
     "torch.compile": lambda: torch.compile(_ppo_of(_eager), dynamic=False),
     "cut-cross-entropy": lambda: _ppo_of(_load_cut_cross_entropy()),

@@ -15,7 +15,7 @@ PyMODINIT_FUNC PyInit__C(void) {
 
 STABLE_TORCH_LIBRARY(rlft_fast, m) {
   // linear_logprob: what happens between the GEMMs, on one (rows, columns) tile of raw logits.
-  // The math is in csrc/cpu/logprob.cpp. Results of the tile's shape may replace the logits, where dtypes allow it.
+  // The math is in csrc/cpu/logprob_rows.cpp. Results of the tile's shape may replace the logits, where dtypes allow it.
   m.def(
       "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "

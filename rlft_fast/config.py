@@ -65,8 +65,8 @@ class LoraConfig(Section):
     """Names of the linear layers, as peft takes them; all-linear: every one in the blocks. lm_head: the head, too."""
 
 
-class EngineConfig(Section):
-    """One model with its optimizer."""
+class ModelConfig(Section):
+    """How a model is held in memory and run."""
 
     max_tokens: PositiveInt = 16384
     """Most tokens of one micro-batch; must hold the longest sequence."""
@@ -80,8 +80,8 @@ class EngineConfig(Section):
     """Give a block's gathered weights back after its forward pass; false saves communication and costs memory."""
     wrap: tuple[str, ...] | None = None
     """Classes of the blocks whose weights are gathered together; null: found by the model's structure."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
     compile: bool = False
     """Compile each block by torch.compile."""
     cpu_offload: bool = False
@@ -90,12 +90,6 @@ class EngineConfig(Section):
     """Keep weights and optimizer state in CPU memory while another model or the rollout has the GPU."""
     workspace_mib: PositiveInt | None = None
     """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
-    sequence_parallel: PositiveInt = 1
-    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW, clipping and schedule."""
 
     @field_validator("shard_size")
     @classmethod
@@ -105,12 +99,25 @@ class EngineConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _dtypes(self) -> Self:
+    def _memory(self) -> Self:
         if self.param_dtype == "bfloat16" and self.compute_dtype == "float32":
             raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16: float32 cannot be gathered from it")
         if self.cpu_offload and self.offload_between_phases:
             raise ValueError("cpu_offload keeps everything on the CPU already: leave offload_between_phases out")
         return self
+
+
+class EngineConfig(ModelConfig):
+    """One model with its optimizer."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch and not once a step: sends more, but no rank holds whole gradients."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, clipping and schedule."""
 
 
 class CriticConfig(EngineConfig):
@@ -168,9 +175,30 @@ class RewardConfig(Section):
     """Subtracted at the end of overlong_buffer."""
 
 
+class VLLMConfig(Section):
+    """vLLM as the generator."""
+
+    process: Literal["colocated", "separate"] = "colocated"
+    """In the training processes themselves, or in a process beside each, which weights are sent to."""
+    transfer: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    """How weights are sent to a separate process; auto: ipc on GPUs, shared_memory on CPUs."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one copy of the generator."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of a GPU's memory for the generator's weights and key-value cache."""
+    cpu_cache_gib: PositiveFloat = 1.0
+    """Memory of the key-value cache where the generator runs on the CPU."""
+    check_weights: bool = False
+    """After every sync compare checksums of all weights as sent and as received; costs about as much as a sync."""
+
+
 class RolloutConfig(Section):
     """Sampling of completions."""
 
+    backend: Literal["hf", "vllm"] = "hf"
+    """What generates: transformers with the policy itself, or vLLM with a copy of its weights."""
+    vllm: VLLMConfig = VLLMConfig()
+    """Settings of backend vllm."""
     prompts_per_step: PositiveInt = 8
     """Prompts sampled per step, over all processes."""
     samples_per_prompt: PositiveInt = 8
@@ -181,6 +209,8 @@ class RolloutConfig(Section):
     """Most tokens of a completion."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities of training use it too."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, as an end token does."""
     batch_size: PositiveInt = 64
     """Completions generated at once on each process."""
 
@@ -314,6 +344,8 @@ class Config(Section):
     """Rollouts to make and learn from."""
     seed: NonNegativeInt = 0
     """Seed of sampling, data order and mini-batches."""
+    timeout_minutes: PositiveFloat = 30
+    """How long a process waits for the others before the run ends, naming those that are gone."""
     data: DataConfig
     """Prompts to train on."""
     reward: RewardConfig = RewardConfig()
@@ -326,6 +358,8 @@ class Config(Section):
     """The policy."""
     critic: CriticConfig | None = None
     """The critic; needed by advantage: gae."""
+    reference: ModelConfig | None = None
+    """The frozen model of the KL penalty; null: held as the policy is. With actor.lora it is the policy itself."""
     evaluation: EvaluationConfig | None = None
     """Held-out accuracy."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -364,7 +398,12 @@ class Config(Section):
         if self.reward.overlong_buffer > self.rollout.max_new_tokens:
             raise ValueError("reward.overlong_buffer is a part of rollout.max_new_tokens and cannot be longer")
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        for name, engine in (("actor", self.actor), ("critic", self.critic)):
+        if self.reference is not None and (self.actor.lora is not None or not algorithm.kl_coef):
+            raise ValueError(
+                "reference has nothing to configure: without algorithm.kl_coef there is none, and with actor.lora it "
+                "is the policy without its adapters"
+            )
+        for name, engine in (("actor", self.actor), ("critic", self.critic), ("reference", self.reference)):
             if engine is not None and engine.max_tokens < longest:
                 raise ValueError(
                     f"{name}.max_tokens is {engine.max_tokens}, but a sequence may have {longest} tokens "

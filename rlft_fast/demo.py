@@ -9,7 +9,7 @@ import os
 import random
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlft_fast.config import Config
 
@@ -18,12 +18,13 @@ _NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
 _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main(seed: int = 0, output_dir: str | Path = "runs/demo") -> dict[str, Any]:
+def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Literal["hf", "vllm"] = "hf") -> dict[str, Any]:
     """Runs the demo; returns what ``summary.json`` holds.
 
     Args:
         seed: of sampling and data order. The held-out problems are the same for every seed.
         output_dir: folder for everything the run writes.
+        rollout: what generates.
 
     Raises:
         ValueError: the package with the model is not installed.
@@ -32,10 +33,12 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo") -> dict[str, Any]:
 
     output = Path(output_dir)
     train_path, held_out_path = write_problems(output / "data")
-    return train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed))
+    return train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
 
 
-def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int) -> Config:
+def demo_config(
+    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Literal["hf", "vllm"] = "hf"
+) -> Config:
     """The demo's configuration; ``config.yaml`` in its folder shows every value."""
     return Config.parse(
         {
@@ -47,6 +50,7 @@ def demo_config(model: Path, output: Path, train_path: Path, held_out_path: Path
             # Who rambles on is cut off: the penalty teaches to stop, which also makes the later steps cheap.
             "reward": {"function": "rlft_fast.rewards:last_number", "truncation_penalty": 0.5},
             "rollout": {
+                "backend": rollout,
                 "prompts_per_step": 16,
                 "samples_per_prompt": 8,
                 "max_prompt_tokens": 32,

@@ -20,10 +20,11 @@ FULL = MINIMAL | {
     "data": {"path": "train.jsonl", "system_prompt": "Only the number: 1e5"},
     "reward": {"function": "rewards.py:score"},
     "algorithm": {"advantage": "gae", "kl_in": "reward", "kl_coef": 0.05},
-    "actor": {"lora": {"rank": 8}},
+    "reference": {"max_tokens": 999},
     "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
     "evaluation": {"path": "test.jsonl", "every": 5},
 }
+LORA = MINIMAL | {"actor": {"lora": {"rank": 8}}}  # which takes no reference
 
 
 def with_value(key: str, value: Any, base: dict = MINIMAL) -> dict:
@@ -53,7 +54,7 @@ def config_file(tmp_path):
 # ---- accepted -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [MINIMAL, FULL], ids=["minimal", "full"])
+@pytest.mark.parametrize("values", [MINIMAL, FULL, LORA], ids=["minimal", "full", "lora"])
 def test_resolved_yaml_loads_to_the_same_configuration(values, tmp_path):
     config = Config.parse(values)
     (tmp_path / "resolved.yaml").write_text(config.to_yaml())
@@ -61,9 +62,9 @@ def test_resolved_yaml_loads_to_the_same_configuration(values, tmp_path):
 
 
 def test_resolved_yaml_holds_every_key():
-    resolved = yaml.safe_load(Config.parse(FULL).to_yaml())
+    full, lora = (yaml.safe_load(Config.parse(values).to_yaml()) for values in (FULL, LORA))
     for key, _ in sections(Config):
-        value = resolved
+        value = lora if key.startswith("actor.lora") else full
         for part in key.split("."):
             assert part in value, key
             value = value[part]
@@ -232,6 +233,13 @@ def test_limits_that_are_just_met():
 def test_critic_must_hold_the_longest_sequence_too():
     with pytest.raises(ConfigError, match=r"critic\.max_tokens is 639"):
         Config.parse(with_value("critic.max_tokens", 639, FULL))
+
+
+def test_reference_without_a_use():
+    with pytest.raises(ConfigError, match="reference has nothing to configure"):
+        Config.parse(with_value("reference.max_tokens", 999))
+    with pytest.raises(ConfigError, match="reference has nothing to configure"):
+        Config.parse(with_value("reference.max_tokens", 999, LORA | {"algorithm": {"kl_coef": 0.1}}))
 
 
 def test_override_into_a_value(config_file):

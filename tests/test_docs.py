@@ -66,3 +66,7 @@ def torchrun_examples(rank: int) -> None:
 @pytest.mark.dist
 def test_ops_under_fsdp2():
     run_distributed(torchrun_examples, 2)
+
+
+def test_engine(tmp_path, tiny_model):
+    run_examples(ROOT / "docs" / "engine.md", {"MODEL": str(tiny_model("llama")), "OUTPUT": str(tmp_path)})

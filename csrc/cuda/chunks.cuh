@@ -9,13 +9,11 @@
 // All indices are 64-bit.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "dtypes.cuh"
 #include "launch.cuh"
 
 namespace rlft {
@@ -94,18 +92,6 @@ inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& list
   const int64_t chunks = first_chunk[count];
   const Tensor storage = torch::stable::to(host, tensors[0].device(), /*non_blocking=*/true);
   return {storage, {static_cast<const int64_t*>(storage.const_data_ptr()), count, chunks}};
-}
-
-// Calls f(T*) with a null pointer of the dtype's type.
-template <class F>
-void dispatch(ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case ScalarType::Double: return f(static_cast<double*>(nullptr));
-    case ScalarType::Float: return f(static_cast<float*>(nullptr));
-    case ScalarType::Half: return f(static_cast<__half*>(nullptr));
-    case ScalarType::BFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
-    default: STD_TORCH_CHECK(false, "tensors must be float64, float32, float16 or bfloat16, got ", toString(dtype));
-  }
 }
 
 }  // namespace rlft

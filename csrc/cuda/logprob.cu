@@ -1,6 +1,6 @@
 // linear_logprob on CUDA: everything that happens between the GEMMs, on one (R, C) tile of raw float32 logits.
 //
-// The equations are those of csrc/cpu/logprob.cpp. Bytes moved per logit:
+// The equations are those of csrc/cpu/logprob_rows.cpp. Bytes moved per logit:
 //
 //   logprob_stats_    4 read
 //   logprob_grad_     4 read, 2 or 4 written (dlogits in the dtype of the GEMM that follows)
@@ -13,12 +13,10 @@
 // Deterministic: shuffles and warps are added in one order, blocks of kBlock columns from left to right. So a row has
 // the same bits whether its columns arrive in one launch or in tiles, as long as the tiles are multiples of kBlock.
 // No atomics, no host sync.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <optional>
 
+#include "dtypes.cuh"
 #include "launch.cuh"
 
 namespace rlft {
@@ -309,17 +307,6 @@ void with_bool(bool value, const F& f) {
   value ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Calls f with a null pointer of the type that has this dtype.
-template <class F>
-void with_dtype(ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case ScalarType::Float: return f(static_cast<float*>(nullptr));
-    case ScalarType::BFloat16: return f(static_cast<__nv_bfloat16*>(nullptr));
-    case ScalarType::Half: return f(static_cast<__half*>(nullptr));
-    default: STD_TORCH_CHECK(false, "dlogits must be float32, bfloat16 or float16, not ", toString(dtype));
-  }
-}
-
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
 const float* floats(const std::optional<Tensor>& t) { return t.has_value() ? floats(*t) : nullptr; }
 float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
@@ -383,7 +370,7 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
   if (tile.rows == 0) return;
   const Upstream upstream{floats(max), floats(log_sum), floats(entropy), floats(grad_logprob), floats(grad_entropy)};
   const unsigned grid = grid_of(tile.rows * ((tile.columns + kBlock - 1) / kBlock));
-  with_dtype(grad_logits.scalar_type(), [&](auto* type) {
+  dispatch_among<float, __half, __nv_bfloat16>(grad_logits.scalar_type(), [&](auto* type) {
     auto* out = static_cast<decltype(type)>(grad_logits.mutable_data_ptr());
     with_bool(grad_entropy.has_value(), [&](auto has_entropy) {
       with_bool(aligned(logits) && aligned(grad_logits), [&](auto is_aligned) {
@@ -408,7 +395,7 @@ void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::opt
       .target_slope = mutable_floats(target_slope),
       .accumulator = mutable_floats(accumulator),
       .dim = accumulator.size(1)};
-  with_dtype(exp_logits.scalar_type(), [&](auto* type) {
+  dispatch_among<float, __half, __nv_bfloat16>(exp_logits.scalar_type(), [&](auto* type) {
     auto* out = static_cast<decltype(type)>(exp_logits.mutable_data_ptr());
     with_bool(aligned(logits) && aligned(exp_logits), [&](auto is_aligned) {
       frozen_kernel<is_aligned.value><<<grid_of(tile.rows), kThreads, 0, current_stream(logits)>>>(

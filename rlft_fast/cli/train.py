@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,11 +35,31 @@ def run(arguments: list[str]) -> int:
             f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
             "or set another output_dir, or delete the folder"
         )
+    _check_memory(config)
     try:
         train(config, resume=options.resume)
     finally:
         leave_process_group()
     return 0
+
+
+def _check_memory(config: Config) -> None:
+    """Raises ValueError if the policy's token cap needs more memory than a device has: before the run, not in it.
+
+    Vision towers are left out, which the plan does not know.
+    """
+    from rlft_fast.engine.distributed import get_device
+    from rlft_fast.engine.mesh import device_memory
+    from rlft_fast.engine.plan import PlanError, check_memory, most_micro_batches, surely_fits
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    memory_bytes = device_memory(get_device())
+    if surely_fits(config.model, config.actor, world_size, memory_bytes):
+        return
+    try:
+        check_memory(config.model, config.actor, world_size, memory_bytes, most_micro_batches(config, world_size))
+    except PlanError as error:
+        print(f"warning: it is not known whether the run fits into memory: {error}", file=sys.stderr)
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -115,7 +137,7 @@ def key_reference(width: int) -> str:
     column = max(len(key) for key in rows) + 6
     blocks = []
     for section in ("", *titles):
-        lines = [_heading(section, titles[section]) if section else "configuration:"]
+        lines = [textwrap.fill(_heading(section, titles[section]), width) if section else "configuration:"]
         for key, field in rows.items():
             if key not in titles and key.rpartition(".")[0] == section:
                 indent = " " * column
@@ -152,6 +174,8 @@ def _type_name(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return " | ".join(arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)
+    if origin is tuple and arguments[-1] is ...:
+        return f"[{_type_name(arguments[0])}, ...]"
     if origin is tuple:
         return f"[{', '.join(_type_name(argument) for argument in arguments)}]"
     bounds = [f"{sign} {getattr(m, bound)}" for m in metadata for bound, sign in _BOUNDS.items() if hasattr(m, bound)]

@@ -15,7 +15,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine.blocks import checkpoint_activations, compile_blocks
 from rlft_fast.engine.distributed import get_world_size, require_agreement
 from rlft_fast.engine.mesh import device_memory, device_mesh, resolve_shard_size
-from rlft_fast.engine.wrap import decoder_blocks, find_units, shard_model
+from rlft_fast.engine.wrap import decoder_blocks, shard_model
 from rlft_fast.models import (
     PolicyModel,
     RLModel,
@@ -72,7 +72,7 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device, *, trains:
     memory = device_memory(device)
     size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config, trains=trains), memory)
     if get_world_size() == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
-        return find_units(model, config.wrap)
+        return []
     units = shard_model(
         model,
         device_mesh(device.type, size),

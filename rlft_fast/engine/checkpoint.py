@@ -75,7 +75,8 @@ class CheckpointManager:
     ) -> Path:
         """Writes one checkpoint; every rank must call it.
 
-        Waits for the one before first.
+        Waits for the one before first. If that one failed, this one is written before anything is said: what was
+        learned since must not be lost to a disk that was full for a while.
 
         Args:
             step: number that names it.
@@ -89,18 +90,20 @@ class CheckpointManager:
 
         Raises:
             ValueError: a value of the state is neither a tensor nor restored by JSON as it is.
-            CheckpointError: this one, or the one before, could not be written (a full disk, for example). Older
-                checkpoints are untouched.
+            CheckpointError: it could not be written (a full disk, for example). Older checkpoints are untouched.
         """
-        self.wait()
+        failure = self._finish_writing()
         self._connect()
         content = collect(engines, state)
+        asynchronous = asynchronous and failure is None
         if asynchronous:
             content = content.copied(self._snapshot)
         final = self.directory / f"step_{step:08d}"
         self._writing = self._executor.submit(self._write, content, final)
         if not asynchronous:
             self.wait()
+        if failure is not None:
+            warnings.warn(f"{failure}. Since then {final} was saved", stacklevel=2)
         return final
 
     def wait(self) -> None:
@@ -109,10 +112,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: the save under way could not be written.
         """
-        if (writing := self._writing) is not None:
-            futures.wait([writing])  # Ctrl-C here leaves it for the next call
-            self._writing = None
-            writing.result()
+        if failure := self._finish_writing():
+            raise failure
+
+    def _finish_writing(self) -> BaseException | None:
+        """Waits for the save under way, and gives the error that ended it."""
+        if (writing := self._writing) is None:
+            return None
+        futures.wait([writing])  # Ctrl-C here leaves it for the next call
+        self._writing = None
+        return writing.exception()
 
     def _write(self, content: Content, final: Path) -> None:
         """All of a save that takes time. Runs in a thread: no collective but those of the manager's own group."""

@@ -148,7 +148,9 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
     manager = CheckpointManager(run / "checkpoints")
     if manager.latest() is None:
         raise ValueError(f"{run} has no complete checkpoint to export")
-    engine = FSDPEngine(config.model, config.actor).initialize()
+    # float32 masters of bfloat16 weights are part of the optimizer's state.
+    num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
+    engine = FSDPEngine(config.model, config.actor, num_training_steps=num_training_steps).initialize()
     with torch.random.fork_rng():  # loading restores the run's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"

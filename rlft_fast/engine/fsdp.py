@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +36,8 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
-from rlft_fast.engine.wrap import describe_units, reshard
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces
+from rlft_fast.engine.wrap import describe_units, discard_gradients, reshard
 from rlft_fast.models import (
     ModelInputs,
     PolicyModel,
@@ -88,7 +89,7 @@ class FSDPEngine:
     Attributes:
         step: optimizer steps taken.
         skipped_steps: steps left out because the gradient norm was not finite.
-        units: a table of the FSDP units.
+        units: a table of the FSDP units; empty where a single process needs none.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class FSDPEngine:
         self.sequence_group = new_sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
-        self.units = describe_units(self.model, units)
+        self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
@@ -314,9 +315,10 @@ class FSDPEngine:
         micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
         with self.train_mode():
-            for i, micro_batch in enumerate(micro_batches):
-                self._reduce_gradients(i == len(micro_batches) - 1)
-                _accumulate(totals, self._forward_backward(micro_batch, loss, scale))
+            with self._no_leftovers():
+                for i, micro_batch in enumerate(micro_batches):
+                    self._reduce_gradients(self.config.reduce_every_micro_batch or i == len(micro_batches) - 1)
+                    _accumulate(totals, self._forward_backward(micro_batch, loss, scale))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
@@ -344,6 +346,15 @@ class FSDPEngine:
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
         return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
 
+    @contextlib.contextmanager
+    def _no_leftovers(self) -> Iterator[None]:
+        """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
+        try:
+            yield
+        except BaseException:
+            discard_gradients(self.model)
+            raise
+
     def _reduce_gradients(self, enabled: bool) -> None:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
@@ -369,14 +380,29 @@ class FSDPEngine:
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
         """Full weights one after the other, under the names of the Hugging Face model; tied ones once, adapters merged.
 
-        Every rank must iterate to the end: each sharded weight is gathered by all. Weights that have a float32 master
-        are given as that.
+        Every rank must iterate to the end: sharded weights are gathered by all, a bucket at a time.
+
+        Args:
+            dtype: of the parameters, as the forward pass has them in ``compute_dtype``; None: as they are kept, which
+                is their float32 master where they have one. Buffers keep theirs.
+            bucket_bytes: memory of the bucket, which comes on top of the weight at hand.
         """
+        return join_pieces(self.weight_pieces(dtype, bucket_bytes))
+
+    @torch.no_grad()
+    def weight_pieces(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
+        """`named_weights` in pieces no larger than a bucket where they are sharded; no more memory than a bucket."""
         reshard(self.model)
+        yield from stream_pieces(self.weight_sources(dtype), bucket_bytes, self.device)
+
+    @torch.no_grad()
+    def weight_sources(self, dtype: torch.dtype | None = None) -> Iterator[Source]:
+        """What `named_weights` streams, still in shards; the model must not be gathered."""
         factors = low_rank_factors(self.model)
         seen: set[int] = set()
         for name, tensor in checkpoint_tensors(self.model.pretrained).items():
@@ -384,11 +410,11 @@ class FSDPEngine:
                 continue
             seen.add(id(tensor))
             state = self.optimizer.state.get(tensor, {}) if self.optimizer is not None else {}
-            weight = _full(state.get("master", tensor.detach()))
+            weight = state.get("master", tensor.detach())
             if name in factors:
-                up, down, scale = factors[name]
-                weight = weight + (scale * (_full(up).float() @ _full(down).float())).to(weight.dtype)
-            yield name, weight
+                weight = _merged(weight, *factors[name])
+            cast = dtype if isinstance(tensor, nn.Parameter) else None
+            yield Source(name, weight, cast or weight.dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
@@ -413,8 +439,16 @@ class FSDPEngine:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
+    if not isinstance(weight, DTensor):
+        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
+    assert isinstance(up, DTensor)
+    assert isinstance(down, DTensor)
+    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:

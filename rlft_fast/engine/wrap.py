@@ -6,8 +6,9 @@ embedding and head stay in the root: two units would each own a copy, and train 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -144,6 +145,27 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def discard_gradients(model: nn.Module) -> None:
+    """Drops gradients, also those that FSDP has accumulated but not reduced, and what a failed pass left half done."""
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
+        model.reset_iter_state()
+    for parameter in _fsdp_parameters(model):  # reset_iter_state says that it drops these, but does not (torch 2.13)
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    model.zero_grad(set_to_none=True)
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
+            for group in groups:
+                if group is not None:
+                    yield from group.fsdp_params
 
 
 def describe_units(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> str:

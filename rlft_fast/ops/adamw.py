@@ -165,18 +165,19 @@ class _Parts(NamedTuple):
 
 
 def _parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
-    def local() -> _Parts:
-        master = state.get("master", parameter)
-        parts = _Parts(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master, state["step"])
-        return _Parts(*map(_local, parts)) if isinstance(parameter, DTensor) else parts
-
-    parts = local()
+    parts = _local_parts(parameter, gradient, state)
     if all(map(Tensor.is_contiguous, parts)):
         return parts
     _check_parameter(parameter)
     _follow_layout(parameter, state)
-    *tensors, step = local()
+    *tensors, step = _local_parts(parameter, gradient, state)
     return _Parts._make([*(in_order_of(tensors[0], tensor) for tensor in tensors), step])
+
+
+def _local_parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
+    master = state.get("master", parameter)
+    parts = _Parts(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master, state["step"])
+    return _Parts(*map(_local, parts)) if isinstance(parameter, DTensor) else parts
 
 
 def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:

@@ -67,13 +67,13 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
     Raises:
         ValueError: max_norm is negative or nan.
     """
-    finite = norm < math.inf  # one kernel where isfinite takes four; a norm is never negative, and nan is not less
-    found_inf = finite.logical_not().float()
     limit = _limit(max_norm)
+    # One kernel where isfinite takes four; a norm is never negative, and nan is not less.
+    bad = (norm < math.inf).logical_not_()
     if limit is None:
-        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), found_inf)
-    coefficient = (limit / (norm.float() + 1e-6)).clamp(max=1.0)
-    return ClipCoefficient(torch.where(finite, coefficient, 1.0), found_inf)
+        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), bad.float())
+    coefficient = (norm.float() + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
+    return ClipCoefficient(coefficient, bad.float())
 
 
 @torch.no_grad()
@@ -124,6 +124,9 @@ def _limit(max_norm: float | None) -> float | None:
 # ---- which gradients, and who else holds parts of them -----------------------------------------------------------
 
 
+_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
 class _Group(NamedTuple):
     """Identifies a process group over which sums of |g|^p are added.
 
@@ -152,7 +155,8 @@ class _Gradient(NamedTuple):
 
 @torch.no_grad()
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[_Gradient]:
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
+    # Each tensor once; by id, for a tensor's hash and comparison are Python functions.
+    tensors = [parameters] if isinstance(parameters, Tensor) else list({id(p): p for p in parameters}.values())
     shard_groups = functools.cache(_shard_groups)  # a model has thousands of parameters and a handful of layouts
     return [_gradient(index, tensor, shard_groups) for index, tensor in enumerate(tensors)]
 
@@ -172,7 +176,7 @@ def _gradient(index: int, parameter: Tensor, shard_groups: Callable[..., _Groups
 def _check_gradient(index: int, grad: Tensor) -> None:
     if grad.layout != torch.strided:
         raise ValueError(f"gradient {index} has layout {grad.layout}, expected a dense one: use sparse=False.")
-    if grad.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if grad.dtype not in _DTYPES:
         raise TypeError(f"gradient {index} is {grad.dtype}, expected float64, float32, float16 or bfloat16.")
     if isinstance(grad, DTensor):
         _check_placements(index, grad)
@@ -219,9 +223,8 @@ def _global_norm(gradients: list[_Gradient], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
     powers = [power.to(gradients[0].device) for power in _reduced_powers(gradients, norm_type)]
-    total = torch.stack(powers)
-    norm = total.amax() if math.isinf(norm_type) else total.sum() ** (1.0 / norm_type)
-    return norm.float()
+    total = _combine(powers, norm_type)
+    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).float()
 
 
 def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor]:
@@ -258,8 +261,7 @@ def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tens
 
     All lists go in one pass per device and dtype.
     """
-    combine = torch.maximum if math.isinf(norm_type) else torch.add
-    powers = [torch.zeros((), dtype=torch.float64, device=gradients[0].device) for gradients in layouts]
+    parts: list[list[Tensor]] = [[] for _ in layouts]
     passes: dict[_Kind, list[list[Tensor]]] = {}
     for i, gradients in enumerate(layouts):
         for kind, tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None]).items():
@@ -267,8 +269,18 @@ def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tens
     for lists in passes.values():
         tensors, sizes = [tensor for tensors in lists for tensor in tensors], [len(tensors) for tensors in lists]
         sums = torch.ops.rlft_fast.multi_tensor_norm_pow(tensors, sizes, norm_type).unbind()
-        powers = [combine(power, more.to(power.device)) for power, more in zip(powers, sums, strict=True)]
-    return powers
+        for i in range(len(layouts)):
+            if lists[i]:
+                parts[i].append(sums[i].to(layouts[i][0].device))
+    return [
+        _combine(powers, norm_type) if powers else torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+        for powers, gradients in zip(parts, layouts, strict=True)
+    ]
+
+
+def _combine(powers: list[Tensor], norm_type: float) -> Tensor:
+    """Of separate sets of gradients; mostly there is one, which costs nothing."""
+    return functools.reduce(torch.maximum if math.isinf(norm_type) else torch.add, powers)
 
 
 def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
@@ -287,8 +299,9 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
     groups: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
-            check_device(tensor.device)
             groups.setdefault((tensor.device, tensor.dtype), []).append(in_order_of(tensor, tensor))
+    for device, _ in groups:
+        check_device(device)
     return groups
 
 

@@ -9,20 +9,28 @@ memory outside the tensors is touched whatever cu_seqlens holds, sequences that 
 places that no sequence covers get zeros (`ignore_index`, `value`).
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rlft_fast.ops import _packing_autograd as _packing_autograd  # registers fakes and backward passes
 from rlft_fast.ops._library import check_device
+from rlft_fast.ops._packing_checks import (
+    PaddingSide,
+    as_given,
+    by_name,
+    check_columns,
+    check_cu_seqlens,
+    check_packed,
+    check_padded,
+    fill_values,
+    pads_left,
+    token_count,
+)
 
-PaddingSide = Literal["right", "left"]
 Data = TypeVar("Data", Tensor, dict[str, Tensor])
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_FILLABLE = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 class MaskedTokens(NamedTuple):
@@ -63,7 +71,7 @@ def masked_tokens(mask_BL: Tensor, max_tokens: int | None = None) -> MaskedToken
         )
     mask_BL = mask_BL.bool()
     cu_seqlens = functional.pad(mask_BL.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    num_tokens = _num_tokens(cu_seqlens, max_tokens)
+    num_tokens = token_count(cu_seqlens, max_tokens)
     return MaskedTokens(cu_seqlens, torch.ops.rlft_fast.mask_columns(mask_BL, cu_seqlens, num_tokens))
 
 
@@ -96,18 +104,18 @@ def unpad(
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens or column_T is not int32, or an entry is not a tensor.
     """
-    tensors = _by_name(padded, "padded")
-    _check_cu_seqlens(cu_seqlens, tensors)
-    _check_padded(tensors, cu_seqlens.shape[0] - 1)
-    left = _is_left(padding_side)
+    tensors = by_name(padded, "padded")
+    check_cu_seqlens(cu_seqlens, tensors)
+    check_padded(tensors, cu_seqlens.shape[0] - 1)
+    left = pads_left(padding_side)
     if column_T is not None:
-        _check_columns(column_T, cu_seqlens, left)
+        check_columns(column_T, cu_seqlens, left)
         num_tokens = column_T.shape[0] if num_tokens is None else num_tokens
         if num_tokens != column_T.shape[0]:
             raise ValueError(f"num_tokens is {num_tokens}, but column_T has {column_T.shape[0]} entries: leave it out.")
-    num_tokens = _num_tokens(cu_seqlens, num_tokens)
+    num_tokens = token_count(cu_seqlens, num_tokens)
     packed = torch.ops.rlft_fast.unpad(list(tensors.values()), cu_seqlens, column_T, num_tokens, left)
-    return _like(padded, packed)
+    return as_given(padded, packed)
 
 
 def pad(
@@ -138,18 +146,18 @@ def pad(
         ValueError: shapes, devices, names or contents do not fit together.
         TypeError: cu_seqlens or column_T is not int32, an entry is not a tensor, or has another dtype than those.
     """
-    tensors = _by_name(packed, "packed")
-    _check_cu_seqlens(cu_seqlens, tensors)
-    _check_packed(tensors)
+    tensors = by_name(packed, "packed")
+    check_cu_seqlens(cu_seqlens, tensors)
+    check_packed(tensors)
     if max_seqlen < 0:
         raise ValueError(f"max_seqlen is {max_seqlen}, expected the padded length: pass at least the longest sequence.")
-    left = _is_left(padding_side)
+    left = pads_left(padding_side)
     if column_T is not None:
-        _check_columns(column_T, cu_seqlens, left)
-        _check_packed(tensors | {"column_T": column_T})
-    values = _fill_values(value, tensors)
+        check_columns(column_T, cu_seqlens, left)
+        check_packed(tensors | {"column_T": column_T})
+    values = fill_values(value, tensors)
     padded = torch.ops.rlft_fast.pad(list(tensors.values()), cu_seqlens, column_T, max_seqlen, left, values)
-    return _like(packed, padded)
+    return as_given(packed, padded)
 
 
 def position_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
@@ -166,8 +174,8 @@ def position_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
         ValueError: contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens, {})
-    return torch.ops.rlft_fast.position_ids(cu_seqlens, _num_tokens(cu_seqlens, num_tokens))
+    check_cu_seqlens(cu_seqlens, {})
+    return torch.ops.rlft_fast.position_ids(cu_seqlens, token_count(cu_seqlens, num_tokens))
 
 
 def next_token_targets(input_ids_T: Tensor, cu_seqlens: Tensor, ignore_index: int = -100) -> Tensor:
@@ -187,7 +195,7 @@ def next_token_targets(input_ids_T: Tensor, cu_seqlens: Tensor, ignore_index: in
         ValueError: shapes, devices or contents do not fit together.
         TypeError: wrong dtypes.
     """
-    _check_cu_seqlens(cu_seqlens, {"input_ids_T": input_ids_T})
+    check_cu_seqlens(cu_seqlens, {"input_ids_T": input_ids_T})
     if input_ids_T.dtype != torch.int64:
         raise TypeError(f"input_ids_T is {input_ids_T.dtype}, expected torch.int64: convert with .long().")
     if input_ids_T.dim() != 1:
@@ -211,7 +219,7 @@ def segment_sum(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens, {"values_T": values_T})
+    check_cu_seqlens(cu_seqlens, {"values_T": values_T})
     if not values_T.is_floating_point():
         values_T = values_T.float()
     return torch.ops.rlft_fast.segment_sum(values_T, cu_seqlens)
@@ -234,13 +242,13 @@ def segment_expand(values_B: Tensor, cu_seqlens: Tensor, num_tokens: int | None 
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
-    _check_cu_seqlens(cu_seqlens, {"values_B": values_B})
+    check_cu_seqlens(cu_seqlens, {"values_B": values_B})
     if values_B.shape[0] != cu_seqlens.shape[0] - 1:
         raise ValueError(
             f"values_B has {values_B.shape[0]} rows, expected B = {cu_seqlens.shape[0] - 1} = len(cu_seqlens) - 1: "
             "pass one row per sequence."
         )
-    return torch.ops.rlft_fast.segment_expand(values_B, cu_seqlens, _num_tokens(cu_seqlens, num_tokens))
+    return torch.ops.rlft_fast.segment_expand(values_B, cu_seqlens, token_count(cu_seqlens, num_tokens))
 
 
 def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None = None) -> Tensor:
@@ -270,207 +278,3 @@ def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None =
     weight_B = segment_sum(weight_T.to(dtype), cu_seqlens)
     # The denominator is replaced before the division: nan * 0 in the backward of the branch not taken would be nan.
     return segment_sum(weighted_T, cu_seqlens) / torch.where(weight_B == 0, torch.inf, weight_B)
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------
-
-
-def _by_name(data: Tensor | dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors by the names that error messages call them."""
-    tensors = data if isinstance(data, dict) else {name: data}
-    for key, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{key} is a {type(tensor).__name__}, expected a tensor: pass one or a dict of tensors.")
-    return tensors
-
-
-def _like(data: Tensor | dict[str, Tensor], tensors: list[Tensor]) -> Any:
-    """The tensors as `data` came: under its names, or alone."""
-    return dict(zip(data, tensors, strict=True)) if isinstance(data, dict) else tensors[0]
-
-
-def _check_cu_seqlens(cu_seqlens: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Checks everything about cu_seqlens but its contents; the CPU kernels check those."""
-    check_device(cu_seqlens.device)
-    _check_int32("cu_seqlens", cu_seqlens)
-    if cu_seqlens.shape[0] < 1:
-        raise ValueError("cu_seqlens is empty, expected (B + 1,): pass cumulative lengths that start with 0.")
-    for name, tensor in tensors.items():
-        if tensor.device != cu_seqlens.device:
-            raise ValueError(
-                f"cu_seqlens is on {cu_seqlens.device}, {name} on {tensor.device}: move both to one device."
-            )
-        if tensor.dim() == 0:
-            raise ValueError(f"{name} is a scalar, expected at least one dimension.")
-
-
-def _check_columns(column_T: Tensor, cu_seqlens: Tensor, left: bool) -> None:
-    _check_int32("column_T", column_T)
-    if column_T.device != cu_seqlens.device:
-        raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device}, column_T on {column_T.device}: move both to one device."
-        )
-    if left:
-        raise ValueError("got padding_side='left' and column_T, which says where the tokens stand: leave one out.")
-
-
-def _check_int32(name: str, tensor: Tensor) -> None:
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} is {tensor.dtype}, expected torch.int32: convert with .int().")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected one contiguous dimension."
-        )
-
-
-def _check_padded(tensors: dict[str, Tensor], num_sequences: int) -> None:
-    for name, tensor in tensors.items():
-        first, other = next(iter(tensors.items()))
-        if tensor.dim() < 2 or tensor.shape[0] != num_sequences:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected (B, L, ...) with B = {num_sequences} "
-                "= len(cu_seqlens) - 1: pass one row per sequence."
-            )
-        if tensor.shape[1] != other.shape[1]:
-            raise ValueError(
-                f"{name} has padded length {tensor.shape[1]}, but {first} has {other.shape[1]}: "
-                "unpad tensors of different lengths in different calls."
-            )
-
-
-def _check_packed(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        first, other = next(iter(tensors.items()))
-        if tensor.shape[0] != other.shape[0]:
-            raise ValueError(f"{name} has {tensor.shape[0]} rows, but {first} has {other.shape[0]}: both need T rows.")
-
-
-def _fill_values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> list[float]:
-    """What the padding of each tensor holds."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _FILLABLE:
-            raise TypeError(f"{name} is {tensor.dtype}, expected a float, integer or bool: pad a view of such a dtype.")
-    if not isinstance(value, dict):
-        return [float(value)] * len(tensors)
-    if unknown := value.keys() - tensors.keys():
-        raise ValueError(f"value names {sorted(unknown)}, expected names of the packed tensors: {sorted(tensors)}.")
-    return [float(value.get(name, 0.0)) for name in tensors]
-
-
-def _num_tokens(cu_seqlens: Tensor, num_tokens: int | None) -> int:
-    if num_tokens is not None and num_tokens < 0:
-        raise ValueError(f"the number of tokens is {num_tokens}, expected at least cu_seqlens[B].")
-    return int(cu_seqlens[-1]) if num_tokens is None else num_tokens
-
-
-def _is_left(padding_side: PaddingSide) -> bool:
-    if padding_side not in ("right", "left"):
-        raise ValueError(f"padding_side is {padding_side!r}, expected 'right' or 'left'.")
-    return padding_side == "left"
-
-
-# ---- fakes and autograd ----------------------------------------------------------------------------------------
-
-
-@torch.library.register_fake("rlft_fast::unpad")
-def _(padded, cu_seqlens, columns, num_tokens, left):
-    return [tensor.new_empty((num_tokens, *tensor.shape[2:])) for tensor in padded]
-
-
-@torch.library.register_fake("rlft_fast::pad")
-def _(packed, cu_seqlens, columns, max_seqlen, left, values):
-    return [tensor.new_empty((cu_seqlens.shape[0] - 1, max_seqlen, *tensor.shape[1:])) for tensor in packed]
-
-
-@torch.library.register_fake("rlft_fast::mask_columns")
-def _(mask, cu_seqlens, num_tokens):
-    return mask.new_empty((num_tokens,), dtype=torch.int32)
-
-
-@torch.library.register_fake("rlft_fast::position_ids")
-def _(cu_seqlens, num_tokens):
-    return cu_seqlens.new_empty((num_tokens,), dtype=torch.int64)
-
-
-@torch.library.register_fake("rlft_fast::next_token_targets")
-def _(input_ids, cu_seqlens, ignore_index):
-    return input_ids.new_empty(input_ids.shape)
-
-
-@torch.library.register_fake("rlft_fast::segment_sum")
-def _(values, cu_seqlens):
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return values.new_empty((cu_seqlens.shape[0] - 1, *values.shape[1:]), dtype=dtype)
-
-
-@torch.library.register_fake("rlft_fast::segment_expand")
-def _(values, cu_seqlens, num_tokens):
-    return values.new_empty((num_tokens, *values.shape[1:]))
-
-
-def _setup_unpad(ctx, inputs, output):
-    padded, cu_seqlens, columns, _, ctx.left = inputs
-    ctx.max_seqlen = padded[0].shape[1]
-    ctx.save_for_backward(cu_seqlens, columns)
-    ctx.mark_non_differentiable(*_constant(padded, output))
-
-
-def _backward_unpad(ctx, grads):
-    cu_seqlens, columns = ctx.saved_tensors
-
-    def pad_zeros(needed: list[Tensor]) -> list[Tensor]:
-        zeros = [0.0] * len(needed)
-        return torch.ops.rlft_fast.pad(needed, cu_seqlens, columns, ctx.max_seqlen, ctx.left, zeros)
-
-    return _where_needed(pad_zeros, grads, ctx.needs_input_grad[0]), None, None, None, None
-
-
-def _setup_pad(ctx, inputs, output):
-    packed, cu_seqlens, columns, _, ctx.left, _ = inputs
-    ctx.num_tokens = packed[0].shape[0]
-    ctx.save_for_backward(cu_seqlens, columns)
-    ctx.mark_non_differentiable(*_constant(packed, output))
-
-
-def _backward_pad(ctx, grads):
-    cu_seqlens, columns = ctx.saved_tensors
-
-    def remove(needed: list[Tensor]) -> list[Tensor]:
-        return torch.ops.rlft_fast.unpad(needed, cu_seqlens, columns, ctx.num_tokens, ctx.left)
-
-    return _where_needed(remove, grads, ctx.needs_input_grad[0]), None, None, None, None, None
-
-
-def _constant(inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-    """Outputs that need no gradient, although others of the same call do."""
-    return [output for input, output in zip(inputs, outputs, strict=True) if not input.requires_grad]
-
-
-def _where_needed(
-    function: Callable[[list[Tensor]], list[Tensor]], grads: list[Tensor], needed: list[bool]
-) -> list[Tensor | None]:
-    """One call for all gradients that are needed; None for the others, integers among them."""
-    results = iter(function([grad for grad, need in zip(grads, needed, strict=True) if need]))
-    return [next(results) if need else None for need in needed]
-
-
-def _setup_segment(ctx, inputs, output):
-    values, cu_seqlens = inputs[:2]
-    ctx.num_rows, ctx.dtype = values.shape[0], values.dtype
-    ctx.save_for_backward(cu_seqlens)
-
-
-def _backward_segment_sum(ctx, grad_B):
-    (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.rlft_fast.segment_expand(grad_B.to(ctx.dtype), cu_seqlens, ctx.num_rows), None
-
-
-def _backward_segment_expand(ctx, grad_T):
-    (cu_seqlens,) = ctx.saved_tensors
-    return torch.ops.rlft_fast.segment_sum(grad_T, cu_seqlens).to(ctx.dtype), None, None
-
-
-torch.library.register_autograd("rlft_fast::unpad", _backward_unpad, setup_context=_setup_unpad)
-torch.library.register_autograd("rlft_fast::pad", _backward_pad, setup_context=_setup_pad)
-torch.library.register_autograd("rlft_fast::segment_sum", _backward_segment_sum, setup_context=_setup_segment)
-torch.library.register_autograd("rlft_fast::segment_expand", _backward_segment_expand, setup_context=_setup_segment)

@@ -61,6 +61,12 @@ def transform_logits(z: Tensor, temperature: float | Tensor, softcap: float | No
     return z / temperature
 
 
+def keep_above(z: Tensor, threshold_T: Tensor, target_T: Tensor) -> Tensor:
+    """Logits (T, V) with -inf for those below their row's threshold, but for the target's."""
+    is_target = torch.arange(z.shape[-1], device=z.device) == target_T.unsqueeze(-1)
+    return z.masked_fill((z < threshold_T.unsqueeze(-1)) & ~is_target, -torch.inf)
+
+
 def linear_logprob(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -74,11 +80,14 @@ def linear_logprob(
     return_entropy: bool = False,
     return_sum_prob_squared: bool = False,
     return_top1: bool = False,
+    threshold_T: Tensor | None = None,
 ) -> LinearLogprob:
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
     active = target_T != ignore_index
     hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # whatever stands there must not reach a gradient
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
+    if threshold_T is not None:
+        z = keep_above(z, threshold_T, target_T)
     log_p = torch.log_softmax(z, dim=-1)
     logprob = log_p.gather(-1, target_T.where(active, 0).unsqueeze(-1)).squeeze(-1)
     # xlogy's convention 0 log 0 = 0, for logits of -inf

@@ -2,18 +2,25 @@
 
 A sampler with top-k or top-p draws from the softmax over the tokens it kept. A policy ratio is unbiased only if both of
 its log-probabilities are taken over that support: over the whole vocabulary the ratio of an unchanged policy averages
-below 1. The support of a row is few tokens, so their logits are dot products with gathered weight rows, and nothing of
-the vocabulary's size exists but dweight:
+below 1. The support S_t of a row is given by its ids, or by the smallest logit in it:
 
-    S_t given,  z_v = softcap * tanh(logit_scale * (h_t . w_v + b_v) / softcap) / temperature  for v in S_t
+    z_v     = softcap * tanh(logit_scale * (h_t . w_v + b_v) / softcap) / temperature
+    S_t     = support_TK[t], or {v: z_v >= threshold_T[t]} and the target
     logprob = z_target - logsumexp over S_t,   entropy over S_t
+
+Ids are few, so their logits are dot products with gathered weight rows, and nothing of the vocabulary's size exists but
+dweight. A threshold has to look at every logit, tile by tile, as `linear_logprob` does.
 
 Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.checks import check_inputs, check_targets, looks_at
+from rlft_fast.ops.linear_logprob import linear_logprob
 from rlft_fast.ops.reference import LinearLogprob, transform_logits
 
 
@@ -21,43 +28,75 @@ def support_logprob(
     hidden_TD: Tensor,
     weight_VD: Tensor,
     target_T: Tensor,
-    support_TK: Tensor,
+    support_TK: Tensor | None = None,
     *,
+    threshold_T: Tensor | None = None,
     bias_V: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
-    workspace_mib: int = 64,
+    workspace_mib: int | None = None,
 ) -> LinearLogprob:
-    """Log-probability of each target under the softmax over its row's support.
+    """Log-probability of each target under the softmax over its row's support, given in one of two ways.
 
-    Costs ``T K D`` multiplications forward and twice that backward, for any vocabulary.
+    The ids cost ``T K D`` multiplications forward and twice that backward, for any vocabulary, and are exact: they stay
+    those of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`, and the support is
+    what reaches it now: where the weights have moved since, tokens have crossed it, and a ratio is unbiased only as far
+    as few of them matter.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
         weight_VD: (V, D) projection, same dtype and device.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0.
-        support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports. The ids
-            stay those of the policy that sampled, whatever the weights are now.
+        support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports.
+        threshold_T: (T,) smallest logit that sampling kept, after soft-capping, scale, bias and temperature: the z
+            above. Tokens that equal it are kept; so is the target, which was sampled, and whose logit is not the
+            sampler's to the last bit. -inf keeps all, inf the target alone. Not differentiated.
         bias_V: (V,) projection bias.
         temperature: sampling temperature, one number or a (T,) tensor (not differentiated).
         softcap: logit soft-capping, None for none.
         logit_scale: factor on the raw logits.
         ignore_index: target value of the rows to leave out.
         return_entropy: also return the entropy over the support, in nats.
-        workspace_mib: upper bound on the gathered weight rows held at once, in MiB.
+        workspace_mib: upper bound on the gathered weight rows, or the logits, held at once, in MiB; None for 64, and
+            256 for a threshold on a GPU.
 
     Returns:
-        :class:`LinearLogprob` of (T,) float32 tensors, differentiable in hidden, weight and bias. A target outside its
-        support gives -inf: it could not have been drawn.
+        :class:`LinearLogprob` of (T,) float32 tensors, differentiable in hidden, weight and bias. A target that is not
+        among its row's ids gives -inf: it could not have been drawn.
 
     Raises:
-        ValueError: shapes that do not fit, or (on the CPU) ids outside the vocabulary.
-        TypeError: target or support are not int64, or hidden and weight differ in dtype.
+        ValueError: not one of support and threshold; shapes, devices or option values that do not fit; (on the CPU) ids
+            outside the vocabulary; or a workspace too small for one row's support.
+        TypeError: unsupported or mixed dtypes.
     """
-    _check(hidden_TD, weight_VD, target_T, support_TK)
+    if (support_TK is None) == (threshold_T is None):
+        got = "neither" if support_TK is None else "both"
+        raise ValueError(f"expected one of support_TK and threshold_T, got {got}: the ids or the smallest logit kept")
+    options: dict[str, Any] = {
+        "bias_V": bias_V, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
+        "ignore_index": ignore_index, "return_entropy": return_entropy,
+    }  # fmt: skip
+    if support_TK is None:
+        return linear_logprob(
+            hidden_TD, weight_VD, target_T, threshold_T=threshold_T, workspace_mib=workspace_mib, **options
+        )
+    check_inputs(
+        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib, support_TK=support_TK
+    )
+    workspace_mib = 64 if workspace_mib is None else workspace_mib
+    _check_support(support_TK, hidden_TD, weight_VD, workspace_mib)
+    check_targets(target_T, weight_VD.shape[0], ignore_index)
+    return _over_ids(hidden_TD, weight_VD, target_T, support_TK, workspace_mib=workspace_mib, **options)
+
+
+def _over_ids(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, support_TK: Tensor, *, bias_V: Tensor | None,
+    temperature: float | Tensor, softcap: float | None, logit_scale: float, ignore_index: int, return_entropy: bool,
+    workspace_mib: int,
+) -> LinearLogprob:  # fmt: skip
     kept_TK = support_TK >= 0
     ids_TK = support_TK.where(kept_TK, 0)
     z = torch.ops.rlft_fast.support_logits(hidden_TD, weight_VD, ids_TK, workspace_mib)
@@ -78,22 +117,17 @@ def support_logprob(
     return LinearLogprob(logprob.where(active, zero), entropy)
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, support: Tensor) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mib: int) -> None:
+    if support.dim() != 2 or support.shape[0] != hidden.shape[0]:
+        raise ValueError(f"expected support_TK ({hidden.shape[0]}, K) to match hidden_TD, got {tuple(support.shape)}")
+    if support.dtype != torch.int64:
+        raise TypeError(f"support_TK must hold int64 ids, got {support.dtype}")
+    if (row_bytes := _row_bytes(hidden, support)) > workspace_mib * 2**20:
         raise ValueError(
-            f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+            f"workspace_mib={workspace_mib} cannot hold the weight rows of one support ({support.shape[1]} x "
+            f"{hidden.shape[1]} float32, {row_bytes} bytes): pass at least {-(-row_bytes // 2**20)}"
         )
-    if target.shape != hidden.shape[:1] or support.dim() != 2 or support.shape[0] != hidden.shape[0]:
-        raise ValueError(
-            f"expected target_T ({hidden.shape[0]},) and support_TK ({hidden.shape[0]}, K) to match hidden_TD, "
-            f"got {tuple(target.shape)} and {tuple(support.shape)}"
-        )
-    if target.dtype != torch.int64 or support.dtype != torch.int64:
-        raise TypeError(f"target_T and support_TK must be int64 ids, got {target.dtype} and {support.dtype}")
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden_TD and weight_VD must share one dtype, got {hidden.dtype} and {weight.dtype}")
-    looks = support.device.type == "cpu" and not torch.compiler.is_compiling() and support.numel() > 0
-    if looks and not (support.min() >= -1 and support.max() < weight.shape[0]):
+    if support.numel() > 0 and looks_at(support) and not (support.min() >= -1 and support.max() < weight.shape[0]):
         raise ValueError(
             f"support_TK holds ids from {int(support.min())} to {int(support.max())}, outside the vocabulary of "
             f"{weight.shape[0]} tokens; -1 fills up"
@@ -105,8 +139,11 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, support: Tensor) -> N
 
 def _chunks(hidden: Tensor, ids: Tensor, workspace_mib: int) -> range:
     """First rows of chunks whose gathered float32 weight rows fit the workspace."""
-    row_bytes = 4 * ids.shape[1] * hidden.shape[1]
-    return range(0, hidden.shape[0], max(workspace_mib * 2**20 // max(row_bytes, 1), 1))
+    return range(0, hidden.shape[0], max(workspace_mib * 2**20 // max(_row_bytes(hidden, ids), 1), 1))
+
+
+def _row_bytes(hidden: Tensor, ids: Tensor) -> int:
+    return 4 * ids.shape[1] * hidden.shape[1]
 
 
 @torch.library.custom_op("rlft_fast::support_logits", mutates_args=())

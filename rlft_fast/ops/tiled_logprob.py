@@ -1,7 +1,7 @@
 """The algorithms of `linear_logprob`: GEMMs over tiles of the logits, and what happens between them.
 
 The (T, V) logits are by far the largest tensor of a policy update. Here they exist one tile at a time: the GEMMs are
-the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob.cpp`` holds the equations).
+the vendor's, and one kernel per tile does everything between them (``csrc/cpu/logprob_rows.cpp`` holds the equations).
 Callers have checked every argument.
 
     no grad              1 GEMM    logits tile -> online softmax statistics
@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.threshold import THRESHOLD_BYTES_PER_LOGIT, keep_above_
 from rlft_fast.ops.tiles import (
     GPU_TILE_COLUMNS,
     TILE_COLUMNS,
@@ -62,29 +63,31 @@ def _forward_chunk(head: Head, rows: Rows, columns: int, sums: Sums) -> Stats:
     for tile, weight, bias in head.tiles(columns):
         z = scratch[: num_rows * weight.shape[0]].view(num_rows, -1)
         head.multiply_rows(rows.hidden_RD, weight.T, z, count)
-        head.kernels.logprob_stats_(
-            z, rows.target_R, tile.start, bias, rows.inv_temperature, head.softcap, head.scale, *sums
-        )
+        transform = (bias, rows.inv_temperature, head.softcap, head.scale)
+        if rows.threshold is not None:
+            transform, _ = keep_above_(z, rows, tile.start, transform)
+        head.kernels.logprob_stats_(z, rows.target_R, tile.start, *transform, *sums)
     return sums.finish(head)
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob", mutates_args=())
 def _linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, backend: str, group: str, workspace_mib: int, return_entropy: bool,
-    return_sum_prob_squared: bool, return_top1: bool,
+    threshold: Tensor | None, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
+    return_entropy: bool, return_sum_prob_squared: bool, return_top1: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(logprob (T,), entropy, sum_prob_squared, top1: (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
     head = Head(weight, bias, softcap, scale, backend, group)
     results = per_token_results(hidden, return_entropy, return_sum_prob_squared, return_top1)
     num_active = active_index.shape[0]
     normalizer = hidden.new_empty(2, num_active, dtype=torch.float32)
-    limit, columns = tile_shape(num_active, hidden, workspace_mib)
+    beside = 0 if threshold is None else THRESHOLD_BYTES_PER_LOGIT
+    limit, columns = tile_shape(num_active, hidden, max(workspace_mib * 4 // (4 + beside), 1))
     if backend == "triton_fused":
         limit = max(num_active, 1)
     for chunk in row_chunks(num_active, limit, hidden):
         index = active_index[chunk]
-        rows = Rows.gather(hidden, target, inv_temperature, index)
+        rows = Rows.gather(hidden, target, inv_temperature, index, threshold)
         stats = _forward_chunk(head, rows, columns, Sums.of_nothing(rows, return_entropy, return_sum_prob_squared))
         normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
         for result, values in zip(results, stats, strict=False):
@@ -94,15 +97,15 @@ def _linear_logprob(
 
 
 @_linear_logprob.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, backend, group, workspace_mib,
-      *asked_for):  # fmt: skip
+def _(hidden, weight, target, active_index, bias, inv_temperature, threshold, softcap, scale, backend, group,
+      workspace_mib, *asked_for):  # fmt: skip
     return *per_token_results(hidden, *asked_for), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
 def _linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
+    threshold: Tensor | None, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
     normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
@@ -114,22 +117,28 @@ def _linear_logprob_backward(
     keep, count = _seen_first(seen, backend)
     active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
     upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
-    rows = Rows.gather(hidden, target, inv_temperature, active_index)
+    rows = Rows.gather(hidden, target, inv_temperature, active_index, threshold)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
     most_columns = GPU_TILE_COLUMNS if hidden.is_cuda else TILE_COLUMNS
-    fitting = workspace_mib * 2**20 // (Tile.bytes_per_logit(hidden) * max(num_rows, 1))
+    beside = 0 if threshold is None else THRESHOLD_BYTES_PER_LOGIT
+    fitting = workspace_mib * 2**20 // ((Tile.bytes_per_logit(hidden) + beside) * max(num_rows, 1))
     columns = max(min(fitting, most_columns), 1)
     memory = Tile(rows, columns)
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
     for tile, weight_tile, bias_tile in head.tiles(columns):
         z, dz = memory.views(weight_tile.shape[0])
         head.multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
+        transform, dx, slope = (bias_tile, rows.inv_temperature, softcap, scale), dz, None
+        if threshold is not None:
+            transform, slope = keep_above_(z, rows, tile.start, transform)
+            dx = z  # in float32 until the slope is in it: one rounding, not two
         head.kernels.logprob_grad_(
-            z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-            maximum, log_sum, row_entropy, upstream, upstream_entropy, dz,
-        )  # fmt: skip
+            z, rows.target_R, tile.start, *transform, maximum, log_sum, row_entropy, upstream, upstream_entropy, dx
+        )
+        if slope is not None:
+            torch.mul(dx, slope, out=dz)
         if grad_rows is not None:
             head.multiply_rows(dz, weight_tile, grad_rows, count, accumulate=True)
         if needs_grad[1]:
@@ -145,7 +154,8 @@ def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | No
     """Which rows backward takes: those that the loss sees (not clipped, advantage not zero).
 
     A device is not waited for: there they come first, with their number as a () int32 tensor, and Triton's GEMMs stop
-    behind them. The vendor's need sizes from the host and take all rows.
+    behind them. The vendor's need sizes from the host and take all rows. Triton's cannot stand in for them in backward
+    alone: p - 1 of a certain token would be the difference of two GEMMs' roundings.
     """
     if backend == "triton":
         return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)
@@ -155,27 +165,27 @@ def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | No
 
 
 @_linear_logprob_backward.register_fake
-def _(hidden, weight, target, active_index, bias, inv_temperature, softcap, scale, backend, group, workspace_mib,
-      normalizer, entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
+def _(hidden, weight, target, active_index, bias, inv_temperature, threshold, softcap, scale, backend, group,
+      workspace_mib, normalizer, entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
     return empty_gradients(hidden, weight, bias, needs_grad)
 
 
 def _save_for_recompute(ctx, inputs, output) -> None:
-    hidden, weight, target, active_index, bias, inv_temperature, *ctx.options, ctx.return_entropy, _, _ = inputs
+    *tensors, ctx.return_entropy, _, _ = inputs
+    tensors, ctx.options = tensors[:7], tensors[7:]
     _, entropy, *constants = output
-    ctx.save_for_backward(hidden, weight, target, active_index, bias, inv_temperature, constants[-1], entropy)
+    ctx.save_for_backward(*tensors, constants[-1], entropy)
     ctx.mark_non_differentiable(*constants)
 
 
 def _recompute_backward(ctx, grad_logprob, grad_entropy, *_):
-    hidden, weight, target, active_index, bias, inv_temperature, normalizer, entropy = ctx.saved_tensors
+    *tensors, normalizer, entropy = ctx.saved_tensors
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
-        hidden, weight, target, active_index, bias, inv_temperature, *ctx.options,
-        normalizer, entropy, grad_logprob.contiguous(),
+        *tensors, *ctx.options, normalizer, entropy, grad_logprob.contiguous(),
         grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
-    return scatter_gradients(grads, needs, num_inputs=14)
+    return scatter_gradients(grads, needs, num_inputs=15)
 
 
 _linear_logprob.register_autograd(_recompute_backward, setup_context=_save_for_recompute)

@@ -17,7 +17,7 @@ from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
 # Columns of a tile that all threads share, and of one that a thread has for itself, whose logits and weight rows then
 # stay in its L2 between the GEMMs and the epilogue. No powers of two, which make rows compete for the same sets of the
 # cache: 5 % slower at (2048, 576, 49152) on two cores, as were 4096 shared columns or 1008 of one's own. Both are
-# multiples of kBlock in csrc/cpu/logprob.cpp, so that all paths add in one order.
+# multiples of kBlock in csrc/cpu/logprob_rows.cpp, so that all paths add in one order.
 TILE_COLUMNS = 1984
 THREAD_TILE_COLUMNS = 496
 # On a GPU the wider a tile, the less often dhidden is read and written; a multiple of kBlock in csrc/cuda/logprob.cu.
@@ -162,14 +162,17 @@ class Rows(NamedTuple):
     hidden_RD: Tensor
     target_R: Tensor
     inv_temperature: Tensor  # (R,) or (1,)
+    threshold: Tensor | None = None  # (R,); None: every logit counts
 
     @staticmethod
-    def gather(hidden: Tensor, target: Tensor, inv_temperature: Tensor, index: Tensor) -> Rows:
+    def gather(
+        hidden: Tensor, target: Tensor, inv_temperature: Tensor, index: Tensor, threshold: Tensor | None = None
+    ) -> Rows:
         whole = index.shape[0] == hidden.shape[0]
         if whole and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
-            return Rows(operand(hidden), target.contiguous(), inv_temperature)
+            return Rows(operand(hidden), target.contiguous(), inv_temperature, threshold)
         per_row = inv_temperature if inv_temperature.shape[0] == 1 else inv_temperature[index]
-        return Rows(operand(hidden[index]), target[index], per_row)
+        return Rows(operand(hidden[index]), target[index], per_row, None if threshold is None else threshold[index])
 
 
 class Stats(NamedTuple):
@@ -202,6 +205,16 @@ class Sums(NamedTuple):
             squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
         )  # fmt: skip
 
+    def at(self, top: Tensor) -> Sums:
+        """The same sums with ``top``, no less than the maximum, in its place: such sums can be added."""
+        down = (self.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # no 0 * -inf
+        factor = down.exp()
+        return Sums(
+            top, self.sum_exp * factor,
+            None if self.shift is None else (self.shift + down * self.sum_exp) * factor,
+            None if self.squares is None else self.squares * factor.square(), self.target_logit,
+        )  # fmt: skip
+
     def finish(self, head: Head) -> Stats:
         maximum, sum_exp, shift, squares, target_logit = _merge_shards(head.group, self) if head.group else self
         log_sum = sum_exp.log()
@@ -232,17 +245,16 @@ def _merge_shards(group: str, own: Sums) -> Sums:
     """Over all vocabulary shards. Only the shard of the target knows its logit."""
     top = own.maximum.clone()
     _all_reduce(top, group, dist.ReduceOp.MAX)
-    down = (own.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # 0 * -inf would be NaN
-    factor = down.exp()
+    parts = own.at(top)
     sums = {
         "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
         "seen": own.target_logit.isnan().logical_not().float(),
-        "sum_exp": own.sum_exp * factor,
+        "sum_exp": parts.sum_exp,
     }
-    if own.shift is not None:
-        sums["shift"] = (own.shift + down * own.sum_exp) * factor
-    if own.squares is not None:
-        sums["squares"] = own.squares * factor.square()
+    if parts.shift is not None:
+        sums["shift"] = parts.shift
+    if parts.squares is not None:
+        sums["squares"] = parts.squares
     total = torch.stack(list(sums.values()))
     _all_reduce(total, group)
     merged = dict(zip(sums, total, strict=True))

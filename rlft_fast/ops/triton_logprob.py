@@ -1,6 +1,6 @@
 """What happens between the GEMMs of `linear_logprob`, in Triton, and a forward pass that never stores a logit.
 
-The equations are those of ``csrc/cpu/logprob.cpp``. The first three functions have the signatures of the compiled
+The equations are those of ``csrc/cpu/logprob_rows.cpp``. The first three functions have the signatures of the compiled
 operators of the same names. On the CPU they run in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 
     logprob_stats_    reads a logits tile once
@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rlft_fast.ops.tiles import Sums
 
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it
 
@@ -50,7 +52,7 @@ def _softmax_logits(z, bias, inv_temperature, softcap, scale, SOFTCAP: tl.conste
 @triton.jit
 def _slope(x, inv_temperature, softcap, scale, SOFTCAP: tl.constexpr):
     """dx/dz: softcap tanh(u) has the derivative softcap (1 - tanh^2 u)."""
-    slope = x * 0.0 + scale * inv_temperature
+    slope = tl.zeros_like(x) + scale * inv_temperature  # a logit of -inf has one too
     if SOFTCAP:
         u = x / (softcap * inv_temperature)
         slope *= 1.0 - u * u
@@ -138,7 +140,6 @@ def _grad_kernel(
     )  # fmt: skip
     log_p = (x - tl.load(max_ptr + row)) - tl.load(log_sum_ptr + row)
     g = tl.load(grad_logprob_ptr + row)
-    factor = g + log_p * 0.0
     upstream_is_zero = g == 0.0
     if ENTROPY:
         h = tl.load(grad_entropy_ptr + row)
@@ -383,16 +384,11 @@ def fused_stats(
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
         EVEN=dim % _DEPTH == 0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, num_warps=8, num_stages=3,
     )  # fmt: skip
-    tops, sums, shifts, square_sums = partial
-    top = tops.amax(0)
-    down = (tops - top).clamp(min=-87.0).nan_to_num(nan=0.0)  # an empty split: 0 * -inf would be nan
-    factor = (tops - top).exp()
-    maximum.copy_(top)
-    sum_exp.copy_((sums * factor).sum(0))
-    if shift is not None:
-        shift.copy_(((shifts + down * sums) * factor).sum(0))
-    if squares is not None:
-        squares.copy_((square_sums * factor.square()).sum(0))
+    parts = Sums(*partial, target_logit).at(partial[0].amax(0))
+    maximum.copy_(parts.maximum)
+    for out, part in ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares)):
+        if out is not None:
+            out.copy_(part.sum(0))
 
 
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------

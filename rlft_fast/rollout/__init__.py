@@ -1,6 +1,8 @@
 """Rollouts: completions sampled from the policy, with the log-probabilities of the sampler."""
 
+from rlft_fast.rollout.build import build_rollout
 from rlft_fast.rollout.hf import HFRollout
-from rlft_fast.rollout.types import Completion, SamplingParams
+from rlft_fast.rollout.types import Completion, Rollout, SamplingParams
+from rlft_fast.rollout.vllm import RolloutError, VLLMRollout
 
-__all__ = ["Completion", "HFRollout", "SamplingParams"]
+__all__ = ["Completion", "HFRollout", "Rollout", "RolloutError", "SamplingParams", "VLLMRollout", "build_rollout"]

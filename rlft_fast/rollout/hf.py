@@ -1,7 +1,8 @@
 """Rollouts by transformers' ``generate``, with the policy itself: no second copy of the weights, nothing to sync."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
@@ -29,12 +32,22 @@ class HFRollout:
         model: the policy.
         tokenizer: names the end and padding tokens.
         batch_size: completions generated at once.
+        phase: gives the context in which the policy is on its device.
     """
 
-    def __init__(self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.phase = phase
         self.model = model
+        self.tokenizer = tokenizer
         self.batch_size = batch_size
-        self.eos_token_ids = _eos_token_ids(model.model, tokenizer)
+        self.weight_version = 0
+        self.eos_token_ids = end_token_ids(model.model, tokenizer)
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_token_ids[0]
         self.pad_token_id = int(pad_token_id)
 
@@ -51,11 +64,21 @@ class HFRollout:
         """
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with _generation_mode(self.model), _gathered(self.model):
+        with self.phase(), _generation_mode(self.model), _gathered(self.model):
             for start in range(0, len(prompts), prompts_at_once):
                 flat = self._generate(prompts[start : start + prompts_at_once], params)
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
         return completions
+
+    def sync(self) -> None:
+        """The weights are the policy's own."""
+        self.weight_version += 1
+
+    def sleep(self) -> None:
+        """Holds no memory between calls."""
+
+    def close(self) -> None:
+        """Holds nothing."""
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         sampler = _Sampler(params.temperature)
@@ -63,6 +86,7 @@ class HFRollout:
             *self._pad(prompts),
             num_samples=params.n,
             synced_gpus=False,  # weights are gathered: ranks need not wait for each other
+            stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, params.stop)] if params.stop else []),
             logits_processor=LogitsProcessorList([sampler]),
             generation_config=GenerationConfig(
                 max_new_tokens=params.max_new_tokens,
@@ -72,7 +96,7 @@ class HFRollout:
             ),
         )
         rows = zip(sequences[:, prompt_length:].tolist(), sampler.logprobs().tolist(), strict=True)
-        return [self._completion(tokens, logprobs) for tokens, logprobs in rows]
+        return [self._completion(tokens, logprobs, params.stop) for tokens, logprobs in rows]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
@@ -81,11 +105,35 @@ class HFRollout:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         return ids, mask
 
-    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
-        for i, token in enumerate(tokens):
-            if token in self.eos_token_ids:
-                return Completion(tokens[: i + 1], logprobs[: i + 1], "stop")
+    def _completion(self, tokens: list[int], logprobs: list[float], stop: tuple[str, ...]) -> Completion:
+        ends = [i for i, token in enumerate(tokens) if token in self.eos_token_ids][:1]
+        if stop:
+            counts = range(1, len(tokens) + 1)
+            complete = bisect_left(counts, True, key=lambda count: _has_stop(self.tokenizer, stop, tokens[:count]))
+            ends += [complete] if complete < len(tokens) else []
+        if ends:
+            return Completion(tokens[: min(ends) + 1], logprobs[: min(ends) + 1], "stop")
         return Completion(tokens, logprobs, "length")
+
+
+class _StopTexts(StoppingCriteria):
+    """Stops a row when a text is complete in what was generated; transformers' own looks into the prompt, too."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.prompt_length: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # pyrefly: ignore
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1] - 1  # it is asked after every token, first after the first
+        rows = input_ids[:, self.prompt_length :].tolist()
+        return torch.tensor([_has_stop(self.tokenizer, self.stop, row) for row in rows], device=input_ids.device)
+
+
+def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens: list[int]) -> bool:
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))  # as vLLM does
+    return any(wanted in text for wanted in stop)
 
 
 class _Sampler(LogitsProcessor):
@@ -166,7 +214,12 @@ def _gathered(model: PolicyModel) -> Iterator[None]:
             unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's backward needs it at once
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion: all end tokens of the model's generation defaults, and the tokenizer's.
+
+    Raises:
+        ValueError: there is none.
+    """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     known = {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}

@@ -4,26 +4,37 @@ Every random draw of a step is seeded by (seed, step, rank), and the order of pr
 run that continues from a checkpoint repeats what the uninterrupted run would have done, bit for bit.
 """
 
+import contextlib
 import importlib.util
 import json
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
-from rlft_fast.engine.distributed import barrier, get_rank, get_world_size, init_distributed
-from rlft_fast.models import PolicyModel, load_tokenizer
+from rlft_fast.engine.distributed import (
+    barrier,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    require_agreement,
+)
+from rlft_fast.engine.failures import naming_lost_ranks
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import ValueLoss, explained_variance
-from rlft_fast.rollout import HFRollout, SamplingParams
+from rlft_fast.rollout import SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
     Sample,
     any_rank,
@@ -57,7 +68,8 @@ class PPOTrainer:
     """
 
     def __init__(self, config: Config) -> None:
-        init_distributed()
+        init_distributed(config.timeout_minutes)
+        require_agreement("configuration", _flat(config.model_dump(mode="json")))
         self.config = config
         self.directory = Path(config.output_dir)
         if config.rollout.prompts_per_step % get_world_size():
@@ -91,10 +103,14 @@ class PPOTrainer:
                 max_response_tokens=config.rollout.max_new_tokens,
             )  # fmt: skip
         self.reference: FSDPEngine | None = None
-        if algorithm.kl_coef:
-            self.reference = FSDPEngine(config.model, config.actor, temperature=temperature).initialize()
-        assert isinstance(self.actor.model, PolicyModel)
-        self.rollout = HFRollout(self.actor.model, self.tokenizer, config.rollout.batch_size)
+        if algorithm.kl_coef and config.actor.lora is None:
+            frozen = config.actor if config.reference is None else EngineConfig(**config.reference.model_dump())
+            self.reference = FSDPEngine(config.model, frozen, temperature=temperature).initialize()
+        longest = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens if config.evaluation else 0)
+        self.rollout = build_rollout(
+            self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
+        )
+        self.seconds: dict[str, float] = {}  # of the current step, by part
         self.checkpoints = CheckpointManager(
             self.directory / "checkpoints", config.checkpoint.max_num, config.checkpoint.max_mem
         )
@@ -107,25 +123,37 @@ class PPOTrainer:
     def train_step(self, step: int) -> dict[str, float]:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
         started = time.perf_counter()
+        self.seconds = {}
         prompts, samples = self._collect(step)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
-        generated = time.perf_counter()
+        with self._timed("generate"):
+            self.rollout.sleep()  # not before: only the sync after the update wakes it
         taught = self._with_signal(samples)
-        batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
+        with self._timed("logprobs"):
+            batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
         metrics = rollout_metrics(samples, batch)
         batch = self.objective.prepare(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
             batch = leave_out_truncated(batch, taught, greedy)
-        metrics |= self._update(batch, self._seed(step))
+        with self._timed("update"):
+            metrics |= self._update(batch, self._seed(step))
+        with self._timed("sync"):
+            self.rollout.sync()
         self._record(step, prompts, samples, metrics)
         num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
         seconds = time.perf_counter() - started
         return metrics | {
-            "seconds_rollout": generated - started,
+            **{f"seconds_{part}": value for part, value in self.seconds.items()},
             "seconds": seconds,
             "tokens_per_second": num_tokens / seconds,
         }
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
         """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
@@ -155,13 +183,14 @@ class PPOTrainer:
         config = self.config.rollout
         rows = range(get_rank(), len(prompts), get_world_size())
         own = prompts.select(rows)
-        groups = self.rollout.generate(
-            own.token_ids,
-            SamplingParams(
-                n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature
-            ),
-        )
-        samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+        params = SamplingParams(
+            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+            stop=config.stop,
+        )  # fmt: skip
+        with self._timed("generate"):
+            groups = self.rollout.generate(own.token_ids, params)
+        with self._timed("reward"):
+            samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
         return penalize_length(samples, self.config.reward, config.max_new_tokens)
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
@@ -173,8 +202,9 @@ class PPOTrainer:
     def _greedy(self, prompts: Prompts, max_new_tokens: int) -> list[Sample]:
         """One most likely answer to each prompt, from all ranks."""
         rows = range(get_rank(), len(prompts), get_world_size())
-        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
-        groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
+        with self._timed("generate"):
+            groups = self.rollout.generate(prompts.select(rows).token_ids, params)
         return self.judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
@@ -183,25 +213,38 @@ class PPOTrainer:
         batch = batch.replace(
             old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy")
         )
-        if self.reference is not None:
-            batch = batch.replace(ref_logprob_T=self.reference.infer(batch, ("logprob",))["logprob"])
+        if self.config.algorithm.kl_coef:
+            batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
         if self.critic is not None:
             batch = batch.replace(value_T=self.critic.infer(batch, ("value",))["value"])
         return batch
 
+    def _reference_logprob(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return self.reference.infer(batch, ("logprob",))["logprob"]
+        with self.actor.disable_adapter():
+            return self.actor.infer(batch, ("logprob",))["logprob"]
+
     def _update(self, batch: Batch, seed: int) -> dict[str, float]:
-        """One optimizer step per mini-batch, critic first."""
-        steps: list[dict[str, float]] = []
-        for mini_batch in mini_batches(batch, self.config.algorithm, seed):
-            metrics: dict[str, float] = {}
-            if self.critic is not None:
-                values = self.critic.train_step(mini_batch, self.value_loss)
-                moments = {name: torch.tensor(value) for name, value in values.items()}
-                metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
-                metrics["critic_explained_variance"] = explained_variance(moments).item()
-            metrics |= self.actor.train_step(mini_batch, self.objective.policy_loss)
-            steps.append(metrics | self.objective.after_optimizer_step(metrics))
-        return merge_metrics(steps)
+        """One optimizer step per mini-batch: first all of the critic's, then all of the policy's."""
+        cut = partial(mini_batches, batch, self.config.algorithm, seed)
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            with self.critic.train_mode():
+                metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
+        with self.actor.train_mode():
+            return metrics | merge_metrics([self._actor_step(mini_batch) for mini_batch in cut()])
+
+    def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
+        metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
+        return metrics | self.objective.after_optimizer_step(metrics)
+
+    def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
+        assert self.critic is not None
+        values = self.critic.train_step(mini_batch, self.value_loss)
+        moments = {name: torch.tensor(value) for name, value in values.items()}
+        metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
+        return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
         texts = self.tokenizer.batch_decode([s.completion.token_ids for s in samples], skip_special_tokens=True)
@@ -253,6 +296,7 @@ class PPOTrainer:
         finally:
             self.judge.close()
             signal.signal(signal.SIGINT, handler)
+            self.rollout.close()
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
@@ -276,6 +320,10 @@ class PPOTrainer:
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
+        for name, engine in self.engines.items():
+            if engine.units:
+                self.log.message(f"{name}: units of sharding\n{engine.units}")
+        self.rollout.sync()
         if self.held_out is not None and state["accuracy_before"] is None:
             state["accuracy_before"], samples = self._evaluate_and_log(0)
             state["examples_before"] = self._examples(samples)
@@ -349,4 +397,14 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
     """
-    return PPOTrainer(config).run(resume)
+    store = init_distributed(config.timeout_minutes)
+    with naming_lost_ranks(store):
+        return PPOTrainer(config).run(resume)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

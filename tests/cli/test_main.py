@@ -45,7 +45,7 @@ def test_every_command_has_help(command, capsys):
 
 
 # Nothing; a misspelt command; a command without what it needs.
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["export"]])
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["export"], ["plan"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)

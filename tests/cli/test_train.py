@@ -4,6 +4,7 @@ import yaml
 from rlft_fast.cli import main
 from rlft_fast.cli.train import key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
+from tests.trainer.toy import toy_values
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 
@@ -117,3 +118,15 @@ def test_help_shows_types_bounds_and_defaults():
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_terminal(width):
     assert max(map(len, key_reference(width).splitlines())) <= width
+
+
+def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(tiny_model, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=50_000_000)))
+    capsys.readouterr()
+    assert main(["train", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: max_tokens=50000000 needs ")
+    largest = int(error.split("lower max_tokens to ")[1].split()[0])
+    assert 10_000 < largest < 50_000_000  # 2^20 at most
+    assert not (tmp_path / "run").exists()

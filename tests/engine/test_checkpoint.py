@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -138,13 +139,28 @@ def test_error_while_writing_is_raised_by_the_next_call(tiny_model, tmp_path):
     manager = CheckpointManager(tmp_path / "file")
     with pytest.raises(CheckpointError) as synchronous:
         manager.save(1, engines, {})
-    for following in (manager.wait, lambda: manager.save(2, engines, {}), lambda: manager.load(engines)):
+    for following in (manager.wait, lambda: manager.load(engines)):
         manager.save(1, engines, {}, asynchronous=True)
         with pytest.raises(CheckpointError) as error:
             following()
         assert str(error.value) == str(synchronous.value)
         assert f"could not save checkpoint {tmp_path / 'file' / 'step_00000001'}" in str(error.value)
         manager.wait()  # raised once
+
+
+def test_the_save_after_a_failed_one_is_written_first(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path / "full")
+    (tmp_path / "full").write_text("where the folder should be")
+    manager.save(1, engines, {}, asynchronous=True)
+    with pytest.raises(CheckpointError, match="step_00000002"):  # still full
+        manager.save(2, engines, {}, asynchronous=True)
+    manager.save(3, engines, {}, asynchronous=True)
+    futures.wait([manager._writing])
+    (tmp_path / "full").unlink()
+    with pytest.warns(UserWarning, match=r"could not save checkpoint .*step_00000003.* Since then .*step_00000004 was"):
+        manager.save(4, engines, {}, asynchronous=True)
+    assert manager.load(engines) == {}
 
 
 def test_leaving_the_manager_waits(tiny_model, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -13,26 +14,26 @@ from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run
 from tests.engine import reference
-from tests.engine.reference import make_engine, make_engines, names, policy_loss, random_batch, step
+from tests.engine.reference import make_engine, names, policy_loss, random_batch
 from tests.ops.test_linear_logprob_contract import peak_mib
 from tests.tiny_models import save_tiny_model
 
 SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
 
 
-def make_run(model: Path, run: Path) -> FSDPEngine:
+def make_run(model: Path, run: Path, **actor) -> FSDPEngine:
     config = Config.parse(
         {
             "model": str(model), "output_dir": str(run), "steps": 1, "data": {"task": "sums"},
-            "actor": {"max_tokens": 2000},
+            "actor": {"max_tokens": 2000} | actor,
         }
     )  # fmt: skip
     run.mkdir()
     (run / "config.yaml").write_text(config.to_yaml())
-    engines = make_engines(model)
-    step(engines, seed=0)
-    CheckpointManager(run / "checkpoints").save(1, engines, {})
-    return engines["actor"]
+    engine = make_engine(model, config={"max_tokens": 2000} | actor)
+    engine.train_step(random_batch(), policy_loss())
+    CheckpointManager(run / "checkpoints").save(1, {"actor": engine}, {})
+    return engine
 
 
 def trained(path: Path) -> FSDPEngine:
@@ -128,6 +129,34 @@ def test_export_run(tiny_model, tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half")]) == 1
+
+
+@pytest.mark.parametrize(
+    "actor", [{"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=["masters", "lora"]
+)
+def test_export_run_of_masters_and_adapters(actor, tiny_model, tmp_path):
+    """The float32 masters of bfloat16 weights, and adapters merged."""
+    engine = make_run(tiny_model("llama"), tmp_path / "run", **actor)
+    folder = export_run(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weights = reference.weights(engine)
+    reference.assert_equal(dict(model.named_parameters()), weights)
+    start = reference.weights(make_engine(tiny_model("llama")))
+    assert any(not torch.equal(weights[name], start[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "qwen2-vl", "qwen2.5-vl"])
+def test_other_architectures(name, tiny_model, tmp_path):
+    """Also where a checkpoint's names and tensors are not those of the model in memory."""
+    engine = make_engine(tiny_model(name))
+    engine.train_step(random_batch(), policy_loss())
+    export_hf(engine, tmp_path / "hf")
+    kind = getattr(transformers, type(engine.model.model).__name__)
+    model, report = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values())
+    weights = reference.weights(engine)
+    assert weights.keys() >= dict(model.named_parameters()).keys()
+    reference.assert_equal({name: model.state_dict()[name] for name in weights}, weights)
 
 
 def test_export_of_what_is_no_run(tmp_path):

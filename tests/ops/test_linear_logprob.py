@@ -11,9 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rlft_fast import ops
-from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference, support_logprob
 from tests.distributed import run_distributed
 from tests.numerics import assert_no_further_from_truth
 
@@ -308,7 +310,7 @@ def op_arguments(requires_grad: bool, *group: str):
     hidden, weight, target, _ = make_problem(6, 8, 50)
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), 0.0, 1.0, "native", *group, 64]
+    return [*tensors, torch.ones(1), *([torch.zeros(6)] if group else []), 0.0, 1.0, "native", *group, 64]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -378,7 +380,8 @@ def check_vocab_group(rank: int, world_size: int) -> None:
     def results(rows: slice, **group) -> list[Tensor]:
         h, w, b = (x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows]))
         options = {"bias_V": b, "softcap": 20.0, "temperature": 0.7, "return_entropy": True, "workspace_mib": 1} | group
-        more = {"return_sum_prob_squared": True, "return_top1": True}
+        some = torch.full((60,), -torch.inf).index_fill_(0, torch.arange(20), 0.0)
+        more = {"return_sum_prob_squared": True, "return_top1": True, "threshold_T": some}
         out = linear_logprob(h, w, target, **options, **more)
         ((out.logprob * old).sum() + (out.entropy * advantage).sum()).backward()
         grads = [h.grad, w.grad, b.grad]
@@ -464,6 +467,15 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
         ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
         ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
+        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive, got 0.0 in row 2"),
+        ((H, W, Y), {"softcap": torch.inf}, ValueError, "softcap"),
+        ((H, W, Y), {"bias_V": torch.zeros(10, dtype=torch.int64)}, TypeError, "bias_V must be floating point"),
+        ((H[0], W, Y), {}, ValueError, r"got \(8,\)"),
+        ((H, W, Y), {"active_index": torch.arange(4).int()}, TypeError, "int32"),
+        ((H, W, Y), {"active_index": torch.arange(4)[None]}, ValueError, "one dimension"),
+        ((H, W, Y), {"active_index": torch.arange(5)}, ValueError, "expected the 4 rows .*, got 5 rows"),
+        ((H, W, Y), {"active_index": torch.arange(4).flip(0)}, ValueError, "ascending"),
+        ((H, W, Y), {"active_index": torch.arange(4, device="meta")}, ValueError, "active_index is on meta"),
         ((H, W, Y), {"softcap": -1.0}, ValueError, "softcap"),
         ((H, W, Y), {"workspace_mib": 0}, ValueError, "workspace_mib"),
         ((H, W, Y), {"backend": "cuda"}, ValueError, "backend must be"),
@@ -475,6 +487,42 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob(*arguments, **options)
     with pytest.raises(error, match=message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
+
+
+def test_rows_without_a_target_need_no_temperature():
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    target[2] = -100
+    result = linear_logprob(hidden, weight, target, temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    assert result.logprob.equal(linear_logprob(hidden, weight, target).logprob)
+
+
+def check_sharded_tensors(rank: int) -> None:
+    """They are named before torch's own error, whichever they are, and the advice helps."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
+    dist.broadcast(hidden, 0), dist.broadcast(weight, 0)
+    sharded = distribute_tensor(weight, mesh, [Shard(0)])
+    calls = (
+        partial(linear_logprob),
+        partial(linear_logprob_loss, loss_fn=lambda logprob, _: logprob),
+        partial(support_logprob, support_TK=torch.zeros(4, 1, dtype=torch.int64)),
+        partial(support_logprob, threshold_T=torch.zeros(4)),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"weight_VD is a DTensor.*Shard\(dim=0\).*LogprobHead.*vocab_group"):
+            call(hidden_TD=hidden, weight_VD=sharded, target_T=target)
+        with pytest.raises(ValueError, match=r"hidden_TD is a DTensor"):
+            call(hidden_TD=distribute_tensor(hidden, mesh, [Replicate()]), weight_VD=weight, target_T=target)
+    expected = linear_logprob(hidden, weight, target).logprob
+    whole = linear_logprob(hidden, sharded.full_tensor(), target).logprob
+    local = linear_logprob(hidden, sharded.to_local(), target, vocab_group=mesh.get_group()).logprob
+    torch.testing.assert_close(whole, expected)
+    torch.testing.assert_close(local, expected)
+
+
+@pytest.mark.dist
+def test_sharded_tensors_are_named():
+    run_distributed(check_sharded_tensors, 2)
 
 
 @pytest.mark.parametrize("bad_target", [10, -1])

@@ -146,8 +146,9 @@ def test_a_target_outside_the_vocabulary_gives_nan(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_upstream_gradient_add_nothing(backend):
-    hidden, weight, target, _ = cuda_problem(300, 64, 5003)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_without_upstream_gradient_add_nothing(dtype, backend):
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=dtype)
     hidden[7] = torch.nan
     hidden.requires_grad_()
     logprob = linear_logprob(hidden, weight, target, backend=backend).logprob
@@ -156,6 +157,24 @@ def test_rows_without_upstream_gradient_add_nothing(backend):
     logprob.backward(upstream)
     assert (hidden.grad[[3, 7]] == 0).all()
     assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_threshold(softcap, backend):
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=BF16)
+    z = reference.transform_logits(hidden.double() @ weight.double().T, 1.0, softcap, 1.0)
+    threshold = z.topk(21).values[:, 19:].mean(-1).float()  # half-way between two logits
+    ours, eager, truth = (
+        run(partial(function, threshold_T=threshold, softcap=softcap), hidden, weight, target, {}, dtype)
+        for function, dtype in (
+            (partial(linear_logprob, backend=backend), BF16),
+            (reference.linear_logprob, BF16),
+            (reference.linear_logprob, torch.float64),
+        )
+    )
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(o, e, t)
 
 
 def test_compiles_to_one_graph():

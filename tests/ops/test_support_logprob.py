@@ -1,18 +1,22 @@
 """Log-probabilities over a sampling support, against plain masking of all logits."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlft_fast.ops import linear_logprob, support_logprob
+from rlft_fast.ops import linear_logprob, reference, support_logprob
+from rlft_fast.ops.reference import transform_logits
+from tests.numerics import assert_no_further_from_truth
 
 T, D, V = 30, 16, 200
 INF = torch.inf
 
 
-def make_problem(seed: int = 0, top_k: int = 12) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets drawn from top-k or fewer tokens; supports of different sizes, in any order."""
     g = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 2
@@ -64,11 +68,82 @@ def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
 
 def test_whole_vocabulary_is_linear_logprob():
     hidden, weight, target, _ = make_problem()
-    everything = torch.arange(V).expand(T, V)
     expected = linear_logprob(hidden, weight, target, return_entropy=True)
-    actual = support_logprob(hidden, weight, target, everything, return_entropy=True, workspace_mib=1)
-    torch.testing.assert_close(actual.logprob, expected.logprob)
-    torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+    everything = {"support_TK": torch.arange(V).expand(T, V), "threshold_T": torch.full((T,), -INF)}
+    for name, support in everything.items():
+        actual = support_logprob(hidden, weight, target, **{name: support}, return_entropy=True, workspace_mib=1)
+        torch.testing.assert_close(actual.logprob, expected.logprob)
+        torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+
+
+# Beyond a tile of columns, so that whole tiles hold no token that is kept; 40 rows of a mebibyte are two chunks.
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("V", [37, 4100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend):
+    """Thresholds lie half-way between two logits, where rounding decides nothing."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem(1, 12, V=V)
+    target[0] = -100
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options = {"softcap": softcap, "logit_scale": 0.8, "temperature": torch.linspace(0.5, 2, T)}
+    z = transform_logits(hidden.double() @ weight.double().T, **options)
+    threshold = z.topk(13).values[:, 11:].mean(-1).float()
+    threshold[1], target[1] = INF, 3  # nothing but the target
+    threshold[2] = -INF
+
+    def results(function, dtype) -> list[Tensor]:
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        out = function(h, w, target, threshold_T=threshold.to(dtype), return_entropy=True, **options)
+        ((out.logprob * torch.linspace(0, 1, T)).sum() + out.entropy.sum()).backward()
+        return [out.logprob.detach(), out.entropy.detach(), h.grad, w.grad]
+
+    ours = results(partial(linear_logprob, backend=backend, workspace_mib=1), dtype)
+    assert ours[0][1] == 0
+    eager, truth = (results(reference.linear_logprob, d) for d in (dtype, torch.float64))
+    for actual, plain, exact in zip(ours, eager, truth, strict=True):
+        assert actual.isfinite().all()
+        assert_no_further_from_truth(actual, plain, exact)
+
+
+def test_threshold_agrees_with_ids():
+    """The k-th largest logit keeps k tokens, whichever target was sampled, and a tie both."""
+    hidden, weight, _, _ = make_problem()
+    weight[-2:] = weight[0]  # ties
+    z = (hidden @ weight.T).double()
+    values, support = z.topk(12)
+    tied = (z == values[:, -1:]).sum(-1) > 1
+    hidden.requires_grad_(), weight.requires_grad_()
+    by_ids = support_logprob(hidden, weight, support[:, 5], support, return_entropy=True)
+    threshold = (values[:, -1] - 1e-5).float()
+    by_threshold = support_logprob(hidden, weight, support[:, 5], threshold_T=threshold, return_entropy=True)
+    for actual, expected in zip(by_threshold[:2], by_ids[:2], strict=True):
+        torch.testing.assert_close(actual[~tied], expected[~tied], rtol=1e-5, atol=1e-5)
+
+
+def test_target_below_the_threshold_is_kept():
+    hidden, weight, _, _ = make_problem()
+    z = hidden @ weight.T
+    target, top = z.argmin(-1), z.amax(-1)
+    logprob = support_logprob(hidden, weight, target, threshold_T=(top + z.topk(2).values[:, 1]) / 2).logprob
+    expected = torch.stack([z.amin(-1), top], -1).log_softmax(-1)[:, 0]
+    torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threshold_with_bad_rows_and_silent_rows():
+    """A row of nan stays alone, and one that the loss does not see leaves no trace."""
+    hidden, weight, target, _ = make_problem()
+    hidden[3], hidden[5] = torch.nan, torch.inf
+    hidden.requires_grad_(), weight.requires_grad_()
+    result = support_logprob(hidden, weight, target, threshold_T=torch.zeros(T), softcap=3.0, return_entropy=True)
+    seen = torch.ones(T)
+    seen[[3, 5]] = 0
+    assert (result.logprob.isnan() == (seen == 0)).all()
+    result.logprob.backward(seen)
+    assert (hidden.grad[[3, 5]] == 0).all()
+    assert weight.grad.isfinite().all()
 
 
 def test_ratio_of_an_unchanged_policy_averages_one():
@@ -81,6 +156,13 @@ def test_ratio_of_an_unchanged_policy_averages_one():
     target = support.gather(1, sampled).squeeze(1)
     new, old = (support_logprob(hidden, w, target, support).logprob for w in (drifted, weight))
     assert abs((new - old).exp().mean() - 1) < 0.02
+    # By threshold the supports of the two policies differ, if little; those of one policy do not.
+    by_threshold = partial(support_logprob, hidden, target_T=target, threshold_T=top[:, -1])
+    new, old = (by_threshold(weight_VD=w).logprob for w in (drifted, weight))
+    assert abs((new - old).exp().mean() - 1) < 0.1
+    torch.testing.assert_close(old, top.log_softmax(-1).gather(1, sampled).squeeze(1), rtol=1e-4, atol=1e-4)
+    grown = by_threshold(weight_VD=weight.clone().requires_grad_()).logprob
+    assert ((grown - old).exp() == 1).all()
     biased = linear_logprob(hidden, weight, target).logprob - top.log_softmax(-1).gather(1, sampled).squeeze(1)
     assert biased.exp().mean() < 0.8
 
@@ -125,7 +207,16 @@ def test_opcheck_and_compile():
         ({"support_TK": torch.zeros(T - 1, 3, dtype=torch.int64)}, ValueError, r"support_TK \(30, K\)"),
         ({"support_TK": torch.zeros(T, 3)}, TypeError, "int64"),
         ({"weight_VD": torch.zeros(V, D + 1)}, ValueError, r"weight_VD \(V, D\)"),
-        ({"weight_VD": torch.zeros(V, D, dtype=torch.bfloat16)}, TypeError, "share one dtype"),
+        ({"weight_VD": torch.zeros(V, D, dtype=torch.bfloat16)}, TypeError, "must share one of"),
+        ({"target_T": torch.full((T,), V)}, ValueError, r"target_T\[0\] is 200"),
+        ({"support_TK": torch.zeros(T, 3, dtype=torch.int64, device="meta")}, ValueError, "support_TK is on meta"),
+        ({"support_TK": torch.zeros(T, 20_000, dtype=torch.int64), "workspace_mib": 1}, ValueError, "at least 2"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ({"bias_V": torch.zeros(V + 1)}, ValueError, r"bias_V of shape \(200,\)"),
+        ({"support_TK": None}, ValueError, "got neither"),
+        ({"threshold_T": torch.zeros(T)}, ValueError, "got both"),
+        ({"support_TK": None, "threshold_T": torch.zeros(T + 1)}, ValueError, "threshold_T must have one value"),
+        ({"support_TK": None, "threshold_T": torch.zeros(T, dtype=torch.int64)}, TypeError, "threshold_T"),
     ],
 )
 def test_bad_input(change, error, message):

@@ -170,6 +170,21 @@ def test_end_token_stops(tiny_model):
         assert sample[0].logprobs == pytest.approx(before.logprobs[:length], abs=1e-5)
 
 
+def test_stop_texts_end_a_completion(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    free = [group[0] for group in rollout.generate(PROMPTS, GREEDY)]
+    decode = rollout.tokenizer.decode
+    text = decode(free[3].token_ids[3:5])
+    params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", text))
+    for (sample,), before in zip(rollout.generate(PROMPTS, params), free, strict=True):
+        ends = [i for i in range(1, 9) if text in decode(before.token_ids[:i])]
+        assert sample.token_ids == before.token_ids[: min(ends, default=8)]  # the text's own tokens are kept
+        assert sample.finish_reason == ("stop" if ends else "length")
+        assert len(sample.logprobs) == len(sample.token_ids)
+    (sample,) = rollout.generate([PROMPTS[3]], params)[0]
+    assert sample.finish_reason == "stop"
+
+
 def test_one_new_token(tiny_model):
     params = SamplingParams(n=2, max_new_tokens=1)
     for group in make_rollout(tiny_model("llama")).generate(PROMPTS, params):

@@ -93,7 +93,7 @@ def test_ctrl_c_finishes_the_step_and_saves(model, uninterrupted, tmp_path, caps
     assert main(["train", str(config)]) == 130
     captured = capsys.readouterr()
     assert "stopped after step 5: step 5 is saved, continue with --resume" in captured.out
-    assert captured.err.endswith("\ninterrupted\n")
+    assert captured.err.endswith("interrupted\n")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(["train", str(config), "--resume"]) == 0
     assert_same_result(tmp_path / "run", uninterrupted)
@@ -125,7 +125,7 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
     assert main(["train", str(config)]) == 1
     captured = capsys.readouterr()
     assert "the reward function failed after step 4: step 4 is saved, continue with --resume" in captured.out
-    assert "\nerror: reward function even_share_until_struck raised RuntimeError on a batch of 16" in captured.err
+    assert "error: reward function even_share_until_struck raised RuntimeError on a batch of 16" in captured.err
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
     # Again: what is saved already stays as it is.
     (tmp_path / "strike").write_text("raise 1 0")
@@ -217,3 +217,16 @@ def test_two_processes_stop_together(model, by_torchrun, tmp_path):
     run_distributed(run_interrupted, 2, folders)
     for folder in folders.values():
         assert_same_result(folder / "run", by_torchrun)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_torchrun_goes_on(model, by_torchrun, tmp_path):
+    config = write_config(model, tmp_path, FEWER_OPTIONS | {"checkpoint__asynchronous": False})
+    (tmp_path / "strike").write_text(f"SIGKILL {IN_STEP_5} 1")
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "15"]  # time for rank 0 to speak
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rlft_fast", "train"]
+    result = subprocess.run([*command, str(config), "--resume"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "rank 1 ended without a word (killed" in result.stderr
+    assert_same_result(tmp_path / "run", by_torchrun)

@@ -119,7 +119,10 @@ def test_metrics(grpo):
     assert all(a["time"] <= b["time"] for a, b in pairwise(rows))
     assert len({frozenset(row) for row in steps}) == 1
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert all(row["seconds"] > row["seconds_rollout"] > 0 and row["tokens_per_second"] > 0 for row in steps)
+    parts = {"generate", "reward", "logprobs", "update", "sync"}
+    assert {name.removeprefix("seconds_") for name in steps[0] if name.startswith("seconds_")} == parts
+    assert all(row["seconds"] > sum(row[f"seconds_{part}"] for part in parts) > 0 for row in steps)
+    assert all(row["tokens_per_second"] > 0 for row in steps)
 
 
 def test_samples(grpo):
@@ -250,3 +253,25 @@ def test_bfloat16(model, tmp_path):
     rows = short_run(model, tmp_path, actor__compute_dtype="bfloat16")
     assert rows[0]["ratio_max"] == 1.0
     assert all(row["grad_norm"] > 0 and row["skipped_steps"] == 0 for row in rows)
+
+
+def test_adapters_learn_with_the_policy_itself_as_reference(model, tmp_path):
+    """The divergence is measured from the policy without its adapters: 0 at first, more as they learn."""
+    run = short_run(
+        model, tmp_path, steps=6, actor__lora={"rank": 8}, algorithm__kl_coef=0.01,
+        actor__optimizer={"learning_rate": 0.02},
+    )  # fmt: skip
+    divergence = [row["ref_kl"] for row in run]
+    assert abs(divergence[0]) < 1e-6
+    assert divergence[-1] > 1e-4
+
+
+def test_a_reference_of_its_own(model, tmp_path):
+    """Held in other dtypes it gives the same penalty up to their rounding."""
+    plain = short_run(model, tmp_path / "a", algorithm__kl_coef=0.1)
+    narrow = short_run(
+        model, tmp_path / "b", algorithm__kl_coef=0.1,
+        reference={"compute_dtype": "bfloat16", "param_dtype": "bfloat16", "max_tokens": 64},
+    )  # fmt: skip
+    assert narrow[0]["ref_kl"] == pytest.approx(plain[0]["ref_kl"], abs=2e-2)
+    assert narrow[0]["ref_kl"] != plain[0]["ref_kl"]

@@ -116,5 +116,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def comparable(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
-    clock = ("time", "seconds", "seconds_rollout", "tokens_per_second")
-    return [{k: v for k, v in row.items() if k not in clock} for row in read_lines(run / "metrics.jsonl")]
+    clock = ("time", "seconds", "tokens_per_second")
+    rows = read_lines(run / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in clock and not k.startswith("seconds_")} for row in rows]

@@ -1,0 +1,54 @@
+// What the CPU side of linear_logprob consists of: a tile of raw logits, what a pass over it reads and writes, and the
+// passes (logprob_rows.cpp), which logprob.cpp binds and puts between GEMMs.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace rlft {
+
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+constexpr int64_t kNumStats = 4;  // numbers in a RowStats
+
+struct Transform {
+  const float* bias;  // (C,) or null
+  float softcap;      // 0: none
+  float scale;
+};
+
+struct Tile {
+  const float* logits;  // (R, C), row stride `stride`
+  float* out;           // as logits, and may be the same memory
+  int64_t rows, columns, stride;
+  const int64_t* target;  // (R,), as vocabulary ids
+  int64_t vocab_start;    // vocabulary id of column 0
+  const float* inv_temperature;
+  int64_t inv_temperature_stride;  // 0: one value for all rows
+  Transform transform;
+};
+
+struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
+  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
+};
+
+struct Upstream {
+  const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy, grad_entropy may be null
+};
+
+struct FrozenOut {
+  StatsOut stats;
+  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
+  float* accumulator;                // (R, D)
+  int64_t dim;
+};
+
+// Over rows [begin, end) of a tile: online statistics, gradients of the raw logits, and what the frozen head needs.
+void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end);
+void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_t end);
+void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end);
+
+// Statistics of whole rows from kNumStats numbers of each tile, in the order in which stats_rows meets them: the same
+// bits.
+void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out);
+
+}  // namespace rlft

@@ -1,0 +1,258 @@
+// linear_logprob on the CPU: everything that happens between the GEMMs, on one tile of raw logits z (R, C).
+//
+//   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
+//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),
+//            r = sum exp(x - m)^2,  x_target
+//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2
+//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s, in place of z
+//   frozen : e = exp(x - m) dx/dz in place of z, 0 at the target, so that a GEMM adds sum_j e_j w_j to the row's
+//            accumulator, which is first scaled to the new m:  d logprob / d hidden = dx_y/dz_y (o / s) w_y - acc / s
+//            with o = sum of exp(x_j - m) over j != y. No difference of nearly equal numbers, however peaked p is.
+//   m + log s is never rounded to one number: at m = -150 that alone would cost p five digits.
+//            g, h: upstream gradients of logprob and entropy
+//
+// Memory: a tile is read twice by stats (the second time from cache) and read and written once by grad.
+// Determinism: one row belongs to one thread and is summed in a fixed lane order, so same inputs give same bits.
+#include "logprob.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "multiversion.h"
+
+namespace rlft {
+namespace {
+
+constexpr int kLanes = 16;                // independent partial sums: one AVX-512 register, two AVX2 ones
+constexpr int64_t kBlock = 31 * kLanes;   // columns transformed at once: 2 KiB, so they are still in L1 for the next loop
+constexpr float kMinExponent = -87.0f;    // exp(-87) = 1.6e-38, the smallest normal float
+
+// exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
+// stays NaN: the comparisons are written so that NaN fails them.
+RLFT_INLINE float exp_nonpositive(float exponent) {
+  const float x = exponent < kMinExponent ? kMinExponent : exponent;
+  // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits: vectorises everywhere, defined for NaN.
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const float result = p * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127) << 23);
+  return exponent < kMinExponent ? 0.0f : result;
+}
+
+// Writes the softmax's logits of columns [begin, begin + count) into out, and returns nothing else.
+RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count, float inv_temperature,
+                                 float* out) {
+  const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
+  if (t.bias != nullptr) {
+    for (int64_t j = 0; j < count; ++j) out[j] = (z[j] + t.bias[begin + j]) * factor;
+  } else {
+    for (int64_t j = 0; j < count; ++j) out[j] = z[j] * factor;
+  }
+  if (t.softcap > 0) {
+    const float cap = t.softcap * inv_temperature;
+    for (int64_t j = 0; j < count; ++j) out[j] = cap * std::tanh(out[j]);
+  }
+}
+
+RLFT_INLINE float lane_sum(const float (&lanes)[kLanes]) {
+  float sum[kLanes];
+  for (int l = 0; l < kLanes; ++l) sum[l] = lanes[l];
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
+  return sum[0];
+}
+
+struct RowStats {
+  float max = kMinusInf, sum_exp = 0;
+  float sum_exp_shift = 0;    // sum exp(x - max) (x - max)
+  float sum_exp_squared = 0;  // sum exp(x - max)^2
+
+  // The statistics of the union of two column sets.
+  RLFT_INLINE void merge(const RowStats& other) {
+    const float top = std::max(max, other.max);
+    const float shift = top == kMinusInf ? 0.0f : top;  // -inf - -inf is NaN; an empty set must stay empty
+    const float a = std::max(max - shift, kMinExponent), b = std::max(other.max - shift, kMinExponent);
+    const float wa = exp_nonpositive(max - shift), wb = exp_nonpositive(other.max - shift);
+    sum_exp_shift = wa * (sum_exp_shift + a * sum_exp) + wb * (other.sum_exp_shift + b * other.sum_exp);
+    sum_exp = wa * sum_exp + wb * other.sum_exp;
+    sum_exp_squared = wa * wa * sum_exp_squared + wb * wb * other.sum_exp_squared;
+    max = top;
+  }
+};
+
+// Statistics of one block of logits, whose length is a multiple of kLanes (the caller pads with -inf).
+template <bool kEntropy, bool kSquares>
+RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
+  float lanes[kLanes], entropy_lanes[kLanes] = {}, square_lanes[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) lanes[l] = x[l];
+  for (int64_t j = kLanes; j < count; j += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] = x[j + l] > lanes[l] ? x[j + l] : lanes[l];
+  RowStats stats;
+  for (int l = 0; l < kLanes; ++l) stats.max = std::max(stats.max, lanes[l]);
+  const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
+  for (int l = 0; l < kLanes; ++l) lanes[l] = 0;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      const float d = x[j + l] - shift;
+      const float e = exp_nonpositive(d);
+      lanes[l] += e;
+      if (kEntropy) entropy_lanes[l] += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
+      if (kSquares) square_lanes[l] += e * e;
+    }
+  }
+  stats.sum_exp = lane_sum(lanes);
+  if (kEntropy) stats.sum_exp_shift = lane_sum(entropy_lanes);
+  if (kSquares) stats.sum_exp_squared = lane_sum(square_lanes);
+  return stats;
+}
+
+template <bool kEntropy, bool kSquares>
+RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
+  float x[kBlock];
+  const float* z = tile.logits + i * tile.stride;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  RowStats row{out.max[i], out.sum_exp[i], kEntropy ? out.sum_exp_shift[i] : 0.0f,
+               kSquares ? out.sum_exp_squared[i] : 0.0f};
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
+    if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
+    row.merge(block_stats<kEntropy, kSquares>(x, padded));
+  }
+  out.max[i] = row.max;
+  out.sum_exp[i] = row.sum_exp;
+  if (kEntropy) out.sum_exp_shift[i] = row.sum_exp_shift;
+  if (kSquares) out.sum_exp_squared[i] = row.sum_exp_squared;
+}
+
+}  // namespace
+
+RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    if (out.sum_exp_squared != nullptr)
+      out.sum_exp_shift != nullptr ? stats_row<true, true>(tile, out, i) : stats_row<false, true>(tile, out, i);
+    else
+      out.sum_exp_shift != nullptr ? stats_row<true, false>(tile, out, i) : stats_row<false, false>(tile, out, i);
+  }
+}
+
+RLFT_MULTIVERSION void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    RowStats row;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const float* own = partial + kNumStats * i * rows + r;
+      row.merge({own[0], own[rows], own[2 * rows], own[3 * rows]});
+    }
+    out.max[r] = row.max;
+    out.sum_exp[r] = row.sum_exp;
+    if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sum_exp_shift;
+    if (out.sum_exp_squared != nullptr) out.sum_exp_squared[r] = row.sum_exp_squared;
+  }
+}
+
+namespace {
+RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i) {
+  float x[kBlock];
+  const float* z = tile.logits + i * tile.stride;
+  float* dz = tile.out + i * tile.stride;
+  const Transform& t = tile.transform;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  const float g = upstream.grad_logprob[i], max = upstream.max[i], log_sum = upstream.log_sum[i];
+  const float h = upstream.grad_entropy != nullptr ? upstream.grad_entropy[i] : 0.0f;
+  const float entropy = upstream.grad_entropy != nullptr ? upstream.entropy[i] : 0.0f;
+  const float dx_dz = t.scale * inv_temperature;
+  const float inv_cap = t.softcap > 0 ? 1.0f / (t.softcap * inv_temperature) : 0.0f;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(t, z + begin, begin, count, inv_temperature, x);
+    const int64_t hit = target >= begin && target < begin + count ? target - begin : -1;
+    if (h == 0) {
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] = -g * exp_nonpositive((x[j] - max) - log_sum);
+    } else {
+      for (int64_t j = 0; j < count; ++j) {
+        const float log_p = (x[j] - max) - log_sum;
+        const float finite = log_p < kMinExponent ? kMinExponent : log_p;  // 0 * -inf would be NaN
+        dz[begin + j] = -exp_nonpositive(log_p) * (g + h * (finite + entropy));
+      }
+    }
+    if (hit >= 0) dz[begin + hit] += g;
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] *= dx_dz * (1.0f - (x[j] * inv_cap) * (x[j] * inv_cap));
+    } else if (dx_dz != 1.0f) {
+      for (int64_t j = 0; j < count; ++j) dz[begin + j] *= dx_dz;
+    }
+  }
+}
+
+}  // namespace
+
+RLFT_MULTIVERSION void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) grad_row(tile, upstream, i);
+}
+
+namespace {
+RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
+  const float before = out.stats.max[i];
+  stats_row<false, false>(tile, out.stats, i);
+  const float max = out.stats.max[i];
+  const float rescale = before == kMinusInf ? 0.0f : exp_nonpositive(before - max);
+  float* accumulator = out.accumulator + i * out.dim;
+  if (rescale != 1.0f) {
+    for (int64_t d = 0; d < out.dim; ++d) accumulator[d] *= rescale;
+  }
+  float x[kBlock], lanes[kLanes] = {};
+  const float* z = tile.logits + i * tile.stride;
+  float* weights = tile.out + i * tile.stride;
+  const Transform& t = tile.transform;
+  const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
+  const int64_t target = tile.target[i] - tile.vocab_start;
+  const float slope = t.scale * inv_temperature, inv_cap = t.softcap > 0 ? 1.0f / (t.softcap * inv_temperature) : 0.0f;
+  const float shift = max == kMinusInf ? 0.0f : max;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    transform_block(t, z + begin, begin, count, inv_temperature, x);
+    if (target >= begin && target < begin + count) {
+      const float u = x[target - begin] * inv_cap;
+      out.target_slope[i] = slope * (1.0f - u * u);
+      x[target - begin] = kMinusInf;
+    }
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
+      for (int64_t j = 0; j < padded; ++j) {
+        const float e = exp_nonpositive(x[j] - shift), u = x[j] * inv_cap;
+        lanes[j % kLanes] += e;
+        if (j < count) weights[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
+      }
+    } else {
+      for (int64_t j = 0; j < padded; j += kLanes)
+        for (int l = 0; l < kLanes; ++l) {
+          x[j + l] = exp_nonpositive(x[j + l] - shift);
+          lanes[l] += x[j + l];
+        }
+      for (int64_t j = 0; j < count; ++j) weights[begin + j] = x[j] * slope;
+    }
+  }
+  out.sum_others[i] = out.sum_others[i] * rescale + lane_sum(lanes);
+}
+
+}  // namespace
+
+RLFT_MULTIVERSION void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) frozen_row(tile, out, i);
+}
+
+}  // namespace rlft

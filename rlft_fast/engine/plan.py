@@ -1,0 +1,228 @@
+"""What a run needs per rank, before it is paid for: memory by part, the largest token cap, bytes to communicate.
+
+Weights and what belongs to them follow from shapes and the mesh. The rest comes from running one optimizer step on
+tensors without data (`rlft_fast.engine.simulation`). Everything follows from ``config.json``; no weights are read.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlft_fast.config import Config, EngineConfig
+from rlft_fast.engine.build import build_model, state_bytes
+from rlft_fast.engine.mesh import resolve_shard_size
+from rlft_fast.engine.simulation import MemoryTracker, pretended_world, simulate_step
+from rlft_fast.engine.wrap import find_units
+from rlft_fast.models import PolicyModel
+
+USABLE = 0.9  # of a device's memory: the rest is the CUDA context, communication buffers, and holes between tensors
+_FLOAT = 4  # bytes: gradients, moments and masters are float32
+_GENEROUS_WORKSPACE_MIB = 256
+_FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # between which the largest cap is looked for
+
+
+class PlanError(ValueError):
+    """A model that cannot be planned, which says nothing about whether it fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginePlan:
+    """One policy that trains, on each rank: bytes when most is needed, and bytes sent per optimizer step.
+
+    Attributes:
+        num_parameters: of the whole model.
+        replicate_size: copies of the model in the mesh.
+        shard_size: ranks that share one copy.
+        num_micro_batches: micro-batches of an optimizer step.
+        max_tokens: tokens of a micro-batch.
+        memory: bytes by part. "gradients that wait" are those of the whole model, not yet reduced, between several
+            micro-batches; "activations" what grows with the tokens; "gathered units" the weights and gradients of
+            units that are whole at that time, with their buffers; "logits workspace" is 0 where most is needed later.
+        sent: bytes that each rank sends in a step, where collectives run in rings.
+    """
+
+    num_parameters: int
+    replicate_size: int
+    shard_size: int
+    num_micro_batches: int
+    max_tokens: int
+    memory: dict[str, int]
+    sent: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+def plan_engine(path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1) -> EnginePlan:
+    """Plans a policy that trains, on the mesh that the engine would make.
+
+    To be called in a process that has joined no process group.
+
+    Args:
+        path: folder with the model's ``config.json``.
+        config: of the engine.
+        world_size: number of ranks.
+        num_micro_batches: micro-batches of an optimizer step.
+
+    Raises:
+        ValueError: the shard size does not divide the ranks, the folder cannot be used, or a group was joined.
+    """
+    model = build_model(path, config, "logprob", trains=True)
+    assert isinstance(model, PolicyModel)
+    shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config, trains=True), 1 << 62)
+    whole, half = (
+        simulate(path, config, world_size, num_micro_batches, num_tokens)
+        for num_tokens in (config.max_tokens, config.max_tokens // 2)
+    )
+    wrapped = world_size > 1 or config.compute_dtype != "float32"
+    waits = wrapped and num_micro_batches > 1 and not config.reduce_every_micro_batch
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = getattr(torch, config.param_dtype).itemsize
+    memory = {
+        "parameters": kept * local_numel(model.parameters(), shard_size),
+        "gradients": _FLOAT * local_numel(trained, shard_size),
+        "gradients that wait": _FLOAT * local_numel(trained, 1) if waits else 0,
+        "optimizer": (2 * _FLOAT + (_FLOAT if kept < _FLOAT else 0)) * local_numel(trained, shard_size),
+        "logits workspace": whole.peak_scratch,
+        "activations": 2 * (whole.peak - half.peak),
+    }
+    rest = whole.peak - sum(memory.values())
+    memory["gradients"] += min(rest, 0)  # at the peak those of the first blocks may not be there yet
+    memory["gathered units"] = max(rest, 0)
+    return EnginePlan(
+        num_parameters=local_numel(model.parameters(), 1),
+        replicate_size=world_size // shard_size,
+        shard_size=shard_size,
+        num_micro_batches=num_micro_batches,
+        max_tokens=config.max_tokens,
+        memory=memory,
+        sent=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
+    )
+
+
+def most_micro_batches(config: Config, world_size: int) -> int:
+    """Of one of the run's optimizer steps on each rank, where every sequence is as long as it may be."""
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return math.ceil(math.ceil(sequences / world_size) / (config.actor.max_tokens // longest))
+
+
+def simulate(
+    path: str, config: EngineConfig, world_size: int, num_micro_batches: int, num_tokens: int
+) -> MemoryTracker:
+    """`simulate_step` in a pretended world.
+
+    Raises:
+        PlanError: the model has an operator that does not run on tensors without data.
+    """
+    with pretended_world(world_size):
+        try:
+            return simulate_step(path, config, num_tokens, num_micro_batches)
+        except RuntimeError as error:
+            raise PlanError(
+                f"the model in {path} cannot be planned, since it does not run without data: {error}"
+            ) from error
+
+
+def largest_max_tokens(
+    path: str, config: EngineConfig, world_size: int, num_micro_batches: int, memory_bytes: float
+) -> int:
+    """The largest token cap that fits into `USABLE` of a rank's memory; 0 if nothing does.
+
+    A step's peak is the largest of several needs that are each linear in the tokens, so it is convex in them: between
+    two numbers of tokens it lies below the chord, and where the chord meets the limit, the limit is kept.
+    """
+    limit = USABLE * memory_bytes
+
+    def peak(num_tokens: int) -> int:
+        return simulate(path, config, world_size, num_micro_batches, num_tokens).peak
+
+    low, high = _FEWEST_TOKENS, _MOST_TOKENS
+    low_peak, high_peak = peak(low), peak(high)
+    if low_peak > limit or high_peak <= limit:
+        return 0 if low_peak > limit else high
+    for _ in range(2):  # the second time from where the needs are those of large micro-batches
+        low += int((limit - low_peak) / (high_peak - low_peak) * (high - low))
+        low_peak = peak(low)
+    return low
+
+
+def surely_fits(path: str, config: EngineConfig, world_size: int, memory_bytes: float) -> bool:
+    """Whether a rough estimate, meant to be too high, fits easily; then a plan, which takes seconds, tells nothing new.
+
+    Args:
+        path: folder with the model's ``config.json``.
+        config: of the engine.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device.
+    """
+    model = build_model(path, config, "logprob", trains=True)
+    text = model.pretrained.config.get_text_config()
+    per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    activations = config.max_tokens * text.num_hidden_layers * per_block * getattr(torch, config.compute_dtype).itemsize
+    whole_gradients = 2 * _FLOAT * local_numel(model.parameters(), 1) if world_size > 1 else 0
+    state = state_bytes(model, config, trains=True)  # if nothing is sharded
+    workspace = 4 * (config.workspace_mib or _GENEROUS_WORKSPACE_MIB) * 2**20
+    return activations + whole_gradients + state + workspace <= USABLE * memory_bytes
+
+
+def check_memory(
+    path: str, config: EngineConfig, world_size: int, memory_bytes: float, num_micro_batches: int = 1
+) -> EnginePlan:
+    """To be called before a run, and before its process group is joined: does the token cap fit?
+
+    Args:
+        path: folder with the model's ``config.json``.
+        config: of the engine.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device, see `rlft_fast.engine.mesh.device_memory`.
+        num_micro_batches: micro-batches of an optimizer step.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: it needs more than `USABLE` of the memory; with the numbers, and the largest cap that fits.
+    """
+    plan = plan_engine(path, config, world_size, num_micro_batches)
+    if plan.total_bytes <= USABLE * memory_bytes:
+        return plan
+    largest = largest_max_tokens(path, config, world_size, num_micro_batches, memory_bytes)
+    advice = f"lower max_tokens to {largest}" if largest else "use more ranks, or a larger shard_size"
+    if not largest and plan.memory["gradients that wait"]:
+        advice += ", or set reduce_every_micro_batch"
+    raise ValueError(
+        f"max_tokens={config.max_tokens} needs {plan.total_bytes / 2**30:.2f} GiB on each of {world_size} ranks, but "
+        f"{USABLE:.0%} of a device's {memory_bytes / 2**30:.2f} GiB are {USABLE * memory_bytes / 2**30:.2f}: {advice}"
+    )
+
+
+def sent_bytes(
+    model: nn.Module, config: EngineConfig, replicate_size: int, shard_size: int, num_micro_batches: int
+) -> int:
+    """What each rank sends in an optimizer step, by rings: (n - 1) / n of a buffer to gather or reduce-scatter it.
+
+    Per micro-batch all weights are gathered once, and again in backward if they were given back. Gradients are reduced
+    in float32, once per step or micro-batch, and in a hybrid mesh their shards are all-reduced among the copies.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = local_numel(model.parameters(), 1)
+    again = sum(local_numel(unit.parameters(), 1) for _, unit in find_units(model, config.wrap)[:-1])
+    gathers = num_micro_batches * (weights + again * config.reshard_after_forward)
+    width = getattr(torch, config.compute_dtype).itemsize
+    reduced = _ring(shard_size) * local_numel(trained, 1) + 2 * _ring(replicate_size) * local_numel(trained, shard_size)
+    reductions = num_micro_batches if config.reduce_every_micro_batch else 1
+    return round(_ring(shard_size) * width * gathers + _FLOAT * reductions * reduced)
+
+
+def _ring(size: int) -> float:
+    return (size - 1) / size
+
+
+def local_numel(parameters: Iterable[nn.Parameter], shard_size: int) -> int:
+    """Elements that the first rank holds: FSDP2 cuts the first dimension, and rounds up."""
+    return sum(math.ceil(p.shape[0] / shard_size) * p[:1].numel() for p in parameters)

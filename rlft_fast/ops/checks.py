@@ -1,0 +1,161 @@
+"""What users may hand to `linear_logprob` and its kin, and what they are told otherwise.
+
+Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
+"""
+
+import math
+import os
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, temperature: float | Tensor,
+    softcap: float | None, ignore_index: int, workspace_mib: int | None, **others: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError or TypeError where the inputs do not fit each other.
+
+    Args:
+        hidden_TD: (T, D), like all below as the ops take it.
+        weight_VD: (V, D).
+        target_T: (T,).
+        bias_V: (V,).
+        temperature: one number or (T,).
+        softcap: positive, or None.
+        ignore_index: target of rows that need no temperature.
+        workspace_mib: positive, or None.
+        **others: further tensors by name, which have to be on the same device.
+    """
+    tensors = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "target_T": target_T, "bias_V": bias_V, **others}
+    if isinstance(temperature, Tensor):
+        tensors["temperature"] = temperature
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    _check_plain(present)
+    _check_shapes(hidden_TD, weight_VD, target_T, bias_V)
+    _check_dtypes(hidden_TD, weight_VD, target_T, bias_V)
+    for name, tensor in present.items():
+        if tensor.device != hidden_TD.device:
+            raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden_TD.device}; move them together")
+    _check_temperature(temperature, target_T, ignore_index)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or None for no soft-capping; got {softcap}")
+    if workspace_mib is not None and workspace_mib < 1:
+        raise ValueError(f"workspace_mib must be at least 1, got {workspace_mib}")
+
+
+def _check_plain(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor. Under FSDP2 call "
+                "the head as a module, such as rlft_fast.models.LogprobHead or a model after rlft_fast.patch_lm_head: "
+                "its weight is whole inside. Elsewhere pass full_tensor(), or to_local() of a weight that is sharded "
+                "over its rows, with vocab_group."
+            )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
+            "flatten batched hidden states to two dimensions"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
+    if target.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"expected target_T of shape {tuple(hidden.shape[:1])} to match hidden_TD, got {tuple(target.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias_V of shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if target.dtype != torch.int64:
+        raise TypeError(f"target_T must hold int64 vocabulary ids, got {target.dtype}")
+    if hidden.dtype != weight.dtype or hidden.dtype not in (*_DTYPES, torch.float64):
+        raise TypeError(
+            f"hidden_TD and weight_VD must share one of float32, bfloat16, float16; "
+            f"got {hidden.dtype} and {weight.dtype}"
+        )
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(f"bias_V must be floating point, got {bias.dtype}")
+
+
+def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index: int) -> None:
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature must be positive, got {temperature}; greedy decoding has no log-probabilities"
+            )
+        return
+    if temperature.shape != target.shape:
+        raise ValueError(
+            f"a temperature tensor must have one value per token {tuple(target.shape)}, got {tuple(temperature.shape)}"
+        )
+    if looks_at(temperature) and not (good := (temperature > 0) | (target == ignore_index)).all():
+        row = int(good.logical_not().nonzero()[0])
+        raise ValueError(f"temperature must be positive, got {float(temperature[row])} in row {row}")
+
+
+def check_row_fits(weight: Tensor, workspace_mib: int) -> None:
+    """Raises ValueError where one row of float32 logits is larger than the workspace."""
+    row_bytes = 4 * weight.shape[0]
+    if row_bytes > workspace_mib * 2**20:
+        raise ValueError(
+            f"workspace_mib={workspace_mib} cannot hold one row of logits ({weight.shape[0]} float32, {row_bytes} "
+            f"bytes): pass at least {-(-row_bytes // 2**20)}"
+        )
+
+
+def check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raises ValueError for a target outside the vocabulary, where looking costs nothing."""
+    if target_T.numel() == 0 or not looks_at(target_T):
+        return
+    known = target_T.where(target_T != ignore_index, 0)
+    if known.min() < 0 or known.max() >= vocab:
+        row = int(((known < 0) | (known >= vocab)).nonzero()[0])
+        raise ValueError(
+            f"target_T[{row}] is {int(target_T[row])}, outside the vocabulary of {vocab} tokens and not "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def check_active_index(active_index: Tensor | None, target_T: Tensor, ignore_index: int) -> None:
+    """Raises ValueError or TypeError for indices that are not those of the rows with a target."""
+    if active_index is None:
+        return
+    if active_index.dtype != torch.int64:
+        raise TypeError(f"active_index must hold int64 row numbers, got {active_index.dtype}")
+    if active_index.dim() != 1:
+        raise ValueError(f"active_index must have one dimension, got shape {tuple(active_index.shape)}")
+    if looks_at(target_T) and not torch.equal(active_index, (target_T != ignore_index).nonzero().squeeze(-1)):
+        raise ValueError(
+            f"active_index is not what target_T says: expected the {int((target_T != ignore_index).sum())} rows whose "
+            f"target is not ignore_index={ignore_index}, ascending, got {len(active_index)} rows; leave it out to have "
+            "them found"
+        )
+
+
+def check_threshold(threshold_T: Tensor | None, target_T: Tensor) -> None:
+    """Raises ValueError or TypeError for what is no threshold per token."""
+    if threshold_T is None:
+        return
+    if threshold_T.shape != target_T.shape:
+        raise ValueError(
+            f"threshold_T must have one value per token {tuple(target_T.shape)}, got {tuple(threshold_T.shape)}"
+        )
+    if not threshold_T.is_floating_point():
+        raise TypeError(f"threshold_T must be floating point, in units of the logits; got {threshold_T.dtype}")
+
+
+def looks_at(x: Tensor) -> bool:
+    """Whether values are checked: on the CPU; a device would have to be waited for, and is with RLFT_FAST_DEBUG=1."""
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):  # there are no values
+        return False
+    return x.device.type == "cpu" or (x.is_cuda and os.environ.get("RLFT_FAST_DEBUG") == "1")

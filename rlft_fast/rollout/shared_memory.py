@@ -1,0 +1,219 @@
+"""A backend of vLLM's weight-transfer interface for CPUs: pieces of weights pass through a file in shared memory.
+
+    trainer: fills the file -> update_weights(what is where in it) -> fills it again -> ...
+    worker:  copies the pieces out, and loads each weight that is complete
+
+vLLM's workers import this module for `WorkerExtension`; that registers the backend in their process.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum
+from rlft_fast.rollout.vllm_engine import renew_tied_heads
+
+BACKEND = "shared_memory"
+_ALIGNMENT = 16  # bytes
+
+
+class EngineSource(WeightSource):
+    """The weights of an engine, as vLLM's trainers want them.
+
+    Args:
+        engine: the policy.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, engine: FSDPEngine, dtype: torch.dtype) -> None:
+        self.engine = engine
+        self.dtype = dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(s.name, s.dtype, tuple(s.tensor.shape)) for s in self.engine.weight_sources(self.dtype)]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.engine.named_weights(self.dtype)
+
+    def pieces(self, bucket_bytes: int) -> Iterator[Piece]:
+        return self.engine.weight_pieces(self.dtype, bucket_bytes)
+
+
+class Content(NamedTuple):
+    """What a run of bytes in the file is; the runs follow each other."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    numel: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Up to where the next one begins."""
+        return -(-self.numel * getattr(torch, self.dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+# ---- the trainer's side ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SharedMemoryTrainerInitInfo(TrainerInitInfo):
+    """What the trainer's side is made with. Each process sends to the vLLM beside it, so each is rank 0."""
+
+    backend: ClassVar[str] = BACKEND
+    rank: int = 0
+    num_bytes: int = BUCKET_BYTES
+    check: bool = False
+
+
+class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInfo]):
+    """Sends the weights of an `EngineSource`."""
+
+    init_info_cls = SharedMemoryTrainerInitInfo
+    buffer: Tensor
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: SharedMemoryTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="rlft_fast-") as file:
+            os.truncate(file.name, init_info.num_bytes)
+            sender.buffer = _map(file.name, init_info.num_bytes)
+            info = {"path": file.name, "num_bytes": init_info.num_bytes, "check": init_info.check}
+            client.init_weight_transfer_engine(info)
+        return sender  # the file has no name any more, and ends with the two processes that have mapped it
+
+    def send_weights(self) -> None:
+        assert isinstance(self.source, EngineSource)
+        self.client.start_weight_update()
+        for contents in fill(self.source.pieces(len(self.buffer)), self.buffer):
+            self.client.update_weights({"contents": [list(content) for content in contents]})
+        self.client.finish_weight_update()
+
+
+def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Content]]:
+    """Writes the pieces into the buffer; says what is in it each time that it is full, and at the end."""
+    contents: list[Content] = []
+    used = 0
+    for piece in pieces:
+        start = 0
+        while start < piece.data.numel():
+            count = min((len(buffer) - used) // piece.data.itemsize, piece.data.numel() - start)
+            part = piece.data[start : start + count]
+            buffer[used : used + part.nbytes].view(piece.data.dtype).copy_(part)
+            dtype = str(piece.data.dtype).removeprefix("torch.")
+            contents.append(Content(piece.name, dtype, list(piece.shape), piece.offset + start, count))
+            used += contents[-1].num_bytes
+            start += count
+            if used >= len(buffer):
+                yield contents
+                contents, used = [], 0
+    if contents:
+        yield contents
+
+
+def _map(path: str, num_bytes: int) -> Tensor:
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+# ---- the worker's side ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """What the worker is told at the beginning."""
+
+    path: str
+    num_bytes: int
+    check: bool
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """What is in the file now: the fields of `Content`, for each run of bytes."""
+
+    contents: list[list[Any]]
+
+
+class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Takes the weights out of the file and into vLLM's model, layer by layer."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+    buffer: Tensor
+    check: bool
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        self.buffer = _map(init_info.path, init_info.num_bytes)
+        self.check = init_info.check
+
+    def start_weight_update(self) -> None:
+        self.joiner = PieceJoiner()
+        self.loaded: set[str] = set()
+        self.checksums: dict[str, str] = {}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # vLLM's own also waits for an accelerator
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        position = 0
+        for fields in update_info.contents:
+            content = Content(*fields)
+            dtype = getattr(torch, content.dtype)
+            data = self.buffer[position : position + content.numel * dtype.itemsize].view(dtype)
+            piece = Piece(content.name, torch.Size(content.shape), content.offset, data, borrowed=True)
+            self._load(self.joiner.add(piece))
+            position += content.num_bytes
+
+    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
+        if not weights:
+            return
+        if self.check:
+            self.checksums |= {name: checksum(weight) for name, weight in weights}
+        self.loaded |= self.model.load_weights(weights) or set()
+
+    def finish_weight_update(self) -> None:
+        self.joiner.finish()
+        finalize_layerwise_reload(self.model, self.model_config)
+        renew_tied_heads(self.model)
+        if missing := {name for name, _ in self.model.named_parameters()} - self.loaded:
+            raise RuntimeError(f"vLLM did not get all weights of its model: {', '.join(sorted(missing)[:3])}, ...")
+
+    def shutdown(self) -> None:
+        """The file ends with the process."""
+
+
+class WorkerExtension:
+    """What vLLM's worker can be asked beyond its own methods."""
+
+    weight_transfer_engine: SharedMemoryWorker
+
+    def received_checksums(self) -> dict[str, str]:
+        return self.weight_transfer_engine.checksums
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWorker)
+WeightTransferTrainerFactory.register_engine(BACKEND, SharedMemoryTrainer)

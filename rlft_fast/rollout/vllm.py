@@ -1,0 +1,200 @@
+"""Rollouts by vLLM, with a copy of the policy's weights that every `VLLMRollout.sync` renews.
+
+colocated: one vLLM inside each training process, which takes whole weights straight from the stream.
+separate: one vLLM in a process beside each, which takes them through vLLM's weight-transfer interface.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import RolloutConfig
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.distributed import all_gather_ragged, all_reduce, get_rank, require_agreement
+from rlft_fast.models import PolicyModel
+from rlft_fast.rollout.hf import end_token_ids
+from rlft_fast.rollout.types import Completion, SamplingParams
+from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
+from rlft_fast.rollout.vllm_separate import SeparateEngine
+
+T = TypeVar("T")
+
+
+class RolloutError(RuntimeError):
+    """The generator failed, and failed again after a restart."""
+
+
+class VLLMRollout:
+    """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
+
+    A generator that dies while it samples is started anew with the current weights, once, and samples again with the
+    same seeds: nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which
+    is emptied with every change of the weights.
+
+    Args:
+        engine: the policy; its weights are sent in ``compute_dtype``.
+        tokenizer: names the end tokens.
+        config: how to sample, and the settings of vLLM.
+        max_tokens: most tokens of a sequence, prompt and completion.
+
+    Attributes:
+        weight_version: number of syncs; nothing can be sampled before the first.
+
+    Raises:
+        ValueError: vLLM is missing, its version has not what is needed, it does not know the model, or the settings do
+            not fit the device.
+        RolloutError: vLLM could not start, for want of memory for instance.
+    """
+
+    def __init__(
+        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_tokens: int
+    ) -> None:
+        check_vllm(config.vllm, engine.device)
+        assert isinstance(engine.model, PolicyModel)
+        self.engine = engine
+        self.config = config
+        self.max_tokens = max_tokens
+        self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
+        self.weight_version = 0
+        self.server = self._start()
+
+    def _start(self) -> ColocatedEngine | SeparateEngine:
+        start = ColocatedEngine if self.config.vllm.process == "colocated" else SeparateEngine
+        try:
+            return start(self.engine, self.config, self.max_tokens)
+        except Exception as error:  # pydantic's, torch's and vLLM's own
+            raise RolloutError(
+                f"vLLM could not start with {self.engine.path}: {error}\n"
+                "If memory is short: lower rollout.batch_size or rollout.vllm.cpu_cache_gib on a CPU; on a GPU lower "
+                "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases"
+            ) from error
+
+    def sync(self) -> None:
+        """Gives vLLM the policy's weights as they are now.
+
+        Raises:
+            RolloutError: vLLM did not take all of them, or (``check_weights``) not as they were sent.
+        """
+        self.weight_version += 1
+        received = self.server.load(self.weight_version)
+        if self.config.vllm.check_weights:
+            require_agreement(f"weights of version {self.weight_version}", received)
+
+    def sleep(self) -> None:
+        self.server.sleep()
+
+    def close(self) -> None:
+        self.server.close()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each prompt.
+
+        Args:
+            prompts: token ids, this rank's own.
+            params: number, length, temperature and ends of the completions.
+
+        Returns:
+            For each prompt its ``params.n`` completions, with log-probabilities under what was sampled from.
+
+        Raises:
+            ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
+            RolloutError: vLLM failed twice.
+        """
+        self._check(prompts, params)
+        seeds = torch.randint(2**62, (len(prompts),)).tolist()
+        failure = self._try(prompts, seeds, params)
+        if isinstance(failure, list):
+            return failure
+        self.server.close()
+        self.server = self._start()
+        self.sync()
+        again = self._try(prompts, seeds, params)
+        if isinstance(again, list):
+            return again
+        raise RolloutError(f"vLLM failed, was started again, and failed again: {again}") from again
+
+    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        longest = max(map(len, prompts), default=0) + params.max_new_tokens
+        if longest > self.max_tokens:
+            raise ValueError(
+                f"a prompt and its completion may have {longest} tokens, vLLM was started for {self.max_tokens}: "
+                "raise rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        if self.weight_version == 0:
+            raise ValueError("vLLM has no weights yet: call sync() before generate()")
+
+    def _try(
+        self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
+    ) -> list[list[Completion]] | Exception:
+        """What was sampled, if vLLM failed on no rank; all or none start it again, since that takes all of them."""
+        groups, failure = attempt(lambda: self._generate(prompts, seeds, params))
+        if not all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
+            assert groups is not None
+            return groups
+        return failure or RuntimeError("it failed in another process, which says why")
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
+    ) -> list[list[Completion]]:
+        shared, start = share_prompts(prompts, seeds, self.config.vllm.tensor_parallel)
+        outputs = self.server.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in shared],
+            [self._sampling_params(params, seed) for _, seed in shared],
+        )
+        own = outputs[start : start + len(prompts)]
+        return [[_completion(sample) for sample in output.outputs] for output in own]
+
+    def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
+        import vllm
+
+        return vllm.SamplingParams(
+            n=params.n,
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            seed=seed,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            stop_token_ids=self.eos_token_ids,
+            stop=list(params.stop),
+            detokenize=bool(params.stop),
+        )
+
+
+def share_prompts(
+    prompts: Sequence[Sequence[int]], seeds: list[int], num_ranks: int
+) -> tuple[list[tuple[list[int], int]], int]:
+    """The prompts and seeds of all ranks that share one generator, and where this rank's own begin among them.
+
+    Those ranks are neighbours. Each runs its part of the model for all of their prompts.
+    """
+    own = [(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    if num_ranks == 1:
+        return own, 0
+    tokens = torch.tensor([token for prompt, _ in own for token in prompt], dtype=torch.int64)
+    columns = (tokens, torch.tensor([len(prompt) for prompt, _ in own]).long(), torch.tensor(seeds).long())
+    tokens_by_rank, lengths_by_rank, seeds_by_rank = map(all_gather_ragged, columns)
+    first = get_rank() // num_ranks * num_ranks
+    shared: list[tuple[list[int], int]] = []
+    start = 0
+    for rank in range(first, first + num_ranks):
+        start = len(shared) if rank == get_rank() else start
+        parts = tokens_by_rank[rank].split(lengths_by_rank[rank].tolist())
+        shared += zip((part.tolist() for part in parts), seeds_by_rank[rank].tolist(), strict=True)
+    return shared, start
+
+
+def _completion(sample: Any) -> Completion:
+    """From vLLM's; its token ids are the sampler's own."""
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
+    return Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason)
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What the function returned, or what it raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error

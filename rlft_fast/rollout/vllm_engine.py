@@ -1,0 +1,239 @@
+"""vLLM itself: what it must have, how it is started beside a training, and how it takes weights.
+
+A vLLM in the training process shares everything with it that a process has once. What it changes there on its start
+(the number of threads, torch's random state) is put back.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlft_fast.config import RolloutConfig, VLLMConfig
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.distributed import ensure_process_group, get_rank, get_world_size
+from rlft_fast.engine.weight_sync import checksum
+
+_VERSIONS = "0.30 to 0.33; the tests run with 0.32"
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
+
+
+def check_vllm(config: VLLMConfig, device: torch.device) -> None:
+    """Refuses what cannot work, before anything is started.
+
+    Raises:
+        ValueError: vLLM is missing, lacks an interface that is used here, or the settings do not fit the device.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "rollout.backend is vllm, which is not installed: pip install vllm (on a CPU make install-vllm), or choose "
+            "rollout.backend: hf"
+        )
+    if missing := _missing_features(config.process):
+        import vllm
+
+        raise ValueError(f"vLLM {vllm.__version__} has no {missing}: install a version that does ({_VERSIONS})")
+    if config.tensor_parallel > 1 and device.type != "cuda":
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}: on CPUs vLLM would wait more for other "
+            "processes than it computes; set it to 1"
+        )
+    if get_world_size() % config.tensor_parallel:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}, which does not divide the "
+            f"{get_world_size()} processes: start a multiple of it, or lower it"
+        )
+    if config.transfer in ("ipc", "nccl") and device.type != "cuda":
+        raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
+
+
+def _missing_features(process: str) -> str | None:
+    """Versions are told apart by what they have, not by their number."""
+    set_environment()
+    from vllm import LLM
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if "weights_iterator" not in inspect.signature(GPUModelRunner.reload_weights).parameters:
+        return "reload_weights(weights_iterator=...)"
+    if process == "separate":
+        if not hasattr(LLM, "start_weight_update"):
+            return "LLM.start_weight_update()"
+        from vllm.distributed.weight_transfer import factory
+
+        if not hasattr(factory, "WeightTransferTrainerFactory"):
+            return "WeightTransferTrainerFactory"
+    return None
+
+
+def set_environment() -> None:
+    """Before vLLM is imported, which reads it then. What the user has set stays."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+class ColocatedEngine:
+    """vLLM in this process.
+
+    Args:
+        engine: the policy.
+        config: of the rollout.
+        max_tokens: most tokens of a sequence.
+    """
+
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+        self.engine = engine
+        self.check_weights = config.vllm.check_weights
+        self.sleeps = engine.device.type == "cuda"
+        self.asleep = False
+        ensure_process_group()
+        os.environ.setdefault("RANK", str(get_rank()))
+        os.environ.setdefault("LOCAL_RANK", str(engine.device.index or 0))
+        with _undisturbed():
+            self.llm = start_llm(
+                engine, config, max_tokens,
+                distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
+            )  # fmt: skip
+        self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
+
+    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        return self.llm.generate(prompts, params, use_tqdm=False)
+
+    def load(self, version: int) -> dict[str, str]:
+        """Takes over the policy's weights; all ranks together.
+
+        Returns:
+            A checksum of each weight, if they are to be checked.
+        """
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        received: dict[str, str] = {}
+        weights = self.engine.named_weights(getattr(torch, self.engine.config.compute_dtype))
+        with self.engine.eval_mode(), to_the_end(weights), _nothing_left_out():
+            stream = _noting_checksums(weights, received) if self.check_weights else weights
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+            self.llm.apply_model(renew_tied_heads)
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        return received
+
+    def sleep(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)  # the weights are dropped, too: the next sync brings new ones
+            self.asleep = True
+
+    def close(self) -> None:
+        """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        with contextlib.suppress(Exception):  # it may be closed because it is broken
+            core.model_executor.shutdown()
+        del self.llm, core
+        gc.unfreeze()  # vLLM freezes all that is there when it starts
+        gc.collect()
+        if self.sleeps:
+            torch.cuda.empty_cache()
+
+
+def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **options: Any) -> Any:
+    set_environment()
+    from vllm import LLM
+
+    on_cpu = engine.device.type == "cpu"
+    if on_cpu:
+        options["kv_cache_memory_bytes"] = int(config.vllm.cpu_cache_gib * 2**30)
+    else:
+        options["gpu_memory_utilization"] = config.vllm.gpu_memory_utilization
+    return LLM(
+        engine.path,
+        dtype=engine.config.compute_dtype,
+        load_format="dummy",  # the first sync brings the weights, and what it left out would show at once
+        max_model_len=max_tokens,
+        max_num_seqs=config.batch_size,
+        tensor_parallel_size=config.vllm.tensor_parallel,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after the temperature
+        generation_config="vllm",  # not the model's own sampling defaults
+        enable_prefix_caching=True,
+        enforce_eager=on_cpu,  # compiling takes minutes there
+        skip_tokenizer_init=not config.stop,
+        **options,
+    )
+
+
+def renew_tied_heads(model: nn.Module) -> None:
+    """Has vLLM pack the heads anew that are tied to the embedding.
+
+    On CPUs it multiplies by packed copies, which a reload renews for the layers that get weights; a tied head gets none
+    (0.32), and would go on sampling with the weights of the start.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and any(head.weight is embedding.weight for embedding in embeddings):
+            head.quant_method.process_weights_after_loading(head)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts back what vLLM changes in its process on its start."""
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def to_the_end(stream: Iterator[Any]) -> Iterator[None]:
+    """Iterates to the end whatever happens: the other ranks gather with this one."""
+    try:
+        yield
+    finally:
+        for _ in stream:
+            pass
+
+
+@contextlib.contextmanager
+def _nothing_left_out() -> Iterator[None]:
+    """vLLM only warns of weights that it was not given."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    handler = _Warnings(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    if handler.messages:
+        raise RuntimeError(f"vLLM did not get all weights of its model: {handler.messages[0]}")
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not loaded" in record.msg:
+            self.messages.append(record.getMessage())
+
+
+def _noting_checksums(weights: Iterator[Any], received: dict[str, str]) -> Iterator[Any]:
+    for name, weight in weights:
+        received[name] = checksum(weight)
+        yield name, weight

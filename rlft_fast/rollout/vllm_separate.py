@@ -1,0 +1,176 @@
+"""vLLM in a process beside the training, which takes weights through vLLM's public weight-transfer interface."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing import connection
+from typing import Any
+
+import torch
+
+from rlft_fast.config import RolloutConfig, VLLMConfig
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.distributed import get_rank, get_world_size
+from rlft_fast.engine.weight_sync import checksum
+from rlft_fast.rollout.vllm_engine import start_llm
+
+
+class SeparateEngine:
+    """vLLM in a process of its own, one beside each training process.
+
+    Args:
+        engine: the policy.
+        config: of the rollout.
+        max_tokens: most tokens of a sequence.
+    """
+
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+        self.engine = engine
+        self.dtype = getattr(torch, engine.config.compute_dtype)
+        self.check_weights = config.vllm.check_weights
+        self.sleeps = engine.device.type == "cuda"
+        self.asleep = False
+        backend = _backend(config.vllm, engine.device)
+        with _environment(_process_environment(engine.device, config.vllm, backend)):
+            from vllm.config import WeightTransferConfig
+
+            self.llm = start_llm(
+                engine, config, max_tokens,
+                weight_transfer_config=WeightTransferConfig(backend=backend), enable_sleep_mode=self.sleeps,
+                worker_extension_cls="rlft_fast.rollout.shared_memory.WorkerExtension",
+            )  # fmt: skip
+        _raise_when_it_dies(self.llm.llm_engine.engine_core)
+        self.client = _Client(self.llm)
+        self.trainer = self._connect(backend, config.vllm)
+
+    def _connect(self, backend: str, config: VLLMConfig) -> Any:
+        """Each training process is rank 0, the sender, towards the vLLM beside it."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from rlft_fast.rollout.shared_memory import EngineSource
+
+        source = EngineSource(self.engine, self.dtype)
+        info = _init_info(backend, config)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=source)
+
+    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        return self.llm.generate(prompts, params, use_tqdm=False)
+
+    def load(self, version: int) -> dict[str, str]:
+        """Sends the policy's weights; all ranks together.
+
+        Returns:
+            A checksum of each weight as it was received, if they are to be checked.
+        """
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        self.client.version = version
+        with self.engine.eval_mode():
+            self.trainer.send_weights()
+            sent = self._checksums()
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        assert self.llm.get_weight_version() == str(version)
+        received = self.llm.collective_rpc("received_checksums")[0] if self.check_weights else {}
+        if different := [name for name in sent if received.get(name) != sent[name]]:
+            raise RuntimeError(f"{len(different)} weights were not received as they were sent, {different[0]} is one")
+        return received
+
+    def _checksums(self) -> dict[str, str]:
+        if not self.check_weights:
+            return {}
+        return {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
+
+    def sleep(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # what has died cannot be asked to
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+def _raise_when_it_dies(core: Any) -> None:
+    """vLLM's synchronous client (0.32) waits forever for the answers of a process that was killed."""
+
+    def watch(sentinels: list[Any]) -> None:
+        connection.wait(sentinels)
+        error = RuntimeError("vLLM's process has ended")
+        core.outputs_queue.put_nowait(error)
+        for future in list(core.utility_results.values()):
+            future.set_exception(error)
+
+    threading.Thread(target=watch, args=(core.resources.engine_manager.sentinels(),), daemon=True).start()
+
+
+class _Client:
+    """vLLM's trainers speak to their vLLM through these four."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.version = 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version or str(self.version))
+
+
+def _backend(config: VLLMConfig, device: torch.device) -> str:
+    if config.transfer != "auto":
+        return config.transfer
+    return "ipc" if device.type == "cuda" else "shared_memory"
+
+
+def _init_info(backend: str, config: VLLMConfig) -> Any:
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=0, packed=True)
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel, rank=0)
+    from rlft_fast.rollout import shared_memory
+
+    return shared_memory.SharedMemoryTrainerInitInfo(check=config.check_weights)
+
+
+def _process_environment(device: torch.device, config: VLLMConfig, backend: str) -> dict[str, str]:
+    """What vLLM's processes inherit: this process's threads, or their GPUs."""
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if device.type == "cpu":
+        threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all ranks' would share the same cores
+        return common | {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": binding}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if backend == "ipc":  # the same GPU
+        return common | {"CUDA_VISIBLE_DEVICES": visible[device.index or 0]}
+    first = get_world_size() + get_rank() * config.tensor_parallel  # nccl: those after the trainers'
+    return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel])}
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,50 @@
+"""``rlft-fast plan`` says what is needed, and its exit status whether it fits."""
+
+import pytest
+import yaml
+
+from rlft_fast.cli import main
+from rlft_fast.config import Config
+from rlft_fast.engine.plan import most_micro_batches
+
+CONFIG = {
+    "output_dir": "runs/x", "steps": 1, "data": {"task": "chain_sum"},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 30, "max_new_tokens": 34},
+    "actor": {"max_tokens": 128, "workspace_mib": 16},
+}  # fmt: skip
+
+
+@pytest.fixture
+def config_file(tiny_model, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"model": str(tiny_model("llama"))}))
+    return str(path)
+
+
+def test_plan_of_every_mesh(config_file, capsys):
+    assert main(["plan", config_file, "--gpus", "4", "--memory", "1", "--gpus-per-node", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "1 copies of 4 shards, at most 2 micro-batches of 128 tokens" in output
+    assert "2 copies of 2 shards" in output
+    for part in ("parameters", "gradients", "optimizer", "activations", "logits workspace", "sent per step"):
+        assert output.count(f"\n  {part:<22} ") == 2, part
+    assert output.count("largest max_tokens") == 2
+
+
+def test_plan_that_does_not_fit(config_file, capsys):
+    assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_plan_takes_configuration_keys(config_file, capsys):
+    main(["plan", config_file, "--gpus", "1", "--memory", "1", "--actor.max_tokens", "64"])
+    assert "at most 16 micro-batches of 64 tokens" in capsys.readouterr().out
+
+
+# 16 sequences of at most 64 tokens: two in a micro-batch of 128, one in one of 127; a rank without one still steps.
+@pytest.mark.parametrize(
+    ("max_tokens", "world_size", "expected"), [(128, 1, 8), (127, 1, 16), (128, 3, 3), (64, 99, 1)]
+)
+def test_num_micro_batches(max_tokens, world_size, expected):
+    config = Config.parse(CONFIG | {"model": "x", "actor": {"max_tokens": max_tokens}})
+    assert most_micro_batches(config, world_size) == expected

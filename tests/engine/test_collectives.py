@@ -1,0 +1,72 @@
+"""What a step costs in communication: one collective more is a change, and this test says so.
+
+With U units (blocks, embedding, head, and the root) and k micro-batches:
+
+- all-gathers: 2U - 2 per micro-batch. A unit's weights are gathered for its forward and again for its backward pass,
+  because between them they are given back; that is what sharding saves. Only the head and the root, whose backward
+  begins where their forward ends, stay gathered.
+- reduce-scatters: U per step, with the last micro-batch, while the gradients of the others wait; or U per micro-batch.
+- all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.wrap import find_units
+from tests.distributed import run_distributed
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
+
+pytestmark = pytest.mark.dist
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the operators of torch.distributed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._opname.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str, float]]:
+    """Micro-batches of a step, its collectives by kind, and its metrics."""
+    with CollectiveCounter() as counter:
+        metrics = engine.train_step(batch, policy_loss())
+    return engine._plan(batch).num_micro_batches, counter.counts, metrics
+
+
+def check(rank: int, path: Path) -> None:
+    torch.set_num_threads(1)
+    batch = random_batch()
+    batch = near_policy(batch, torch.full((batch.num_tokens,), -5.5))
+    seen, norms = [], []
+    for max_tokens, every in ((1000, False), (24, False), (24, True)):
+        engine = make_engine(path, max_tokens=max_tokens, config={"reduce_every_micro_batch": every})
+        num_units = len(find_units(engine.model)) + 1
+        for _ in range(2):  # the first step of a model may do more than the others
+            num_micro_batches, counts, metrics = step(engine, batch)
+            expected = {
+                "allgather_base": num_micro_batches * (2 * num_units - 2),
+                "reduce_scatter_base": num_units * (num_micro_batches if every else 1),
+                "allreduce": 3,
+            }
+            assert counts == expected, (num_micro_batches, every, counts, expected)
+        seen.append(num_micro_batches)
+        norms.append(metrics["grad_norm"])
+    assert seen[0] == 1
+    assert seen[1] > 1
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_collectives_of_a_step(tiny_model):
+    run_distributed(check, 2, tiny_model("llama"))

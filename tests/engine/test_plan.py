@@ -1,0 +1,122 @@
+"""Plans against what a step really allocates, as torch's allocator reports it to the profiler."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.plan import check_memory, largest_max_tokens, plan_engine
+from rlft_fast.rl import PolicyLoss
+from tests.distributed import run_distributed
+
+VOCAB_SIZE = 8000
+TOLERANCE = 0.10
+LLAMA_70B = Path(__file__).parents[2] / "examples" / "llama_70b"
+
+
+def save_model(folder: Path, width: int) -> Path:
+    """With thousands of tokens its activations are most of the memory."""
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=VOCAB_SIZE, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def full_batch(max_tokens: int, num_micro_batches: int) -> Batch:
+    """Micro-batches of so many tokens; all but the first of a sequence are sampled."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB_SIZE, (4 * num_micro_batches, max_tokens // 4), generator=generator).tolist()
+    batch = Batch.from_samples([row[:1] for row in tokens], [row[1:] for row in tokens])
+    noise = torch.randn(2, batch.num_tokens, generator=generator)
+    return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 9)
+
+
+def measured_bytes(engine: FSDPEngine, batch: Batch) -> int:
+    """The most that a step allocates on top of the weights and moments that are there before."""
+    assert engine.optimizer is not None
+    engine.optimizer.initialize_state()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.train_step(batch, PolicyLoss())
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    kept = [*engine.model.parameters(), *(t for state in engine.optimizer.state.values() for t in state.values())]
+    return peak + sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in kept)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
+    path = save_model(tmp_path, width=512)
+    config = EngineConfig(max_tokens=2048, workspace_mib=16, activation_checkpointing=checkpointing)
+    plan = plan_engine(str(path), config, world_size=1, num_micro_batches=2)
+    engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
+    assert plan.total_bytes == pytest.approx(measured_bytes(engine, full_batch(2048, 2)), rel=TOLERANCE)
+    assert plan.sent == 0
+
+
+# Sharded with one micro-batch; with two, between which whole gradients wait, or do not; two copies, nothing sharded.
+CASES = [(1, {}), (2, {}), (2, {"reduce_every_micro_batch": True}), (1, {"shard_size": 1})]
+
+
+def sharded_config(options: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(max_tokens=1024, compute_dtype="bfloat16", workspace_mib=16, **options)
+
+
+def compare(rank: int, path: Path, planned: list[int]) -> None:
+    torch.set_num_threads(1)
+    for (num_micro_batches, options), expected in zip(CASES, planned, strict=True):
+        engine = FSDPEngine(str(path), sharded_config(options), num_training_steps=9).initialize()
+        assert expected == pytest.approx(measured_bytes(engine, full_batch(1024, 2 * num_micro_batches)), rel=TOLERANCE)
+
+
+@pytest.mark.dist
+def test_plan_is_what_each_of_two_processes_allocates(tmp_path):
+    path = save_model(tmp_path, width=256)
+    planned = [plan_engine(str(path), sharded_config(options), 2, count).total_bytes for count, options in CASES]
+    assert len(set(planned)) == len(planned)
+    run_distributed(compare, 2, path, planned)
+
+
+def test_plan_of_70b_on_1024_ranks():
+    """The real model, wrapped for 1,024 ranks by the engine's own code."""
+    config = EngineConfig(max_tokens=16384, compute_dtype="bfloat16", activation_checkpointing="full")
+    plan = plan_engine(str(LLAMA_70B), config, world_size=1024)
+    assert plan.num_parameters == 70_553_706_496
+    shard = plan.num_parameters / 1024
+    assert plan.memory["parameters"] == pytest.approx(4 * shard, rel=0.01)
+    assert plan.memory["optimizer"] == 2 * plan.memory["parameters"]
+    # What recomputation keeps: each block's input, in two bytes. Beside it a block at work, the head's fields, ...
+    inputs = 80 * 16384 * 8192 * 2
+    assert inputs < plan.memory["activations"] < 1.6 * inputs
+    # Weights in bfloat16 gathered forward and backward, the head only once, and float32 gradients reduced once.
+    head = 128256 * 8192
+    sent = 2 * (2 * plan.num_parameters - head) + 4 * plan.num_parameters
+    assert plan.sent == pytest.approx(sent, rel=0.01)
+    assert 30e9 < plan.total_bytes < 50e9
+
+
+def test_largest_cap_fits_and_hardly_more_does(tmp_path):
+    path, memory = str(save_model(tmp_path, width=256)), 2.0 * 2**30
+    config = EngineConfig(workspace_mib=16)
+    largest = largest_max_tokens(path, config, 1, 2, memory)
+    check_memory(path, config.model_copy(update={"max_tokens": largest}), 1, memory, 2)
+    with pytest.raises(ValueError, match=rf"max_tokens={int(1.02 * largest)} needs .* lower max_tokens to {largest}"):
+        check_memory(path, config.model_copy(update={"max_tokens": int(1.02 * largest)}), 1, memory, 2)
+    with pytest.raises(ValueError, match="use more ranks"):
+        check_memory(path, config, 1, 0.1 * 2**30, 2)
+    assert largest_max_tokens(path, config, 1, 2, 1e15) == 1 << 20
+
+
+def test_ranks_must_divide(tmp_path):
+    with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 8 ranks"):
+        plan_engine(str(save_model(tmp_path, width=64)), EngineConfig(shard_size=3), 8)

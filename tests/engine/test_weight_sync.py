@@ -1,0 +1,151 @@
+"""Whole weights out of shards: bit for bit, whatever the bucket, in bounded memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.weight_sync import Source, checksum, join_pieces, stream_pieces
+from rlft_fast.models import low_rank_factors
+from rlft_fast.models.weights import checkpoint_tensors
+from tests.distributed import run_distributed
+from tests.engine import reference
+from tests.engine.reference import full, make_engine, policy_loss, random_batch
+
+# Every weight is cut many times, some are, and all fit at once.
+BUCKETS = [1000, 30_000, 2**20]
+# By name: a model, its configuration, and whether ranks share one copy.
+CASES = {
+    "untied": ("llama", {}),
+    "tied": ("qwen2-tied", {}),
+    "masters": ("llama", {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}),
+    "replicated": ("llama", {"shard_size": 1}),
+    "lora": ("qwen2-tied", {"lora": {"rank": 4, "alpha": 8}}),
+    "lora-head": ("llama", {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "lm_head"]}}),
+    "experts": ("deepseek-v3", {}),  # three-dimensional weights, and a buffer that is no parameter
+}
+
+
+def trained(path: Path, config: dict) -> FSDPEngine:
+    engine = make_engine(path, max_tokens=24, config=dict(config), optimizer={"learning_rate": 0.05})
+    engine.train_step(random_batch(), policy_loss())
+    engine.infer(random_batch(), ("logprob",))  # leaves weights gathered
+    return engine
+
+
+def gathered_one_by_one(engine: FSDPEngine, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """What the stream must hold, by a collective for each weight."""
+    weights: dict[str, Tensor] = {}
+    factors, seen = low_rank_factors(engine.model), []
+    for name, tensor in checkpoint_tensors(engine.model.pretrained).items():
+        if any(tensor is other for other in seen):
+            continue
+        seen.append(tensor)
+        weight = full(engine.optimizer.state.get(tensor, {}).get("master", tensor).detach())
+        if name in factors:
+            up, down, scale = factors[name]
+            weight = weight + scale * (full(up).detach() @ full(down).detach())
+        cast = dtype is not None and isinstance(tensor, torch.nn.Parameter)
+        weights[name] = weight.to(dtype) if cast else weight
+    return weights
+
+
+def check_stream(engine: FSDPEngine) -> None:
+    for dtype in (None, torch.bfloat16):
+        for bucket_bytes in BUCKETS:
+            found = dict(engine.named_weights(dtype, bucket_bytes))
+            expected = gathered_one_by_one(engine, dtype)
+            if engine.config.lora is None:
+                reference.assert_equal(found, expected)
+            else:  # the product of the factors is rounded otherwise where it is taken by rows
+                reference.assert_close(found, expected, 1e-6 if dtype is None else 2**-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process(case, tiny_model):
+    name, config = CASES[case]
+    check_stream(trained(tiny_model(name), config))
+
+
+def check_on_two(rank: int, folder: Path, memory: bool) -> None:
+    torch.set_num_threads(1)
+    for name, config in CASES.values():
+        engine = trained(folder / name, config)
+        check_stream(engine)
+        own = {name: checksum(weight) for name, weight in engine.named_weights(torch.bfloat16)}
+        every: list = [None, None]
+        dist.all_gather_object(every, own)
+        assert every[0] == every[1]
+    check_pieces(rank)
+    if memory:
+        check_memory()
+
+
+def check_pieces(rank: int) -> None:
+    """Rows that do not come out even, fewer rows than ranks, and no element twice."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    wholes = {f"{rows}x{width}": torch.randn(rows, width) for rows in (1, 3, 8) for width in (1, 7)}
+    sources = [Source(n, distribute_tensor(w, mesh, [Shard(0)]), torch.float32) for n, w in wholes.items()]
+    sources.append(Source("whole", torch.arange(5), torch.int64))
+    for bucket_bytes in (32, 100, 10_000):
+        filled = {name: torch.zeros(whole.numel()) for name, whole in wholes.items()} | {"whole": torch.zeros(5)}
+        for piece in stream_pieces(sources, bucket_bytes, torch.device("cpu")):
+            assert not piece.borrowed or piece.data.nbytes <= bucket_bytes
+            filled[piece.name][piece.offset : piece.offset + len(piece.data)] += piece.data
+        for name, whole in wholes.items():
+            assert torch.equal(filled[name].view(whole.shape), whole), (name, bucket_bytes, rank)
+
+
+def check_memory() -> None:
+    """With a bucket of 32 MiB, 400 MiB of weights, one of them of five buckets, cost two of them beyond the shards.
+
+    One is gloo's.
+    """
+    from tests.ops.test_linear_logprob_contract import peak_mib
+
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = [20 * 2**20, 1000, *[2**20] * 16, 5 * 2**20, *[2**19] * 8]
+    sources = [
+        Source(str(i), distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)]), torch.float32)
+        for i, size in enumerate(sizes)
+    ]
+
+    def stream() -> None:
+        total = 0.0
+        for piece in stream_pieces(sources, 32 * 2**20, torch.device("cpu")):
+            total += float(piece.data.sum())
+        assert total == 2 * sum(sizes)
+
+    stream()
+    assert peak_mib(stream) < 64 + 1
+    small = [source for source in sources if source.tensor.numel() * 4 <= 32 * 2**20]
+
+    def join() -> None:
+        for name, whole in join_pieces(stream_pieces(small, 32 * 2**20, torch.device("cpu"))):
+            assert whole.shape == (sizes[int(name)], 2)
+
+    join()
+    assert peak_mib(join) < 64 + 2 * 8 + 1  # the weight that is used and the one that is made
+
+
+@pytest.mark.dist
+def test_two_processes(tiny_model, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed counts as freed
+    folder = {tiny_model(name).parent for name, _ in CASES.values()}.pop()
+    run_distributed(check_on_two, 2, folder, sys.platform == "linux")
+
+
+def test_checksum_sees_bytes_shape_and_dtype():
+    weight = torch.randn(4, 6)
+    changed = weight.clone().index_fill_(0, torch.tensor(3), 0)
+    others = [weight.T.contiguous(), weight.view(6, 4), weight.double(), changed]
+    assert checksum(weight.T.contiguous().T) == checksum(weight)
+    assert checksum(weight) not in {checksum(other) for other in others}
+    assert checksum(torch.tensor(0.0)) != checksum(torch.tensor(-0.0))

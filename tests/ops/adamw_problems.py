@@ -1,0 +1,67 @@
+"""Parameters, gradients and the formula that the tests of FusedAdamW share."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
+NARROW = [torch.bfloat16, torch.float16]
+# Scalar, empty, shorter than a vector, not a multiple of one, and longer than a piece (16 Ki) and a chunk (32 Ki).
+SHAPES = [(), (0,), (3,), (129, 7), (70_001,)]
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def random_tensors(shapes, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def as_parameters(tensors: list[Tensor]) -> list[nn.Parameter]:
+    return [nn.Parameter(tensor.clone()) for tensor in tensors]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, count: int, *, first: int = 1, **options) -> None:
+    """Steps with gradients that depend only on the number of the step, of falling size as in training."""
+    for number in range(first, first + count):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = random_tensors([p.shape for p in parameters], torch.float64, seed=number)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = (gradient / number).to(parameter.device, parameter.dtype)
+        optimizer.step(**options)
+
+
+def reference_step(state: dict[str, Tensor], gradient: Tensor, lr: float, betas, eps: float, weight_decay: float):
+    """The formula, in the dtype of the state's tensors, which it changes in place."""
+    beta1, beta2 = betas
+    state["step"] += 1
+    state["exp_avg"].mul_(beta1).add_((1 - beta1) * gradient)
+    state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * gradient**2)
+    m = state["exp_avg"] / (1 - beta1 ** state["step"])
+    v = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
+    state["weight"].mul_(1 - lr * weight_decay).sub_(lr * m / (v.sqrt() + eps))
+
+
+def reference(weight: Tensor, gradients: list[Tensor], **options) -> dict[str, Tensor]:
+    weight = weight.double()
+    state = {"weight": weight.clone(), "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+    state["step"] = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        reference_step(state, gradient.double(), **options)
+    return state
+
+
+def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of everything that a step may change."""
+    tensors = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state[parameter]
+        tensors += [parameter.detach().clone(), *(state[key].clone() for key in sorted(state))]
+    return tensors
+
+
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)

@@ -1,0 +1,268 @@
+"""Rollouts by a real vLLM, in the training processes and beside them: its samples are those of the policy as it is now.
+
+Processes of their own for each test: vLLM keeps much of its state in the process that it runs in.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
+from rlft_fast.rollout.vllm import share_prompts
+from tests.distributed import run_distributed
+from tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
+
+
+def needs_vllm(test: Callable) -> Callable:
+    missing = importlib.util.find_spec("vllm") is None
+    marks = (pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason="no vLLM: make install-vllm"))
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+# One longer than a block of the prefix cache, which holds 128 tokens on a CPU.
+PROMPTS = [[5], [7, 8], [1, 2], [i % 256 for i in range(3, 200)], [99, 3, 4]]
+SAMPLED = SamplingParams(n=3, max_new_tokens=7, temperature=0.7)
+SMALL = {"cpu_cache_gib": 0.1, "check_weights": True}
+# vLLM's attention for CPUs takes heads of 32 numbers and more.
+HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+def make_engine(path: Path, **options) -> FSDPEngine:
+    config = EngineConfig(max_tokens=1024, optimizer=OptimizerConfig(learning_rate=2e-2), **options)
+    return FSDPEngine(str(path), config, num_training_steps=10, temperature=0.7).initialize()
+
+
+def make_rollout(engine: FSDPEngine, **vllm) -> VLLMRollout:
+    config = RolloutConfig(backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, stop=("XY",))
+    return VLLMRollout(engine, load_tokenizer(engine.path), config, max_tokens=256)
+
+
+def update(engine: FSDPEngine, seed: int) -> None:
+    torch.manual_seed(seed)
+    batch = Batch.from_samples([[1, 2, 3]], [[4 + seed, 5, 6]])
+    batch = batch.replace(advantage_T=torch.randn(6), old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
+    engine.train_step(batch, PolicyLoss())
+
+
+def sample(rollout: VLLMRollout, prompts: list[list[int]], seed: int = 0) -> list:
+    torch.manual_seed(seed)
+    return rollout.generate(prompts, SAMPLED)
+
+
+def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -> None:
+    """Each rank drew its own samples, and infer takes the same batch on all ranks: look at each in turn."""
+    samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
+    own = Batch.from_samples(
+        [prompt for prompt, _ in samples], [sample.token_ids for _, sample in samples],
+        rollout_logprobs=[sample.logprobs for _, sample in samples],
+    )  # fmt: skip
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    for batch in every:
+        inferred = engine.infer(batch, ("logprob",))["logprob"]
+        torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=2e-4)
+
+
+# ---- in the training processes --------------------------------------------------------------------------------------
+
+
+def vllm_weights(rollout: VLLMRollout) -> dict[str, Tensor]:
+    """What vLLM multiplies by, as the policy names it."""
+    weights = {}
+    for name, weight in rollout.server.llm.apply_model(lambda model: dict(model.named_parameters()))[0].items():
+        if "qkv_proj" in name:
+            for part, rows in zip("qkv", weight.split([64, 32, 32]), strict=True):
+                weights[name.replace("qkv_proj", f"{part}_proj")] = rows
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate", "up"), weight.chunk(2), strict=True):
+                weights[name.replace("gate_up_proj", f"{part}_proj")] = rows
+        else:
+            weights[name] = weight
+    return weights
+
+
+def check_bits(engine: FSDPEngine, rollout: VLLMRollout) -> None:
+    received = vllm_weights(rollout)
+    for name, weight in engine.named_weights():
+        assert torch.equal(received[name][: len(weight)], weight), name  # vLLM pads the vocabulary
+
+
+def colocated(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    share = [PROMPTS[:4], PROMPTS[4:]][rank]
+    for name in ("llama", "qwen2-tied"):
+        engine = make_engine(folder / name)
+        rollout = make_rollout(engine)
+        with pytest.raises(ValueError, match="call sync"):
+            rollout.generate(share, SAMPLED)
+        for seed in range(3):
+            rollout.sync()
+            groups = sample(rollout, share)
+            assert [len(group) for group in groups] == [3] * len(share)
+            check_logprobs(engine, share, groups)
+            update(engine, seed)
+        assert len({tuple(s.token_ids) for s in groups[0]}) == 3  # samples of a prompt are independent
+        assert sample(rollout, share) == groups
+        assert sample(rollout, share, seed=1) != groups
+        with pytest.raises(ValueError, match="may have 257 tokens, vLLM was started for 256"):
+            rollout.generate([[1] * 250], SAMPLED)
+        assert torch.get_num_threads() == 1
+        check_ends(rollout)
+        if name == "llama":
+            check_restart(engine, rollout, rank, share)
+        rollout.close()
+
+
+def check_ends(rollout: VLLMRollout) -> None:
+    """Every rank asks for other prompts, one of them for none."""
+    free = rollout.generate(PROMPTS[:2], SamplingParams(max_new_tokens=8, temperature=0.0))
+    tokens = free[0][0].token_ids
+    assert len(tokens) == 8
+    assert free[0][0].finish_reason == "length"
+    rollout.eos_token_ids = [tokens[4], EOS_TOKEN_ID]
+    (group,) = rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, temperature=0.0))
+    first = tokens.index(tokens[4])
+    assert (group[0].token_ids, group[0].finish_reason) == (tokens[: first + 1], "stop")
+    assert group[0].logprobs == pytest.approx(free[0][0].logprobs[: first + 1], abs=1e-5)
+    rollout.eos_token_ids = [EOS_TOKEN_ID]
+    assert rollout.generate([], SAMPLED) == []
+    decode = load_tokenizer(rollout.engine.path).decode
+    text = decode(tokens[2:4])
+    expected = next(tokens[:i] for i in range(1, 9) if text in decode(tokens[:i]))
+    params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=(text,))
+    (stopped,) = rollout.generate(PROMPTS[:1], params)[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (expected, "stop")
+
+
+def check_restart(engine: FSDPEngine, rollout: VLLMRollout, rank: int, share: list[list[int]]) -> None:
+    """One rank's vLLM breaks. All start theirs again, with the weights of now, and nothing is lost."""
+    rollout.sync()
+    before = sample(rollout, share)
+    if rank == 1:
+        del rollout.server.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    assert sample(rollout, share) == before
+    assert rollout.weight_version == 5
+
+
+@pytest.mark.dist
+@needs_vllm
+def test_colocated_on_two_processes(tmp_path):
+    for name in ("llama", "qwen2-tied"):
+        save_tiny_model(name, tmp_path / name, **HEADS)
+    run_distributed(colocated, 2, tmp_path)
+
+
+def bit_for_bit(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False  # its packed weights cannot be read back
+    for name, config in (("llama", {}), ("llama", {"lora": {"rank": 4, "alpha": 8}}), ("qwen2-tied", {})):
+        engine = make_engine(folder / name, **config)
+        rollout = make_rollout(engine)
+        for seed in range(2):
+            update(engine, seed)
+            rollout.sync()
+            check_bits(engine, rollout)
+        rollout.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_arrive_bit_for_bit(world_size, tmp_path):
+    for name in ("llama", "qwen2-tied"):
+        save_tiny_model(name, tmp_path / name, **HEADS | {"attention_bias": False})
+    run_distributed(bit_for_bit, world_size, tmp_path)
+
+
+# ---- beside them ----------------------------------------------------------------------------------------------------
+
+
+def separate(rank: int, path: Path) -> None:
+    torch.set_num_threads(1)
+    share = [PROMPTS[:4], PROMPTS[4:]][rank]
+    engine = make_engine(path)
+    rollout = make_rollout(engine, process="separate")
+    for seed in range(2):
+        update(engine, seed)
+        rollout.sync()  # compares checksums
+        groups = sample(rollout, share)
+        check_logprobs(engine, share, groups)
+    if rank == 0:  # what the kernel does when memory is short
+        (core,) = (p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+        os.kill(core.pid, signal.SIGKILL)
+    assert sample(rollout, share) == groups
+    assert rollout.weight_version == 3
+    rollout.close()
+
+
+@pytest.mark.dist
+@needs_vllm
+def test_separate_on_two_processes(tmp_path):
+    run_distributed(separate, 2, save_tiny_model("qwen2-tied", tmp_path / "tied", **HEADS))
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, path: Path) -> None:
+    engine = make_engine(path)
+    with pytest.raises(RolloutError, match=r"could not start with .*lower rollout.batch_size or"):
+        make_rollout(engine, cpu_cache_gib=1e5)
+    config = json.loads((path / "config.json").read_text()) | {"architectures": ["NobodyKnowsForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RolloutError, match="NobodyKnowsForCausalLM"):
+        make_rollout(engine)
+
+
+@needs_vllm
+def test_what_vllm_cannot_start(tmp_path):
+    run_distributed(refused, 1, save_tiny_model("llama", tmp_path / "model", **HEADS))
+
+
+@needs_vllm
+def test_settings_that_need_gpus(tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    with pytest.raises(ValueError, match="tensor_parallel is 2: on CPUs"):
+        make_rollout(engine, tensor_parallel=2)
+    with pytest.raises(ValueError, match="transfer ipc needs GPUs"):
+        make_rollout(engine, process="separate", transfer="ipc")
+
+
+def test_a_missing_vllm_is_said(tiny_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="which is not installed: pip install vllm"):
+        make_rollout(make_engine(tiny_model("llama")))
+
+
+# ---- prompts of ranks that share a generator ------------------------------------------------------------------------
+
+
+def shared(rank: int) -> None:
+    prompts, seeds = [[[1], [2, 3]], []][rank], [[4, 5], []][rank]
+    assert share_prompts(prompts, seeds, 2) == ([([1], 4), ([2, 3], 5)], [0, 2][rank])
+    prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[7], [8, 9]][rank]
+    assert share_prompts(prompts, seeds, 2) == ([([1], 7), ([2, 2], 8), ([3], 9)], [0, 1][rank])
+    assert share_prompts(prompts, seeds, 1) == (list(zip(prompts, seeds, strict=True)), 0)
+
+
+@pytest.mark.dist
+def test_ranks_share_prompts():
+    run_distributed(shared, 2)
