@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from rlft_fast.engine.distributed import leave_process_group
 from tests.tiny_models import ALL_MODELS, save_tiny_model
 
 # The models are so small that handing work to threads costs more than it saves. Processes that tests start inherit it:
@@ -29,3 +30,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return folder / name if (folder / name).exists() else save_tiny_model(name, folder / name)
 
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """FSDP in a single process makes a group of one, which must not reach the tests of another module."""
+    yield
+    leave_process_group()
