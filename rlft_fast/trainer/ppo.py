@@ -126,7 +126,8 @@ class PPOTrainer:
         self.seconds = {}
         prompts, samples = self._collect(step)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
-        self.rollout.sleep()
+        with self._timed("generate"):
+            self.rollout.sleep()  # not before: only the sync after the update wakes it
         taught = self._with_signal(samples)
         with self._timed("logprobs"):
             batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
@@ -202,7 +203,8 @@ class PPOTrainer:
         """One most likely answer to each prompt, from all ranks."""
         rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
-        groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        with self._timed("generate"):
+            groups = self.rollout.generate(prompts.select(rows).token_ids, params)
         return self.judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:

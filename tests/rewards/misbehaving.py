@@ -1,4 +1,4 @@
-"""A reward function that does what the completion says."""
+"""Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
 
 import os
 import time
@@ -21,6 +21,10 @@ def obey(prompts, completions, completion_ids, answer, **columns):
 def exit_for_sun(prompts, completion_ids, **columns):
     if "sun" in prompts:
         os._exit(9)
+    return even_share(completion_ids)
+
+
+def even_share(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 

@@ -106,7 +106,7 @@ def on_two_processes(rank: int, *folders: Path) -> None:
 @pytest.mark.dist
 def test_two_processes(model, reward_model, tmp_path):
     """Greedy baselines, a reward model and worker processes; refills, of which both processes need the same number."""
-    weights = {f"{HERE}:even_share": 2.0, f"{MISBEHAVING}:count_tokens": -0.5}
+    weights = {f"{MISBEHAVING}:even_share": 2.0, f"{MISBEHAVING}:count_tokens": -0.5}
     runs = {
         "remax": {
             "reward": {"function": weights, "model": str(reward_model), "timeout_s": 60, "workers": 1},
