@@ -55,7 +55,7 @@ test: install
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not vllm"
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm

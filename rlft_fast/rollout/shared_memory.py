@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum
-from rlft_fast.rollout.vllm_engine import renew_tied_heads
+from rlft_fast.rollout.vllm_engine import renew_tied_heads, to_the_end
 
 BACKEND = "shared_memory"
 _ALIGNMENT = 16  # bytes
@@ -107,9 +107,11 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
 
     def send_weights(self) -> None:
         assert isinstance(self.source, EngineSource)
-        self.client.start_weight_update()
-        for contents in fill(self.source.pieces(len(self.buffer)), self.buffer):
-            self.client.update_weights({"contents": [list(content) for content in contents]})
+        pieces = self.source.pieces(len(self.buffer))
+        with to_the_end(pieces):
+            self.client.start_weight_update()
+            for contents in fill(pieces, self.buffer):
+                self.client.update_weights({"contents": [list(content) for content in contents]})
         self.client.finish_weight_update()
 
 

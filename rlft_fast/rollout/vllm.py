@@ -78,7 +78,10 @@ class VLLMRollout:
             RolloutError: vLLM did not take all of them, or (``check_weights``) not as they were sent.
         """
         self.weight_version += 1
-        received = self.server.load(self.weight_version)
+        try:
+            received = self.server.load(self.weight_version)
+        except Exception as error:
+            raise RolloutError(f"vLLM did not take over weights {self.weight_version}: {error}") from error
         if self.config.vllm.check_weights:
             require_agreement(f"weights of version {self.weight_version}", received)
 

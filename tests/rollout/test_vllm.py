@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
 from rlft_fast.rollout.vllm import share_prompts
+from rlft_fast.trainer import train
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
+from tests.trainer.toy import read_lines, toy_config
 
 
 def needs_vllm(test: Callable) -> Callable:
@@ -143,12 +146,24 @@ def check_ends(rollout: VLLMRollout) -> None:
     assert group[0].logprobs == pytest.approx(free[0][0].logprobs[: first + 1], abs=1e-5)
     rollout.eos_token_ids = [EOS_TOKEN_ID]
     assert rollout.generate([], SAMPLED) == []
+    check_stop_text(rollout)
+
+
+def check_stop_text(rollout: VLLMRollout) -> None:
+    """One that is a token of its own: the random model's bytes are seldom text, and parts of characters are none."""
     decode = load_tokenizer(rollout.engine.path).decode
-    text = decode(tokens[2:4])
-    expected = next(tokens[:i] for i in range(1, 9) if text in decode(tokens[:i]))
-    params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=(text,))
-    (stopped,) = rollout.generate(PROMPTS[:1], params)[0]
-    assert (stopped.token_ids, stopped.finish_reason) == (expected, "stop")
+    params = SamplingParams(n=32, max_new_tokens=8)
+    torch.manual_seed(0)
+    free = [sample.token_ids for (group,) in [rollout.generate(PROMPTS[:1], params)] for sample in group]
+    counts = Counter(decode([token]) for tokens in free for token in tokens if token < EOS_TOKEN_ID)
+    text = next(text for text, _ in counts.most_common() if text.isascii() and text.isalnum())
+    torch.manual_seed(0)
+    (group,) = rollout.generate(PROMPTS[:1], SamplingParams(n=32, max_new_tokens=8, stop=(text,)))
+    ends = [next((i + 1 for i, token in enumerate(tokens) if decode([token]) == text), None) for tokens in free]
+    assert any(ends)
+    for sample, tokens, end in zip(group, free, ends, strict=True):
+        assert sample.token_ids == tokens[:end]
+        assert end is None or sample.finish_reason == "stop"
 
 
 def check_restart(engine: FSDPEngine, rollout: VLLMRollout, rank: int, share: list[list[int]]) -> None:
@@ -219,12 +234,36 @@ def test_separate_on_two_processes(tmp_path):
     run_distributed(separate, 2, save_tiny_model("qwen2-tied", tmp_path / "tied", **HEADS))
 
 
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+def learn(rank: int, model: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    vllm = {"backend": "vllm", "vllm": SMALL, "prompts_per_step": 4, "samples_per_prompt": 8, "max_prompt_tokens": 8}
+    train(toy_config(model, folder, steps=16, rollout=vllm | {"max_new_tokens": 6}))
+
+
+@pytest.mark.dist
+@needs_vllm
+def test_a_run_learns(tmp_path):
+    model = save_tiny_model("llama", tmp_path / "model", **HEADS)
+    toy_config(model, tmp_path)  # writes the data
+    run_distributed(learn, 2, model, tmp_path)
+    rows = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 16
+    rewards = [row["reward_mean"] for row in rows]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+    assert all(row["mismatch_max"] < 1e-3 for row in rows)  # every update arrives before the next samples
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def refused(rank: int, path: Path) -> None:
     engine = make_engine(path)
-    with pytest.raises(RolloutError, match=r"could not start with .*lower rollout.batch_size or"):
+    with pytest.raises(
+        RolloutError, match=r"(?s)could not start with .*kv.*lower rollout\.batch_size or rollout\.vllm\.cpu_cache_gib"
+    ):
         make_rollout(engine, cpu_cache_gib=1e5)
     config = json.loads((path / "config.json").read_text()) | {"architectures": ["NobodyKnowsForCausalLM"]}
     (path / "config.json").write_text(json.dumps(config))
