@@ -51,9 +51,9 @@ from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
-Output = Literal["logprob", "entropy", "value", "score"]
+Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
-    "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),
+    "logprob": ("logprob", "entropy", "sum_prob_squared"), "value": ("value",), "score": ("score",),
 }  # fmt: skip
 
 
@@ -215,7 +215,8 @@ class FSDPEngine:
 
         Args:
             batch: the whole batch, the same on every rank, on the CPU.
-            outputs: "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model.
+            outputs: "logprob", "entropy" and "sum_prob_squared" of a policy, "value" of a critic, "score" of a reward
+                model.
 
         Returns:
             For each output a (T,) float32 tensor on the CPU in the order of the batch, 0 outside ``loss_mask_T``.
@@ -238,7 +239,8 @@ class FSDPEngine:
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
-            return self.model(inputs, temperature=self.temperature, return_entropy="entropy" in outputs)._asdict()
+            asked = {f"return_{name}": name in outputs for name in ("entropy", "sum_prob_squared")}
+            return self.model(inputs, temperature=self.temperature, **asked)._asdict()
         return {self.head: self.model(inputs)}
 
     def score(self, batch: Batch) -> Tensor:
@@ -286,7 +288,7 @@ class FSDPEngine:
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
         possible = _OUTPUTS[self.head]
         if unknown := [name for name in outputs if name not in possible]:
-            raise ValueError(f"a {self.head} head gives {' and '.join(possible)}, not {', '.join(unknown)}")
+            raise ValueError(f"a {self.head} head gives {', '.join(possible)}, not {', '.join(unknown)}")
 
     # ---- training -----------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class LogprobHead(nn.Module):
         *,
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
+        return_sum_prob_squared: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         active_index: Tensor | None = None,
@@ -84,6 +85,7 @@ class LogprobHead(nn.Module):
             target: (*) int64 next tokens, -100 where none is to be scored.
             temperature: one number or a (*) tensor.
             return_entropy: also the entropies, or hand them to ``loss_fn``.
+            return_sum_prob_squared: also the sums of squared probabilities; not with ``loss_fn``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
             per_token: (*) tensors for ``loss_fn``.
             active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
@@ -103,7 +105,9 @@ class LogprobHead(nn.Module):
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
         }  # fmt: skip
         if loss_fn is None:
-            result = linear_logprob(*arguments, **options)
+            result = linear_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
+            if result.sum_prob_squared is not None:
+                result = result._replace(sum_prob_squared=_reshaped(result.sum_prob_squared, target))
         else:
             result = linear_logprob_loss(*arguments, loss_fn, *(x.flatten() for x in per_token), **options)
         entropy = None if result.entropy is None else _reshaped(result.entropy, target)

@@ -52,6 +52,11 @@ def check_vllm(config: VLLMConfig, device: torch.device) -> None:
         )
     if config.transfer in ("ipc", "nccl") and device.type != "cuda":
         raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
+    if config.check_weights and config.process == "separate" and device.type == "cuda":
+        raise ValueError(
+            "rollout.vllm.check_weights needs to see the weights on arrival, which vLLM's own transfers do not show: "
+            "leave it out, or use process: colocated"
+        )
 
 
 def _missing_features(process: str) -> str | None:

@@ -1,13 +1,14 @@
 """What a run learns from its rollouts: advantage estimator, policy loss, and coefficients that adapt."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
+from rlft_fast.engine.fsdp import Output
 from rlft_fast.ops.packing import segment_sum
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl import (
@@ -66,15 +67,18 @@ class Objective:
         return "baseline_B" in parameter_names(self.advantage)
 
     @property
-    def outputs(self) -> tuple[Literal["logprob", "entropy"], ...]:
+    def outputs(self) -> tuple[Output, ...]:
         """What is read of the policy that starts the update; without its log-probabilities the sampler's stand in."""
-        reads_entropy = self.config.high_entropy_share < 1.0 or "entropy_T" in parameter_names(self.advantage)
-        if self.config.rollout_correction == "bypass":
-            return ("entropy",) if reads_entropy else ()
-        return ("logprob", "entropy") if reads_entropy else ("logprob",)
+        reads = parameter_names(self.advantage)
+        asked: dict[Output, bool] = {
+            "logprob": self.config.rollout_correction != "bypass",
+            "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in reads,
+            "sum_prob_squared": "sum_prob_squared_T" in reads,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
 
     def _check_fields(self, has_critic: bool) -> None:
-        missing = {"sum_prob_squared_T": "the engine does not compute it in a run"}
+        missing: dict[str, str] = {}
         if not has_critic:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
         if not self.config.kl_coef:

@@ -211,8 +211,9 @@ class PPOTrainer:
         """Log-probabilities and values under the models as they are before the updates."""
         inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
         batch = batch.replace(
-            old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy")
-        )
+            old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy"),
+            sum_prob_squared_T=inferred.get("sum_prob_squared"),
+        )  # fmt: skip
         if self.config.algorithm.kl_coef:
             batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
         if self.critic is not None:

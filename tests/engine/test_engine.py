@@ -52,6 +52,17 @@ def test_infer_is_log_softmax_of_plain_transformers(tiny_model, name, temperatur
     assert not outputs["logprob"][~batch.loss_mask_T].any()
 
 
+def test_sum_of_squared_probabilities(tiny_model):
+    path, batch = tiny_model("llama"), random_batch()
+    engine = make_engine(path, max_tokens=24, temperature=0.7)
+    found = engine.infer(batch, ("logprob", "sum_prob_squared"))["sum_prob_squared"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        log_softmax = reference.plain_log_softmax(model, batch, 0.7)
+    wanted = log_softmax.exp().square().sum(-1) * batch.loss_mask_T
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
 def test_infer_returns_the_order_of_the_batch(tiny_model):
     engine, batch = make_engine(tiny_model("llama"), max_tokens=LONGEST), random_batch()
     order = [3, 0, 6, 5, 1, 4, 2]
@@ -281,7 +292,7 @@ def test_bad_input_changes_nothing(tiny_model, batch):
         engine.train_step(batch.replace(old_logprob_T=None), policy_loss())
     with pytest.raises(ValueError, match="max_tokens=4"):
         make_engine(tiny_model("llama"), max_tokens=4).infer(batch, ("logprob",))
-    with pytest.raises(ValueError, match="a logprob head gives logprob and entropy, not value"):
+    with pytest.raises(ValueError, match="a logprob head gives logprob, entropy, sum_prob_squared, not value"):
         engine.infer(batch, ("value",))
     with pytest.raises(ValueError, match="a value head gives value, not entropy"):
         critic.infer(batch, ("entropy",))

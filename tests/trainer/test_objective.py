@@ -88,7 +88,6 @@ def test_coefficients_survive_as_json():
     ("options", "message"),
     [
         ({"advantage": f"{OWN}:centred"}, r"has no function 'centred' \(did you mean centered"),
-        ({"advantage": "optimal-token"}, "reads sum_prob_squared_T: the engine does not compute it"),
         ({"advantage": "gae"}, "whitened_gae reads value_T: it needs a critic"),
         ({"policy_loss": f"{OWN}:without_reward"}, "without_reward reads value_T: it needs a critic"),
         ({"policy_loss": "cispo", "loss_options": {"max_ratio": 2.0}}, "cispo has no option 'max_ratio'"),
@@ -108,6 +107,7 @@ def run(model, folder, **changes) -> list[dict]:
 
 
 METHODS = {
+    "optimal-token": {"advantage": "optimal-token"},
     "rloo": {"advantage": "rloo"},
     "dr-grpo": {"advantage": "dr-grpo", "aggregation": "constant"},
     "reinforce++": {"advantage": "reinforce++", "kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
