@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -92,7 +93,10 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         },
     }),
 }  # fmt: skip
-ALL_MODELS = MODELS | MORE_MODELS | VISION_MODELS
+REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
+}
+ALL_MODELS = MODELS | MORE_MODELS | VISION_MODELS | REWARD_MODELS
 
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:

@@ -30,8 +30,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def describe_model(engine: FSDPEngine) -> dict[str, Any]:
     """Architecture, and the shapes of all that a checkpoint holds of an engine."""
-    configs = (getattr(module, "config", None) for module in engine.model.modules())
-    architectures = next((c.architectures for c in configs if getattr(c, "architectures", None)), ["unknown"])
+    architectures = engine.model.pretrained.config.architectures or ["unknown"]
     shapes = {name: list(tensor.shape) for name, tensor in engine.state_tensors().items()}
     return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
 

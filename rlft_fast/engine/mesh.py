@@ -4,7 +4,9 @@ A shard size below the number of ranks is hybrid sharding (HSDP): groups of neig
 model each, so that weights are gathered inside a group and only gradients cross groups.
 """
 
+import math
 import os
+from collections.abc import Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -71,6 +73,11 @@ def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // shard_size, shard_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_numel(shape: Sequence[int], shard_size: int) -> int:
+    """Elements of the first shard of a tensor, the largest: FSDP2 deals out rows as `torch.chunk` does."""
+    return -(-shape[0] // shard_size) * math.prod(shape[1:])
 
 
 def device_memory(device: torch.device) -> int:

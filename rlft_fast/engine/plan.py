@@ -13,7 +13,7 @@ from torch import nn
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.engine.build import build_model, state_bytes
-from rlft_fast.engine.mesh import resolve_shard_size
+from rlft_fast.engine.mesh import resolve_shard_size, shard_numel
 from rlft_fast.engine.simulation import MemoryTracker, pretended_world, simulate_step
 from rlft_fast.engine.wrap import find_units
 from rlft_fast.models import PolicyModel
@@ -224,5 +224,5 @@ def _ring(size: int) -> float:
 
 
 def local_numel(parameters: Iterable[nn.Parameter], shard_size: int) -> int:
-    """Elements that the first rank holds: FSDP2 cuts the first dimension, and rounds up."""
-    return sum(math.ceil(p.shape[0] / shard_size) * p[:1].numel() for p in parameters)
+    """Elements that the first rank holds."""
+    return sum(shard_numel(parameter.shape, shard_size) for parameter in parameters)

@@ -20,10 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from rlft_fast.engine.distributed import get_rank, get_world_size
+from rlft_fast.models.weights import local_part
 
 TEMPORARY = ".incomplete"
 REPLACED = ".old"
@@ -53,17 +54,12 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     Args:
         tensors: DTensors, and plain tensors that are the same on every rank. They are aliased, not copied.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors))
     parts = {}
-    for item in planner.create_local_plan().items:
-        name = item.index.fqn
-        tensor = tensors[name]
-        if _writes(name, tensor):
-            assert item.tensor_data is not None
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            assert local.shape == item.tensor_data.chunk.sizes
-            parts[name] = Part(local.detach(), tuple(item.tensor_data.chunk.offsets))
+    for name, tensor in tensors.items():
+        local, region = local_part(tensor)
+        is_empty_shard = local.numel() == 0 and tensor.numel() > 0  # the last ranks may have no rows
+        if _writes(name, tensor) and not is_empty_shard:
+            parts[name] = Part(local.detach(), tuple(along.start for along in region))
     return parts
 
 

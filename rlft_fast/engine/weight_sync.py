@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from rlft_fast.engine.mesh import shard_numel
+
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
 _ALIGNMENT = 16  # bytes; pieces are read back as tensors of their dtype
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -115,8 +117,7 @@ class _Entry:
     def piece(self, rank: int, num_ranks: int, share: Tensor) -> Piece | None:
         """What of the weight is in a rank's share: shards are equal but for the last ones, which may be empty."""
         numel = math.prod(self.shape)
-        shard_numel = _shard_numel(self.shape, num_ranks)
-        offset = rank * shard_numel + self.start
+        offset = rank * shard_numel(self.shape, num_ranks) + self.start
         size = min(self.count, numel - offset)
         if size <= 0:
             return None
@@ -149,7 +150,7 @@ class _Bucket:
         assert isinstance(source.tensor, DTensor)
         assert all(placement.is_replicate() or placement.is_shard(0) for placement in source.tensor.placements)
         own, shape = source.tensor.to_local().detach().reshape(-1), source.tensor.shape
-        start, end = 0, _shard_numel(shape, self.num_ranks)
+        start, end = 0, shard_numel(shape, self.num_ranks)
         while start < end:
             count = min((self.buffer.shape[1] - self.used) // source.dtype.itemsize, end - start)
             self._write(own[start : start + count], source.dtype)
@@ -173,8 +174,3 @@ class _Bucket:
             for rank in range(self.num_ranks):
                 if (piece := entry.piece(rank, self.num_ranks, used[rank])) is not None:
                     yield piece
-
-
-def _shard_numel(shape: torch.Size, num_ranks: int) -> int:
-    """Elements of a full shard: rows are dealt out as `torch.chunk` does."""
-    return -(-shape[0] // num_ranks) * math.prod(shape[1:])

@@ -2,26 +2,18 @@
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine
 from tests.distributed import run_distributed
 from tests.engine import reference
 from tests.engine.reference import make_engine, policy_loss, random_batch
-from tests.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reward-model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_labels=1, pad_token_id=PAD_TOKEN_ID, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    return folder
+def reward_model(tiny_model):
+    return tiny_model("llama-reward")
 
 
 def plain_scores(folder, batch) -> torch.Tensor:

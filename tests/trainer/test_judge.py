@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data.prompts import Prompts
@@ -14,7 +14,6 @@ from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import RewardModelScorer
 from tests.distributed import run_distributed
-from tests.tiny_models import PAD_TOKEN_ID, VOCAB_SIZE, save_tokenizer
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
@@ -26,16 +25,8 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reward-model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_labels=1, pad_token_id=PAD_TOKEN_ID, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+def reward_model(tiny_model):
+    return tiny_model("llama-reward")
 
 
 def samples_of(model, folder, **changes) -> list[dict]:
