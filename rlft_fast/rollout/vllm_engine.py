@@ -83,7 +83,48 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-class ColocatedEngine:
+class VLLMEngine:
+    """What vLLM in this process and vLLM in another have in common: sampling, and a sleep that new weights end.
+
+    Args:
+        engine: the policy.
+        config: of the rollout.
+
+    Attributes:
+        llm: vLLM's own ``LLM``, which subclasses start.
+    """
+
+    llm: Any
+
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig) -> None:
+        self.engine = engine
+        self.dtype = getattr(torch, engine.config.compute_dtype)
+        self.check_weights = config.vllm.check_weights
+        self.sleeps = engine.device.type == "cuda"
+        self.asleep = False
+
+    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        return self.llm.generate(prompts, params, use_tqdm=False)
+
+    def sleep(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)  # the weights are dropped, too: the next sync brings new ones
+            self.asleep = True
+
+    @contextlib.contextmanager
+    def _taking_weights(self) -> Iterator[None]:
+        """Around a change of the weights: memory for them first, for the key-value cache, which is emptied, after."""
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        with self.engine.eval_mode():
+            yield
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+
+
+class ColocatedEngine(VLLMEngine):
     """vLLM in this process.
 
     Args:
@@ -93,10 +134,7 @@ class ColocatedEngine:
     """
 
     def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
-        self.engine = engine
-        self.check_weights = config.vllm.check_weights
-        self.sleeps = engine.device.type == "cuda"
-        self.asleep = False
+        super().__init__(engine, config)
         ensure_process_group()
         os.environ.setdefault("RANK", str(get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(engine.device.index or 0))
@@ -107,33 +145,19 @@ class ColocatedEngine:
             )  # fmt: skip
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
 
-    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
-        return self.llm.generate(prompts, params, use_tqdm=False)
-
     def load(self, version: int) -> dict[str, str]:
         """Takes over the policy's weights; all ranks together.
 
         Returns:
             A checksum of each weight, if they are to be checked.
         """
-        if self.asleep:
-            self.llm.wake_up(["weights"])
         received: dict[str, str] = {}
-        weights = self.engine.named_weights(getattr(torch, self.engine.config.compute_dtype))
-        with self.engine.eval_mode(), to_the_end(weights), _nothing_left_out():
+        weights = self.engine.named_weights(self.dtype)
+        with self._taking_weights(), to_the_end(weights), _nothing_left_out():
             stream = _noting_checksums(weights, received) if self.check_weights else weights
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
             self.llm.apply_model(renew_tied_heads)
-        if self.asleep:
-            self.llm.wake_up(["kv_cache"])
-            self.asleep = False
-        self.llm.reset_prefix_cache()
         return received
-
-    def sleep(self) -> None:
-        if self.sleeps:
-            self.llm.sleep(level=2)  # the weights are dropped, too: the next sync brings new ones
-            self.asleep = True
 
     def close(self) -> None:
         """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""

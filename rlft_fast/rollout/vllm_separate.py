@@ -13,10 +13,10 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import get_rank, get_world_size
 from rlft_fast.engine.weight_sync import checksum
-from rlft_fast.rollout.vllm_engine import start_llm
+from rlft_fast.rollout.vllm_engine import VLLMEngine, start_llm
 
 
-class SeparateEngine:
+class SeparateEngine(VLLMEngine):
     """vLLM in a process of its own, one beside each training process.
 
     Args:
@@ -26,11 +26,7 @@ class SeparateEngine:
     """
 
     def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
-        self.engine = engine
-        self.dtype = getattr(torch, engine.config.compute_dtype)
-        self.check_weights = config.vllm.check_weights
-        self.sleeps = engine.device.type == "cuda"
-        self.asleep = False
+        super().__init__(engine, config)
         backend = _backend(config.vllm, engine.device)
         with _environment(_process_environment(engine.device, config.vllm, backend)):
             from vllm.config import WeightTransferConfig
@@ -54,25 +50,16 @@ class SeparateEngine:
         info = _init_info(backend, config)
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=source)
 
-    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
-        return self.llm.generate(prompts, params, use_tqdm=False)
-
     def load(self, version: int) -> dict[str, str]:
         """Sends the policy's weights; all ranks together.
 
         Returns:
             A checksum of each weight as it was received, if they are to be checked.
         """
-        if self.asleep:
-            self.llm.wake_up(["weights"])
         self.client.version = version
-        with self.engine.eval_mode():
+        with self._taking_weights():
             self.trainer.send_weights()
             sent = self._checksums()
-        if self.asleep:
-            self.llm.wake_up(["kv_cache"])
-            self.asleep = False
-        self.llm.reset_prefix_cache()
         assert self.llm.get_weight_version() == str(version)
         received = self.llm.collective_rpc("received_checksums")[0] if self.check_weights else {}
         if different := [name for name in sent if received.get(name) != sent[name]]:
@@ -83,11 +70,6 @@ class SeparateEngine:
         if not self.check_weights:
             return {}
         return {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
-
-    def sleep(self) -> None:
-        if self.sleeps:
-            self.llm.sleep(level=2)
-            self.asleep = True
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # what has died cannot be asked to
