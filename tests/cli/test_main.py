@@ -21,10 +21,11 @@ def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 def installed_without_source(tmp_path):
     """A folder in which ``python -m rlft_fast`` finds the package but no benchmarks beside it."""
     package = Path(rlft_fast.__file__).parent
-    for part in ("__init__.py", "__main__.py", "config.py"):
+    for part in ("__init__.py", "__main__.py"):
         (tmp_path / "rlft_fast").mkdir(exist_ok=True)
         shutil.copy(package / part, tmp_path / "rlft_fast" / part)
-    shutil.copytree(package / "cli", tmp_path / "rlft_fast" / "cli", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("cli", "config"):
+        shutil.copytree(package / folder, tmp_path / "rlft_fast" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 

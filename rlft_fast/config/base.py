@@ -1,0 +1,66 @@
+"""What every section of the configuration is, how YAML is read, and how mistakes in it are explained."""
+
+import difflib
+import re
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and what to do."""
+
+
+class Section(BaseModel):
+    """Immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2, and not a text."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for i, key in enumerate(keys[:-1]):
+        if values.get(key) is None:  # absent, or a section that the file switches off
+            values[key] = {}
+        values = values[key]
+        if not isinstance(values, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a section")
+    values[keys[-1]] = value
+
+
+def sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every key of the configuration as (dotted name, pydantic field), sections before what they hold."""
+    rows: list[tuple[str, Any]] = []
+    for name, field in model.model_fields.items():
+        rows.append((prefix + name, field))
+        if (section := _section_of(field.annotation)) is not None:
+            rows += sections(section, f"{prefix}{name}.")
+    return rows
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+
+
+def explain(config: type[BaseModel], problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = [name for name, _ in sections(config)]
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        suggestion = (same_name or close or [None])[0]
+        return f"unknown key {key}" + (f": did you mean {suggestion}?" if suggestion else "")
+    if problem["type"] == "missing":
+        return f"{key} is missing: it has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}, got {problem['input']!r}" if key else message

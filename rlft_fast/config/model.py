@@ -1,0 +1,111 @@
+"""How a model is held in memory, run and trained."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from rlft_fast.config.base import Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of AdamW's first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices; biases and norms are never decayed."""
+    max_grad_norm: NonNegativeFloat | None = 1.0
+    """Global gradient norm above which gradients are scaled down; null or 0 only measures it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the model's own weights stay as they are."""
+
+    rank: PositiveInt = 16
+    """Rank of the update of each matrix."""
+    alpha: PositiveInt = 32
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the linear layers, as peft takes them; all-linear: every one in the blocks. lm_head: the head, too."""
+
+
+class ModelConfig(Section):
+    """How a model is held in memory and run."""
+
+    max_tokens: PositiveInt = 16384
+    """Most tokens of one micro-batch; must hold the longest sequence."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward pass and of gathered weights; optimizer state is float32 always."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights between steps; bfloat16 keeps their float32 masters in the optimizer, none if frozen."""
+    shard_size: Literal["auto"] | int = -1
+    """Processes that share one copy of the model: -1 all, 1 each has its own, auto the fewest that it fits in."""
+    reshard_after_forward: bool = True
+    """Give a block's gathered weights back after its forward pass; false saves communication and costs memory."""
+    wrap: tuple[str, ...] | None = None
+    """Classes of the blocks whose weights are gathered together; null: found by the model's structure."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
+    compile: bool = False
+    """Compile each block by torch.compile."""
+    cpu_offload: bool = False
+    """Keep weights and optimizer state in CPU memory always, and copy blocks to the GPU as they run."""
+    offload_between_phases: bool = False
+    """Keep weights and optimizer state in CPU memory while another model or the rollout has the GPU."""
+    workspace_mib: PositiveInt | None = None
+    """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
+
+    @field_validator("shard_size")
+    @classmethod
+    def _shard_size(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value != -1 and value < 1:
+            raise ValueError(f"got {value}: give -1 (all processes), a number of processes, or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _memory(self) -> Self:
+        if self.param_dtype == "bfloat16" and self.compute_dtype == "float32":
+            raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16: float32 cannot be gathered from it")
+        if self.cpu_offload and self.offload_between_phases:
+            raise ValueError("cpu_offload keeps everything on the CPU already: leave offload_between_phases out")
+        return self
+
+
+class EngineConfig(ModelConfig):
+    """One model with its optimizer."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after every micro-batch and not once a step: sends more, but no rank holds whole gradients."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, clipping and schedule."""
+
+
+class CriticConfig(EngineConfig):
+    """The value model of PPO."""
+
+    model: str | None = None
+    """Folder of the model that the critic starts from; null: the policy's."""
+    value_clip: PositiveFloat = 0.2
+    """How far a value may move from its value at rollout before its loss is clipped."""

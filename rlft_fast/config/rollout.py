@@ -1,0 +1,47 @@
+"""How completions are sampled."""
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlft_fast.config.base import Section
+
+
+class VLLMConfig(Section):
+    """vLLM as the generator."""
+
+    process: Literal["colocated", "separate"] = "colocated"
+    """In the training processes themselves, or in a process beside each, which weights are sent to."""
+    transfer: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    """How weights are sent to a separate process; auto: ipc on GPUs, shared_memory on CPUs."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one copy of the generator."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of a GPU's memory for the generator's weights and key-value cache."""
+    cpu_cache_gib: PositiveFloat = 1.0
+    """Memory of the key-value cache where the generator runs on the CPU."""
+    check_weights: bool = False
+    """After every sync compare checksums of all weights as sent and as received; costs about as much as a sync."""
+
+
+class RolloutConfig(Section):
+    """Sampling of completions."""
+
+    backend: Literal["hf", "vllm"] = "hf"
+    """What generates: transformers with the policy itself, or vLLM with a copy of its weights."""
+    vllm: VLLMConfig = VLLMConfig()
+    """Settings of backend vllm."""
+    prompts_per_step: PositiveInt = 8
+    """Prompts sampled per step, over all processes."""
+    samples_per_prompt: PositiveInt = 8
+    """Completions per prompt: the group of GRPO."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer prompt is an error that names its row."""
+    max_new_tokens: PositiveInt = 128
+    """Most tokens of a completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities of training use it too."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, as an end token does."""
+    batch_size: PositiveInt = 64
+    """Completions generated at once on each process."""
