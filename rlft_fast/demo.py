@@ -13,31 +13,36 @@ from typing import Any, Literal
 
 from rlft_fast.config import Config
 
+Rollout = Literal["hf", "vllm"]
+
 _LARGEST = 20
 _NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
 _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Literal["hf", "vllm"] = "hf") -> dict[str, Any]:
+def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Rollout | None = None) -> dict[str, Any]:
     """Runs the demo; returns what ``summary.json`` holds.
 
     Args:
         seed: of sampling and data order. The held-out problems are the same for every seed.
         output_dir: folder for everything the run writes.
-        rollout: what generates.
+        rollout: what generates; None: vllm where it is installed, which is faster (README has the figures).
 
     Raises:
         ValueError: the package with the model is not installed.
     """
     from rlft_fast.trainer import train
 
+    rollout = rollout or ("hf" if find_spec("vllm") is None else "vllm")
     output = Path(output_dir)
     train_path, held_out_path = write_problems(output / "data")
-    return train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
+    summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
+    print_time(add_time(output, rollout))
+    return summary
 
 
 def demo_config(
-    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Literal["hf", "vllm"] = "hf"
+    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Rollout = "hf"
 ) -> Config:
     """The demo's configuration; ``config.yaml`` in its folder shows every value."""
     return Config.parse(
@@ -80,6 +85,31 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
         paths.append(folder / f"{name}.jsonl")
         paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return paths[0], paths[1]
+
+
+def add_time(output: Path, rollout: Rollout) -> dict[str, dict[str, float]]:
+    """Seconds per step by part of the run in a folder, beside those of the last run there with the other rollout."""
+    from rlft_fast.trainer.plot import read_metrics
+
+    steps = [row for row in read_metrics(output) if "seconds" in row]
+    parts = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds"))
+    path = output / "seconds_per_step.json"
+    times = json.loads(path.read_text()) if path.is_file() else {}
+    times[rollout] = {name: sum(row.get(name, 0.0) for row in steps) / len(steps) for name in parts}
+    path.write_text(json.dumps(times, indent=2) + "\n")
+    return times
+
+
+def print_time(times: dict[str, dict[str, float]]) -> None:
+    """Prints what `add_time` returns, a column for each rollout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("part", *times, title="seconds per step")
+    for name in dict.fromkeys(name for parts in times.values() for name in parts):
+        part = name.removeprefix("seconds").removeprefix("_") or "in all"
+        table.add_row(part, *(f"{parts.get(name, 0.0):.2f}" for parts in times.values()))
+    Console().print(table)
 
 
 def smollm2_folder() -> Path:

@@ -31,6 +31,30 @@ def test_held_out_problems_are_never_trained_on_in_either_order(tmp_path):
     assert all(sum(numbers(row)) == int(row["answer"]) for row in train + held_out)
 
 
+def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
+    def run(rollout, *steps):
+        rows = [{"step": i, "accuracy": 0.5} if step is None else {"step": i, **step} for i, step in enumerate(steps)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return demo.add_time(tmp_path, rollout)
+
+    run("hf", None, {"seconds_generate": 2.0, "seconds": 5.0}, {"seconds_generate": 4.0, "seconds": 6.0})
+    # A step without anything to learn has no update.
+    times = run(
+        "vllm",
+        None,
+        {"seconds_sync": 0.5, "seconds": 1.0},
+        {"seconds_sync": 0.5, "seconds_update": 4.0, "seconds": 8.0},
+    )
+    assert times["hf"] == {"seconds_generate": 3.0, "seconds": 5.5}
+    assert times["vllm"] == {"seconds_sync": 0.5, "seconds_update": 2.0, "seconds": 4.5}
+    demo.print_time(times)
+    rows = {
+        line.split()[1]: line.split()[3::2] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
+    }
+    assert rows["generate"] == ["3.00", "0.00"]
+    assert rows["sync"] == ["0.00", "0.50"]
+
+
 @pytest.mark.slow  # minutes: it trains 135 million parameters
 def test_demo_learns_and_exports(tmp_path):
     # A process of its own with all threads: the tests are set to a single one.

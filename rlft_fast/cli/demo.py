@@ -7,7 +7,9 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlft-fast demo", description="Fine-tune SmolLM2-135M-Instruct on sums.")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)")
-    parser.add_argument("--rollout", choices=("hf", "vllm"), default="hf", help="what generates (default: hf)")
+    parser.add_argument(
+        "--rollout", choices=("hf", "vllm"), help="what generates (default: vllm where installed, which is faster)"
+    )
     options = parser.parse_args(arguments)
     from rlft_fast import demo
 
