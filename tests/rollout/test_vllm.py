@@ -124,6 +124,8 @@ def colocated(rank: int, folder: Path) -> None:
         assert len({tuple(s.token_ids) for s in groups[0]}) == 3  # samples of a prompt are independent
         assert sample(rollout, share) == groups
         assert sample(rollout, share, seed=1) != groups
+        if rank == 0:
+            check_prefix_is_shared(rollout, long_prompt=PROMPTS[3])
         with pytest.raises(ValueError, match="may have 257 tokens, vLLM was started for 256"):
             rollout.generate([[1] * 250], SAMPLED)
         assert torch.get_num_threads() == 1
@@ -131,6 +133,14 @@ def colocated(rank: int, folder: Path) -> None:
         if name == "llama":
             check_restart(engine, rollout, rank, share)
         rollout.close()
+
+
+def check_prefix_is_shared(rollout: VLLMRollout, long_prompt: list[int]) -> None:
+    """Samples of a prompt run its full blocks once, also those that start together."""
+    params = rollout._sampling_params(SamplingParams(n=4, max_new_tokens=2), seed=0)
+    rollout.server.llm.reset_prefix_cache()
+    (output,) = rollout.server.generate([{"prompt_token_ids": long_prompt}], [params])
+    assert output.num_cached_tokens == 128
 
 
 def check_ends(rollout: VLLMRollout) -> None:
@@ -283,6 +293,22 @@ def test_settings_that_need_gpus(tiny_model):
         make_rollout(engine, tensor_parallel=2)
     with pytest.raises(ValueError, match="transfer ipc needs GPUs"):
         make_rollout(engine, process="separate", transfer="ipc")
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("interface", "process"), [("start_weight_update", "separate"), ("reload_weights", "colocated")]
+)
+def test_a_vllm_without_an_interface_is_refused(tiny_model, monkeypatch, interface, process):
+    from vllm import LLM
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if interface == "start_weight_update":
+        monkeypatch.delattr(next(base for base in LLM.__mro__ if interface in vars(base)), interface)
+    else:  # as it was before it took an iterator
+        monkeypatch.setattr(GPUModelRunner, interface, lambda self: None)
+    with pytest.raises(ValueError, match=rf"has no (LLM\.)?{interface}\(.*: install a version that does \(0\.30 to"):
+        make_rollout(make_engine(tiny_model("llama")), process=process)
 
 
 def test_a_missing_vllm_is_said(tiny_model, monkeypatch):
