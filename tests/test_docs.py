@@ -70,3 +70,7 @@ def test_ops_under_fsdp2():
 
 def test_engine(tmp_path, tiny_model):
     run_examples(ROOT / "docs" / "engine.md", {"MODEL": str(tiny_model("llama")), "OUTPUT": str(tmp_path)})
+
+
+def test_rollout(tiny_model):
+    run_examples(ROOT / "docs" / "rollout.md", {"MODEL": str(tiny_model("llama"))})
