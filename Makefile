@@ -20,11 +20,11 @@ BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-slow test-vllm crash-test lint cuda sanitize bench bench-engine clean
+.PHONY: help install install-vllm demo test test-slow test-vllm crash-test lint cuda sanitize bench bench-engine bench-step clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize"
-	@echo "     bench | bench-engine | clean"
+	@echo "     bench | bench-engine | bench-step | clean"
 
 install: $(BUILT)
 
@@ -98,6 +98,11 @@ bench: install
 bench-engine: install
 	$(PIP) --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.bench_engine
+
+# A whole GRPO step beside TRL's, with vLLM too where it is installed; ten minutes on two cores that do nothing else.
+bench-step: install
+	$(PIP) --no-deps $(PEERS)
+	$(BIN)/python -m benchmarks.bench_step
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

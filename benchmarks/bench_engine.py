@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
+from benchmarks.sides import ROOT, Side, take_turns
+
 OURS = "rlft_fast"
 # transformers' default batch size. Other sizes and Liger's kernels were tried, see METHOD in engine_report.
 _EIGHT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
@@ -35,88 +34,20 @@ _DEFAULT = [name for name in SIDES if "recomputing" not in name]  # which takes 
 TOLERANCE = 1e-4
 
 
-@dataclass
-class Side:
-    """A process that makes updates when told to, see `engine_sides`.
-
-    Attributes:
-        name: what the report calls it.
-        process: where it runs.
-        updates: its answers, one per update.
-    """
-
-    name: str
-    process: subprocess.Popen
-    updates: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, name: str, arguments: list[str], threads: int) -> Side:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine_sides", *arguments], cwd=_ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        )  # fmt: skip
-        side = cls(name, process)
-        side._read()  # it is ready
-        return side
-
-    def update(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print("go", file=self.process.stdin, flush=True)
-        self.updates.append(self._read())
-        self._read()  # it is ready again
-        return self.updates[-1]
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with status {self.process.wait()}, see its output above")
-        return json.loads(line)
-
-    @property
-    def seconds(self) -> list[float]:
-        """Without the first update, which also makes the optimizer's state."""
-        return [update["seconds"] for update in self.updates[1:]]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread_s(self) -> float:
-        return max(self.seconds) - min(self.seconds)
-
-    @property
-    def peak_mib(self) -> float:
-        """The most that was resident during an update."""
-        return max(update["peak_bytes"] for update in self.updates) / 2**20
-
-    @property
-    def memory_mib(self) -> float:
-        """That, less what was resident after the imports, which is no matter of the update."""
-        return self.peak_mib - self.updates[0]["baseline_bytes"] / 2**20
-
-
 def run(model: str, scale: float, rounds: int, threads: int, names: list[str]) -> tuple[list[Side], list[dict]]:
     """The sides with their updates, and our engine's seconds by part."""
     with tempfile.TemporaryDirectory() as folder:
         common = [model, str(scale), f"{folder}/old_logprobs.safetensors"]
         prepare = [sys.executable, "-m", "benchmarks.engine_sides", "prepare", *common, "{}"]
-        subprocess.run(prepare, cwd=_ROOT, check=True)
-        sides = [Side.start(name, [SIDES[name][0], *common, json.dumps(SIDES[name][1])], threads) for name in names]
-        for number in range(1 + rounds):
-            for side in sides:
-                update = side.update()
-                print(f"update {number}: {side.name}: {json.dumps(update)}", file=sys.stderr, flush=True)
-        for side in sides:
-            side.stop()
-        profiled = Side.start("profile", ["profile", *common, json.dumps(SIDES[OURS][1])], threads)
-        parts = [profiled.update() for _ in range(1 + rounds)][1:]
+        subprocess.run(prepare, cwd=ROOT, check=True)
+
+        def start(name: str, kind: str, options: dict[str, Any]) -> Side:
+            return Side.start(name, "benchmarks.engine_sides", [kind, *common, json.dumps(options)], threads)
+
+        sides = [start(name, *SIDES[name]) for name in names]
+        take_turns(sides, rounds)
+        profiled = start("profile", "profile", SIDES[OURS][1])
+        parts = [profiled.step() for _ in range(1 + rounds)][1:]
         profiled.stop()
     return sides, parts
 
@@ -125,7 +56,7 @@ def check_same_work(sides: list[Side]) -> float:
     """Raises unless loss and gradient norm of every update agree; returns the largest relative difference."""
     largest = 0.0
     for side in sides[1:]:
-        for ours, theirs in zip(sides[0].updates, side.updates, strict=True):
+        for ours, theirs in zip(sides[0].steps, side.steps, strict=True):
             for key in ("loss", "grad_norm"):
                 difference = abs(ours[key] - theirs[key]) / abs(ours[key])
                 if difference > TOLERANCE:
@@ -142,7 +73,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="timed updates per side, after a first one")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=_DEFAULT, help="the first one must be ours")
-    parser.add_argument("--output", type=Path, default=_ROOT / "benchmarks" / "results")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     sides, parts = run(str(smollm2_folder()), args.scale, args.rounds, args.threads, args.sides)
     difference = check_same_work(sides)

@@ -6,7 +6,7 @@ import json
 import statistics
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -18,9 +18,7 @@ from benchmarks.engine_workload import Workload, make_workload
 from benchmarks.harness import environment
 from benchmarks.plot import OURS_COLOR
 from benchmarks.report import Bar, bar_table, table, versions
-
-if TYPE_CHECKING:
-    from benchmarks.bench_engine import Side
+from benchmarks.sides import Side
 
 MAX_TIME_RATIO, MAX_MEMORY_RATIO, MAX_HOST_SHARE = 0.7, 0.6, 0.03
 _VOCAB_SIZE = 49152  # SmolLM2's
@@ -78,7 +76,7 @@ def write_report(
     text = "\n\n".join(sections) + "\n"
     (output / "engine.md").write_text(text)
     raw = {
-        "environment": facts, "updates": {side.name: side.updates for side in sides}, "parts": parts,
+        "environment": facts, "updates": {side.name: side.steps for side in sides}, "parts": parts,
         "num_tokens": workload.num_tokens, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars],
     }  # fmt: skip
     (output / "engine.json").write_text(json.dumps(raw, indent=1) + "\n")
@@ -106,8 +104,8 @@ def side_table(sides: list[Side], num_tokens: int) -> str:
         (
             side.name, f"{side.median_s:.2f} ± {side.spread_s:.2f}", f"{num_tokens / side.median_s:.0f}",
             f"{side.memory_mib:.0f}", f"{side.peak_mib:.0f}", f"{ours.median_s / side.median_s:.2f}",
-            f"{ours.memory_mib / side.memory_mib:.2f}", f"{side.updates[0]['loss']:.7f}",
-            f"{side.updates[0]['grad_norm']:.5f}",
+            f"{ours.memory_mib / side.memory_mib:.2f}", f"{side.steps[0]['loss']:.7f}",
+            f"{side.steps[0]['grad_norm']:.5f}",
         )
         for side in sides
     ]  # fmt: skip

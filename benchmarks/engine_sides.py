@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,45 +20,17 @@ from typing import Any
 import torch
 
 from benchmarks.engine_workload import CLIP, LEARNING_RATE, Workload, make_workload
-from benchmarks.harness import reset_peak, status_bytes
+from benchmarks.sides import Reporter
 
 # At most this many updates; both schedules are constant, so it changes nothing.
 MAX_UPDATES = 1000
-
-
-class Reporter:
-    """Waits for the driver before an update, and tells it afterwards what the update took."""
-
-    def __init__(self, baseline_bytes: int) -> None:
-        self.baseline_bytes = baseline_bytes
-        self._replies = os.fdopen(os.dup(1), "w")  # libraries may print: the driver must not read that
-        os.dup2(2, 1)
-
-    def start(self) -> bool:
-        """Whether another update is wanted."""
-        self.say({"ready": True})
-        if not sys.stdin.readline():
-            return False
-        reset_peak()
-        self._start_s = time.perf_counter()
-        return True
-
-    def finish(self, loss: float, grad_norm: float) -> None:
-        seconds = time.perf_counter() - self._start_s
-        peak, baseline = status_bytes("VmHWM"), self.baseline_bytes
-        self.say({
-            "seconds": seconds, "loss": loss, "grad_norm": grad_norm, "peak_bytes": peak, "baseline_bytes": baseline,
-        })  # fmt: skip
-
-    def say(self, message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=self._replies, flush=True)
 
 
 def run_ours(model: str, workload: Workload, options: dict[str, Any]) -> None:
     from rlft_fast.engine import FSDPEngine
     from rlft_fast.rl import PolicyLoss
 
-    reporter = Reporter(status_bytes("VmRSS"))
+    reporter = Reporter()
     infers = options.pop("infers", False)  # old log-probabilities first, as our trainer does; they are not used here
     engine = FSDPEngine(model, engine_config(**options), num_training_steps=MAX_UPDATES).initialize()
     loss = PolicyLoss(clip_low=CLIP, clip_high=CLIP)
@@ -68,7 +39,7 @@ def run_ours(model: str, workload: Workload, options: dict[str, Any]) -> None:
         if infers:
             engine.infer(batch, ("logprob",))
         metrics = engine.train_step(batch, loss)
-        reporter.finish(metrics["loss"], metrics["grad_norm"])
+        reporter.finish(loss=metrics["loss"], grad_norm=metrics["grad_norm"])
 
 
 def engine_config(**options: Any):
@@ -83,7 +54,7 @@ def run_trl(model: str, workload: Workload, options: dict[str, Any]) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     transformers.logging.set_verbosity_error()
-    reporter = Reporter(status_bytes("VmRSS"))
+    reporter = Reporter()
 
     class Callback(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -93,7 +64,7 @@ def run_trl(model: str, workload: Workload, options: dict[str, Any]) -> None:
             trainer.losses = []
 
         def on_step_end(self, args, state, control, **kwargs):
-            reporter.finish(float(sum(trainer.losses)), trainer.grad_norm)
+            reporter.finish(loss=float(sum(trainer.losses)), grad_norm=trainer.grad_norm)
 
     class Trainer(GRPOTrainer):
         losses: list[torch.Tensor]
@@ -133,7 +104,7 @@ def run_profile(model: str, workload: Workload, options: dict[str, Any]) -> None
     from rlft_fast.engine import FSDPEngine
     from rlft_fast.rl import PolicyLoss
 
-    reporter = Reporter(status_bytes("VmRSS"))
+    reporter = Reporter()
     engine = FSDPEngine(model, engine_config(**options), num_training_steps=MAX_UPDATES).initialize()
     while reporter.start():
         reporter.say(profile_step(engine, workload.batch(), PolicyLoss(clip_low=CLIP, clip_high=CLIP)))

@@ -6,7 +6,13 @@ Everything works on packed, position-aligned tensors (see `rlft_fast.data.Batch`
 from rlft_fast.rl.advantages import ADVANTAGES, AdvantageFunction, compute_advantages
 from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, response_lengths
 from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
-from rlft_fast.rl.correction import CORRECTIONS, correction_weights, mismatch_metrics
+from rlft_fast.rl.correction import (
+    CORRECTIONS,
+    correction_weights,
+    mismatch_from_sums,
+    mismatch_metrics,
+    mismatch_sums,
+)
 from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, ValueLoss, explained_variance
@@ -41,7 +47,9 @@ __all__ = [
     "kl_estimate",
     "loss_scale",
     "loss_weights",
+    "mismatch_from_sums",
     "mismatch_metrics",
+    "mismatch_sums",
     "response_lengths",
     "reward_with_kl",
     "whiten",

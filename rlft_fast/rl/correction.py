@@ -4,10 +4,11 @@ With w = π_old/μ of each token, μ the sampler's probability, an importance we
 bounded from above ("truncate") or dropped where it is out of bounds ("mask"). The log-ratio is clamped at ±20.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl._checks import check_shapes
@@ -92,7 +93,6 @@ def correction_weights(
     return CORRECTIONS[name](log_ratio_T, loss_mask_T, cu_seqlens, **bounds).where(loss_mask_T, 0.0)
 
 
-@torch.no_grad()
 def mismatch_metrics(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, float]:
     """How far the sampler's log-probabilities are from the policy's, over the response tokens.
 
@@ -107,15 +107,49 @@ def mismatch_metrics(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask
     Raises:
         ValueError: Shapes differ.
     """
+    sums = mismatch_sums(old_logprob_T.double(), rollout_logprob_T.double(), loss_mask_T)
+    return mismatch_from_sums({name: value.item() for name, value in sums.items()})
+
+
+@torch.no_grad()
+def mismatch_sums(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, Tensor]:
+    """What `mismatch_metrics` is made of, as 0-d tensors without a host sync.
+
+    Over micro-batches and ranks they are added, mismatch_max is the maximum; then `mismatch_from_sums` takes them.
+
+    Args:
+        old_logprob_T: as in `mismatch_metrics`, like the others; here the mask may be empty.
+        rollout_logprob_T: (T,).
+        loss_mask_T: (T,) bool.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
     check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, rollout_logprob_T=rollout_logprob_T)
-    old, rollout = old_logprob_T[loss_mask_T].double(), rollout_logprob_T[loss_mask_T].double()
-    difference, weight = (old - rollout).abs(), _exp(old - rollout)
+    old, rollout = (x.where(loss_mask_T, 0.0) for x in (old_logprob_T, rollout_logprob_T))
+    difference, weight = (old - rollout).abs(), _exp(old - rollout) * loss_mask_T
     return {
-        "mismatch_mean": difference.mean().item(),
-        "mismatch_max": difference.max().item(),
-        "mismatch_k1": kl_estimate(rollout, old, "k1").mean().item(),
-        "mismatch_k3": kl_estimate(rollout, old, "k3").mean().item(),
-        "effective_sample_share": (weight.sum().square() / (len(weight) * weight.square().sum())).item(),
+        "mismatch_count": loss_mask_T.sum(),
+        "mismatch_sum": difference.sum(),
+        "mismatch_max": pad(difference, (0, 1)).amax(),  # the padding is the maximum of no token at all
+        "mismatch_k1": kl_estimate(rollout, old, "k1").sum(),
+        "mismatch_k3": kl_estimate(rollout, old, "k3").sum(),
+        "mismatch_weight": weight.sum(),
+        "mismatch_weight_square": weight.square().sum(),
+    }
+
+
+def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of `mismatch_metrics` from the whole batch's `mismatch_sums`; {} where they count no token."""
+    count = sums["mismatch_count"]
+    if not count:
+        return {}
+    return {
+        "mismatch_mean": sums["mismatch_sum"] / count,
+        "mismatch_max": sums["mismatch_max"],
+        "mismatch_k1": sums["mismatch_k1"] / count,
+        "mismatch_k3": sums["mismatch_k3"] / count,
+        "effective_sample_share": sums["mismatch_weight"] ** 2 / (count * sums["mismatch_weight_square"]),
     }
 
 

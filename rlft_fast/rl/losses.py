@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
+from rlft_fast.rl.correction import mismatch_sums
 from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 
-_FIELDS = ("old_logprob_T", "advantage_T", "loss_weight_T")
+_FIELDS = ("advantage_T", "loss_weight_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class PolicyLoss:
         kl_estimator: see `kl_estimate`; k1 has no useful gradient here.
         aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads, and for `loss_scale`.
         max_response_tokens: the constant of aggregation "constant".
+        on_policy: The policy has made no step since the rollout, so log π_old is its own log-probability, detached, and
+            the batch needs none. How far the sampler is from it then stands in the metrics, see `mismatch_sums`.
 
     Raises:
         ValueError: An option is out of range or unknown, or the loss does not return one number per token.
@@ -53,6 +56,7 @@ class PolicyLoss:
     kl_estimator: KLEstimator = "k3"
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
+    on_policy: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
@@ -70,8 +74,10 @@ class PolicyLoss:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the model's outputs, in order."""
-        fields = (*_FIELDS, "ref_logprob_T") if self.kl_coef else _FIELDS
-        return (*fields, *(name for name in self._tensors if name not in (*fields, "logprob_T", "entropy_T")))
+        compared = "rollout_logprob_T" if self.on_policy else "old_logprob_T"
+        fields = (compared, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
+        known = (*fields, "logprob_T", "entropy_T", "old_logprob_T")
+        return (*fields, *(name for name in self._tensors if name not in known))
 
     @property
     def needs_sequences(self) -> bool:
@@ -91,7 +97,8 @@ class PolicyLoss:
             logprob_T: (T,) log-probability of the sampled tokens under the policy, with gradient.
             entropy_T: (T,) entropy of the policy; may be None where the loss does not read it.
             *fields: (T,) each, as `fields` names them: old_logprob_T, the log-probability that the ratio is taken
-                against, advantage_T, loss_weight_T from `loss_weights` of the whole batch, and so on.
+                against (`on_policy`: rollout_logprob_T), advantage_T, loss_weight_T from `loss_weights` of the whole
+                batch, and so on.
             sequence_mean: (T,) to (T,), the detached mean over each token's sequence; where `needs_sequences`.
 
         Returns:
@@ -120,8 +127,8 @@ class PolicyLoss:
 
         Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
         a gradient, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
-        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without
-        active tokens) are reduced by max instead.
+        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0; `mismatch_sums` when `on_policy`. Keys that
+        end in "_max" (ratio_max; 0 without active tokens) are reduced by max instead.
 
         Args:
             logprob_T: As in `per_token`, like all the others.
@@ -153,6 +160,8 @@ class PolicyLoss:
         weight_T = tensors["loss_weight_T"]
         sums = {name: (weight_T * value_T).sum() for name, value_T in per_token.items()}
         ratio_T = torch.where(weight_T != 0, policy_ratio(tensors["logprob_T"], old_logprob_T), 0.0)
+        if self.on_policy:
+            sums |= mismatch_sums(old_logprob_T, tensors["rollout_logprob_T"], weight_T != 0)
         # The padding is the value of the maximum where a micro-batch has no token at all.
         return sums | {"ratio_max": pad(ratio_T, (0, 1)).amax()}
 
@@ -179,6 +188,8 @@ class PolicyLoss:
         weight_T = tensors.pop("loss_weight_T")
         assert weight_T is not None
         tensors["logprob_T"] = logprob_T
+        if self.on_policy:
+            tensors["old_logprob_T"] = logprob_T.detach()
         if entropy_T is not None or self.entropy_coef or "entropy_T" in self._tensors:
             tensors["entropy_T"] = entropy_T
         active = dict(zip(tensors, _zero_inactive(weight_T, **tensors), strict=True))
@@ -207,7 +218,7 @@ class PolicyLoss:
         possible = [p for p in parameter_names(self._function) if not p.endswith("_T") and p != "sequence_mean"]
         if unknown := [option for option in self._options if option not in possible]:
             raise ValueError(f"policy loss {name} has no option {unknown[0]!r}: it has {', '.join(possible) or 'none'}")
-        tensors = dict.fromkeys((*self.fields, "logprob_T", "entropy_T"), torch.zeros(1))
+        tensors = dict.fromkeys((*self.fields, "logprob_T", "entropy_T", "old_logprob_T"), torch.zeros(1))
         loss_T, _ = self._loss_and_gradient(tensors, lambda x: x.detach())
         if loss_T.shape != (1,):
             raise ValueError(f"policy loss {name} returned shape {tuple(loss_T.shape)} for one token, expected (1,)")

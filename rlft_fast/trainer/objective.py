@@ -50,6 +50,7 @@ class Objective:
             loss=config.policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
+            on_policy=self.on_policy,
         )  # fmt: skip
         self._kl: AdaptiveKL | None = None
         if config.kl_target is not None:
@@ -67,11 +68,36 @@ class Objective:
         return "baseline_B" in parameter_names(self.advantage)
 
     @property
+    def on_policy(self) -> bool:
+        """Whether the log-probabilities that start the update are needed in its only step alone, which has them itself.
+
+        Its own are the same bits, so a pass for nothing but them is left out.
+        """
+        config = self.config
+        read_before = (
+            config.rollout_correction != "none"
+            or config.policy_loss in _SELECTIONS
+            or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
+            or "old_logprob_T" in parameter_names(self.advantage)
+        )
+        return config.epochs * config.mini_batches == 1 and not read_before and not self._statistics
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
-        """What is read of the policy that starts the update; without its log-probabilities the sampler's stand in."""
+        """What is asked of the policy that starts the update.
+
+        Its log-probabilities are not, where those of the update serve (`on_policy`) or the sampler's stand in (bypass).
+        """
+        logprob: tuple[Output, ...] = ("logprob",)
+        if self.on_policy or self.config.rollout_correction == "bypass":
+            logprob = ()
+        return (*logprob, *self._statistics)
+
+    @property
+    def _statistics(self) -> tuple[Output, ...]:
+        """What else is read of that policy."""
         reads = parameter_names(self.advantage)
         asked: dict[Output, bool] = {
-            "logprob": self.config.rollout_correction != "bypass",
             "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in reads,
             "sum_prob_squared": "sum_prob_squared_T" in reads,
         }

@@ -33,7 +33,7 @@ from rlft_fast.engine.distributed import (
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import RewardError
-from rlft_fast.rl import ValueLoss, explained_variance
+from rlft_fast.rl import ValueLoss, explained_variance, mismatch_from_sums
 from rlft_fast.rollout import SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
     Sample,
@@ -210,8 +210,9 @@ class PPOTrainer:
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
         inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
+        old_logprob_T = None if self.objective.on_policy else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
-            old_logprob_T=inferred.get("logprob", batch.rollout_logprob_T), entropy_T=inferred.get("entropy"),
+            old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
             sum_prob_squared_T=inferred.get("sum_prob_squared"),
         )  # fmt: skip
         if self.config.algorithm.kl_coef:
@@ -238,6 +239,9 @@ class PPOTrainer:
 
     def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
         metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
+        if self.objective.on_policy:
+            sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
+            metrics |= mismatch_from_sums(sums)
         return metrics | self.objective.after_optimizer_step(metrics)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:

@@ -5,7 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.rl import PolicyLoss, ValueLoss, explained_variance, loss_weights
+from rlft_fast.rl import (
+    PolicyLoss,
+    ValueLoss,
+    explained_variance,
+    loss_weights,
+    mismatch_from_sums,
+    mismatch_metrics,
+)
 
 LENGTHS = [5, 1, 7, 4, 3]
 ALL_TERMS = PolicyLoss(clip_low=0.1, clip_high=0.3, entropy_coef=0.02, kl_coef=0.05)
@@ -130,6 +137,23 @@ def test_ratio_is_exactly_one_on_policy():
     assert torch.equal(loss_T, -weight_T * advantage_T)
 
 
+def test_on_policy_the_old_policy_is_the_new_one():
+    """Loss, gradient and metrics as with its own log-probabilities for the old ones; and how far the sampler is."""
+    batch = policy_batch()
+    batch["rollout_logprob_T"] = batch["old_logprob_T"]
+    batch["loss_weight_T"] = weights(batch, "sequence-mean")
+    terms = {"entropy_coef": 0.02, "kl_coef": 0.05, "kl_estimator": "unbiased"}
+    gradient, metrics = gradient_in_parts(PolicyLoss(on_policy=True, **terms), batch, [[4, 1], [2], [3, 0]])
+    batch["old_logprob_T"] = batch["logprob_T"] + 0.3  # which is where gradients are taken
+    expected_gradient, expected = gradient_in_parts(PolicyLoss(**terms), batch, [[4, 1], [2], [3, 0]])
+    assert torch.equal(gradient, expected_gradient)
+    sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
+    assert metrics == expected
+    tensors = (batch["old_logprob_T"], batch["rollout_logprob_T"], batch["loss_mask_T"])
+    assert mismatch_from_sums(sums) == pytest.approx(mismatch_metrics(*tensors), rel=1e-12)
+    assert sums["mismatch_max"] > 0.3
+
+
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_tokens_of_weight_zero_contribute_nothing(garbage):
     batch = policy_batch()
@@ -242,6 +266,7 @@ def test_every_kl_estimator_gives_another_loss():
 def test_fields_name_the_reference_only_when_it_is_used():
     assert PolicyLoss().fields == ("old_logprob_T", "advantage_T", "loss_weight_T")
     assert ALL_TERMS.fields == ("old_logprob_T", "advantage_T", "loss_weight_T", "ref_logprob_T")
+    assert PolicyLoss(on_policy=True).fields == ("rollout_logprob_T", "advantage_T", "loss_weight_T")
 
 
 # Old value 1, clip 1/2, return 0. Moved to 2: held at 1.5, the larger error is the unclipped 2. Moved to 0.2: held at

@@ -1,5 +1,7 @@
 """An advantage and a policy loss as a user would write them, in a file of their own."""
 
+from rlft_fast.rl import grpo_advantage
+
 
 def centered(reward_B, group_B):
     """Rewards minus the mean of their prompt."""
@@ -13,3 +15,8 @@ def unclipped(logprob_T, old_logprob_T, advantage_T, *, strength=1.0):
 
 def without_reward(logprob_T, value_T):
     return -value_T * logprob_T
+
+
+def grpo_after_a_pass(reward_B, group_B, old_logprob_T):
+    """Reads log-probabilities before the update, so that a run has to infer them."""
+    return grpo_advantage(reward_B, group_B)

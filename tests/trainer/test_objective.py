@@ -13,6 +13,7 @@ from rlft_fast.trainer.objective import Objective
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
 
 OWN = Path(__file__).parent / "my_methods.py"
+MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_k1", "mismatch_k3", "effective_sample_share")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,51 @@ def test_learns(name, model, tmp_path):
     assert abs(np.mean(rewards[:2]) - 0.5) < 0.12
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15
     assert ("mismatch_k3" in rows[0]) == (name != "bypass")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"algorithm__policy_loss": "gspo", "algorithm__aggregation": "sequence-mean"},  # looks at whole sequences
+        {"algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "unbiased", "algorithm__entropy_coef": 0.01},
+    ],
+)
+def test_a_single_step_needs_no_pass_for_old_logprobs(options, model, tmp_path):
+    """Its own log-probabilities are the same bits: so are metrics and weights."""
+    own = run(model, tmp_path / "own", **options)
+    inferred = run(model, tmp_path / "inferred", algorithm__advantage=f"{OWN}:grpo_after_a_pass", **options)
+    assert own[-1]["grad_norm"] > 0
+    for left, right in zip(own, inferred, strict=True):
+        for name in MISMATCH:  # sums in float32, and in float64
+            assert left.pop(name) == pytest.approx(right.pop(name), rel=1e-6, abs=1e-7)
+        assert left == right
+    weights = [(tmp_path / name / "run" / "hf" / "model.safetensors").read_bytes() for name in ("own", "inferred")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "outputs"),
+    [
+        ({}, ()),
+        ({"kl_coef": 0.1}, ()),
+        ({"rollout_correction": "bypass"}, ()),
+        ({"rollout_correction": "bypass", "high_entropy_share": 0.5}, ("entropy",)),
+        ({"epochs": 2}, ("logprob",)),
+        ({"mini_batches": 2}, ("logprob",)),
+        ({"rollout_correction": "token-mask"}, ("logprob",)),
+        ({"policy_loss": "kl-cov"}, ("logprob",)),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, ("logprob",)),
+        ({"kl_coef": 0.1, "kl_target": 0.1}, ("logprob",)),
+        ({"advantage": f"{OWN}:grpo_after_a_pass"}, ("logprob",)),
+        ({"high_entropy_share": 0.5}, ("logprob", "entropy")),  # of a pass that is made anyway
+        ({"advantage": "optimal-token"}, ("logprob", "sum_prob_squared")),
+    ],
+)
+def test_what_is_inferred_before_the_update(options, outputs):
+    objective = Objective(AlgorithmConfig(**options), max_new_tokens=8)
+    assert objective.outputs == outputs
+    assert objective.on_policy == objective.policy_loss.on_policy == (not outputs and "bypass" not in options.values())
 
 
 def test_adaptive_coefficients_continue_after_a_checkpoint(model, tmp_path):
