@@ -20,11 +20,12 @@ BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-slow test-vllm crash-test lint cuda sanitize bench bench-engine bench-step clean
+.PHONY: help install install-vllm demo methods test test-slow test-vllm crash-test lint cuda sanitize
+.PHONY: bench bench-engine bench-step clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize"
-	@echo "     bench | bench-engine | bench-step | clean"
+	@echo "     bench | bench-engine | bench-step | methods | clean"
 
 install: $(BUILT)
 
@@ -50,6 +51,10 @@ install-vllm: install
 
 demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
 	$(BIN)/rlft-fast demo --seed $(SEED) $(if $(ROLLOUT),--rollout $(ROLLOUT))
+
+# Each method learns the demo's task from its own example: the table and curves of docs/methods.md. An hour or two.
+methods: install
+	$(BIN)/python -m benchmarks.methods
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not vllm"

@@ -76,6 +76,8 @@ class EvaluationConfig(Section):
     """Most tokens of an answer."""
     every: NonNegativeInt = 0
     """Also evaluate every so many steps; 0: only before and after."""
+    function: str | dict[str, float] | None = None
+    """What accuracy is, in place of reward.function and reward.model, for a reward that is not; null: the reward."""
 
 
 class CheckpointConfig(Section):

@@ -39,7 +39,7 @@ def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) ->
         trains: whether its weights, or adapters, get gradients.
 
     Raises:
-        ValueError: the folder cannot be used, adapters do not fit the model, or a reward model is to be trained.
+        ValueError: the folder cannot be used, or adapters do not fit the model.
     """
     dtype = getattr(torch, config.param_dtype)
     if head == "logprob":
@@ -49,8 +49,6 @@ def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) ->
     else:
         model = build_reward_model(path, dtype)
     require_divisible_heads(model.backbone, config.sequence_parallel)
-    if head == "score" and trains:
-        raise ValueError("a reward model is only used here, not trained: leave num_training_steps out")
     if config.lora is not None:
         add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
     if not trains:

@@ -332,7 +332,7 @@ class FSDPEngine:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         whole = {}
-        if self.head == "value":
+        if self.head != "logprob":
             outputs = (self.model(inputs),)
             total = loss.per_token(*outputs, *fields).sum()
         elif loss.needs_sequences:  # of which a chunk of rows may hold a part only

@@ -43,6 +43,18 @@ class Judge:
         if config.reward.model is not None:
             self.model = RewardModelScorer(config.reward.model, config.actor, tokenizer)
 
+    @classmethod
+    def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "Judge | None":
+        """The judge of the held-out answers, where they are judged in another way than those to learn from.
+
+        Raises:
+            ValueError: a function cannot be used.
+        """
+        if config.evaluation is None or config.evaluation.function is None:
+            return None
+        reward = config.reward.model_copy(update={"function": config.evaluation.function, "model": None})
+        return cls(config.model_copy(update={"reward": reward}), tokenizer)
+
     def score(self, prompts: Prompts, own: Answers) -> list[Sample]:
         """The samples of all ranks, each scored by the rank that made it, and by the model of all.
 

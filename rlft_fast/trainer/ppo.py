@@ -80,6 +80,7 @@ class PPOTrainer:
         algorithm, temperature = config.algorithm, config.rollout.temperature
         self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
         self.tokenizer = load_tokenizer(config.model)
+        self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer)
         self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.held_out: Prompts | None = None
@@ -195,17 +196,17 @@ class PPOTrainer:
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
         """The reward of the most likely answer to each prompt, where there is one."""
-        samples = self._greedy(prompts, self.config.rollout.max_new_tokens)
+        samples = self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge)
         samples = penalize_length(samples, self.config.reward, self.config.rollout.max_new_tokens)
         return {sample.row: sample.reward for sample in samples if sample.reward is not None}
 
-    def _greedy(self, prompts: Prompts, max_new_tokens: int) -> list[Sample]:
+    def _greedy(self, prompts: Prompts, max_new_tokens: int, judge: Judge) -> list[Sample]:
         """One most likely answer to each prompt, from all ranks."""
         rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
         with self._timed("generate"):
             groups = self.rollout.generate(prompts.select(rows).token_ids, params)
-        return self.judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        return judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
@@ -276,7 +277,8 @@ class PPOTrainer:
         """Mean reward of greedy answers to the held-out prompts, and the answers."""
         assert self.held_out is not None
         assert self.config.evaluation is not None
-        samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens)
+        judge = self.evaluation_judge or self.judge
+        samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens, judge)
         samples.sort(key=lambda sample: sample.row)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         return (sum(scored) / len(scored) if scored else 0.0), samples
@@ -299,7 +301,8 @@ class PPOTrainer:
             self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
             raise
         finally:
-            self.judge.close()
+            for judge in filter(None, (self.judge, self.evaluation_judge)):
+                judge.close()
             signal.signal(signal.SIGINT, handler)
             self.rollout.close()
 

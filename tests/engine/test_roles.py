@@ -1,10 +1,13 @@
-"""Reward models score whole sequences as transformers does; compiled blocks compute what plain ones do."""
+"""Reward models score whole sequences as transformers does, and train; compiled blocks compute what plain ones do."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from tests.distributed import run_distributed
 from tests.engine import reference
@@ -32,15 +35,18 @@ def test_scores_are_those_of_transformers(reward_model):
     torch.testing.assert_close(make_scorer(reward_model).score(batch), plain_scores(reward_model, batch))
 
 
-def check_scores(rank: int, folder, expected) -> None:
+def check_scores_and_training(rank: int, folder, expected) -> None:
     scores = make_scorer(folder, shard_size="auto").score(random_batch(9))
-    torch.testing.assert_close(scores, torch.load(expected))
+    tensors = load_file(expected)
+    torch.testing.assert_close(scores, tensors["scores"])
+    check_training(folder, tensors)
 
 
 @pytest.mark.dist
-def test_scores_on_two_processes(reward_model, tmp_path):
-    torch.save(plain_scores(reward_model, random_batch(9)), tmp_path / "expected.pt")
-    run_distributed(check_scores, 2, reward_model, tmp_path / "expected.pt")
+def test_two_processes(reward_model, tmp_path):
+    tensors = {"scores": plain_scores(reward_model, random_batch(9)), **plain_training(reward_model, labelled_batch())}
+    save_file(tensors, tmp_path / "expected.safetensors")
+    run_distributed(check_scores_and_training, 2, reward_model, tmp_path / "expected.safetensors")
 
 
 def test_only_reward_models_score(reward_model, tiny_model):
@@ -48,8 +54,50 @@ def test_only_reward_models_score(reward_model, tiny_model):
         make_engine(tiny_model("llama")).score(random_batch())
     with pytest.raises(ValueError, match=r"is LlamaForCausalLM .*: a reward model must be"):
         make_scorer(tiny_model("llama"))
-    with pytest.raises(ValueError, match="reward model is only used here, not trained"):
-        FSDPEngine(str(reward_model), EngineConfig(), head="score", num_training_steps=1).initialize()
+
+
+class LogisticLoss:
+    """-log sigmoid(±score) at every active position, a Loss of one's own."""
+
+    aggregation, max_response_tokens = "token-mean", None
+    fields, needs_sequences = ("reward_T", "loss_weight_T"), False
+
+    def per_token(self, score_T, right_T, loss_weight_T):
+        return loss_weight_T * binary_cross_entropy_with_logits(score_T, right_T, reduction="none")
+
+    def metrics(self, score_T, right_T, loss_weight_T):
+        return {"accuracy": (loss_weight_T * ((score_T > 0) == (right_T > 0))).sum()}
+
+
+def labelled_batch() -> Batch:
+    batch = random_batch(9)
+    return batch.replace(reward_T=(batch.input_ids_T % 2).float())
+
+
+def plain_training(folder, batch) -> dict[str, torch.Tensor]:
+    """Loss, accuracy and gradients by transformers and autograd."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = batch.input_ids_T.split(batch.lengths.tolist())
+    hidden_T = torch.cat([model.model(sequence[None]).last_hidden_state[0] for sequence in sequences])
+    score_A, right_A = model.score(hidden_T).squeeze(-1)[batch.loss_mask_T], batch.reward_T[batch.loss_mask_T]
+    loss = binary_cross_entropy_with_logits(score_A, right_A)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach(), "accuracy": ((score_A > 0) == (right_A > 0)).float().mean(), **gradients}
+
+
+def check_training(folder, expected) -> None:
+    engine = make_engine(folder, head="score", max_tokens=32)
+    metrics = engine.train_step(labelled_batch(), LogisticLoss())
+    gradients = {name.removeprefix("model."): value for name, value in reference.gradients(engine).items()}
+    assert metrics["loss"] == pytest.approx(expected["loss"].item(), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-5)
+    for name in ("score.weight", "model.layers.0.mlp.up_proj.weight"):
+        torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_reward_models_train_as_autograd_says(reward_model):
+    check_training(reward_model, plain_training(reward_model, labelled_batch()))
 
 
 @pytest.mark.slow

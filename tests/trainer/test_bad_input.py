@@ -183,8 +183,11 @@ def test_unknown_reasoning_gym_task(run):
         ("even_share", "expected 'module:function'"),
     ],
 )
-def test_missing_reward_function(function, message, run, tmp_path):
-    code, _, error = run(reward__function=function)
+@pytest.mark.parametrize("key", ["reward__function", "evaluation"])
+def test_missing_reward_function(key, function, message, run, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
+    evaluation = {"path": str(held_out), "function": function}
+    code, _, error = run(**{key: evaluation if key == "evaluation" else function})
     assert code == 1
     assert message in error
     assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import RewardModelScorer
 from tests.distributed import run_distributed
-from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values
+from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"
 
@@ -86,6 +86,22 @@ def test_a_reward_model_alone(model, reward_model, tmp_path):
     train(config)
     rewards = [row["reward_mean"] for row in comparable(tmp_path / "run")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
+
+
+def test_evaluation_by_another_function_than_the_reward(model, reward_model, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}, {"prompt": "ice", "answer": 3}])
+    evaluation = {"path": str(held_out), "max_new_tokens": 6}
+    accuracy = {}
+    for name, reward, function in (
+        ("by reward", {"function": f"{HERE}:even_share"}, None),
+        ("by function", {"model": str(reward_model), "truncation_penalty": 0.5}, f"{HERE}:even_share"),
+        ("by model", {"model": str(reward_model)}, None),
+    ):
+        changes = {"reward": reward, "evaluation": evaluation | {"function": function}}
+        accuracy[name] = train(toy_config(model, tmp_path / name, steps=1, **changes))["accuracy_before"]
+        rows = read_lines(tmp_path / name / "run" / "samples.jsonl")
+        assert ("model" in reward) == any(row["reward"] < 0 for row in rows)  # what is learned from stays the reward
+    assert accuracy["by function"] == accuracy["by reward"] != accuracy["by model"]
 
 
 def on_two_processes(rank: int, *folders: Path) -> None:

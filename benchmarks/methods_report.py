@@ -1,0 +1,104 @@
+"""What the methods' runs have reached: the section of docs/methods.md, its curves, and the numbers as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlft_fast.trainer.plot import read_metrics
+
+_BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
+# Okabe and Ito's palette without its yellow: told apart by colour-blind readers and in print.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One run.
+
+    Attributes:
+        method: its title.
+        differs: what its example changes against GRPO's.
+        reward: what its rewards are.
+        seed: of the run.
+        steps: rollouts learned from.
+        accuracy: (step, held-out accuracy), from before the first step to after the last.
+        reward_mean: mean reward of each step.
+    """
+
+    method: str
+    differs: str
+    reward: str
+    seed: int
+    steps: int
+    accuracy: list[tuple[int, float]]
+    reward_mean: list[float]
+
+    @classmethod
+    def read(cls, folder: Path, method: str, differs: str, reward: str, seed: int) -> Result:
+        """From the files of a complete run."""
+        rows = read_metrics(folder)
+        steps = json.loads((folder / "summary.json").read_text())["steps"]
+        accuracy = [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
+        return cls(
+            method, differs, reward, seed, steps, accuracy, [r["reward_mean"] for r in rows if "reward_mean" in r]
+        )
+
+
+def write_report(results: list[Result], docs: Path) -> None:
+    """Replaces the marked section of methods.md, methods.png and methods.json.
+
+    Args:
+        results: at least one.
+        docs: folder with a methods.md that has the markers.
+
+    Raises:
+        ValueError: nothing to report, or methods.md has no markers.
+    """
+    page = docs / "methods.md"
+    text = page.read_text()
+    if not results or _BEGIN not in text or _END not in text:
+        raise ValueError(f"{len(results)} results for {page}, expected some, and the lines {_BEGIN} and {_END} in it")
+    section = f"{_BEGIN}\n{table(results)}\n{_END}"
+    page.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: section, text, flags=re.DOTALL))
+    (docs / "methods.json").write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
+    draw(results, docs / "methods.png")
+
+
+def table(results: list[Result]) -> str:
+    """A Markdown table with a line per run."""
+    lines = ["| method | seed | steps | held-out accuracy | what differs |", "| --- | ---: | ---: | ---: | --- |"]
+    previous = None
+    for r in results:
+        before, after = r.accuracy[0][1], r.accuracy[-1][1]
+        title, differs = ("", "") if r.method == previous else (r.method, r.differs)
+        lines.append(f"| {title} | {r.seed} | {r.steps} | {before:.3f} → {after:.3f} | {differs} |")
+        previous = r.method
+    return "\n".join(lines)
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Held-out accuracy, and mean rewards with a panel for each of their scales; a method's seeds share its colour."""
+    from matplotlib.figure import Figure
+
+    rewards = list(dict.fromkeys(r.reward for r in results))
+    figure = Figure(figsize=(4.2 * (1 + len(rewards)), 3.4), layout="constrained")
+    accuracy, *panels = figure.subplots(1, 1 + len(rewards))
+    methods = list(dict.fromkeys(r.method for r in results))
+    for r in results:
+        style: dict[str, Any] = {"color": _COLORS[methods.index(r.method) % len(_COLORS)], "linewidth": 1.5}
+        label = r.method if r is next(other for other in results if other.method == r.method) else None
+        accuracy.plot(*zip(*r.accuracy, strict=True), marker="o", markersize=4, label=label, **style)
+        panels[rewards.index(r.reward)].plot(range(1, len(r.reward_mean) + 1), r.reward_mean, **style)
+    titles = ["Held-out accuracy", *(f"Mean reward: {reward}" for reward in rewards)]
+    for axis, title in zip([accuracy, *panels], titles, strict=True):
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    accuracy.set_ylim(0, 1.03)
+    figure.legend(loc="outside upper center", ncols=len(methods), frameon=False)
+    figure.savefig(path, dpi=150)
