@@ -1,8 +1,8 @@
 """How completions are sampled."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlft_fast.config.base import Section
 
@@ -41,7 +41,20 @@ class RolloutConfig(Section):
     """Most tokens of a completion."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities of training use it too."""
+    top_k: PositiveInt | None = None
+    """Sample among so many most likely tokens only; log-probabilities of training are over those, too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Of these, sample among the most likely that together have this probability. Needs a top_k."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, as an end token does."""
     batch_size: PositiveInt = 64
     """Completions generated at once on each process."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.top_p < 1 and self.top_k is None:
+            raise ValueError(
+                f"top_p is {self.top_p} without a top_k, but training keeps the ids that each token was sampled among: "
+                "bound their number, for example by top_k: 100"
+            )
+        return self

@@ -13,11 +13,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 IGNORE_INDEX = -100
 
 _INTEGER_FIELDS = {"input_ids_T": torch.int64, "position_ids_T": torch.int64, "group_B": torch.int64}
-_FIELD_DTYPES = _INTEGER_FIELDS | {"loss_mask_T": torch.bool, "cu_seqlens": torch.int32}  # all others are float32
+_FIELD_DTYPES = _INTEGER_FIELDS | {"loss_mask_T": torch.bool, "cu_seqlens": torch.int32, "support_TK": torch.int32}
+# all others are float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,6 +49,8 @@ class Batch:
         reward_T: (T,) float32, reward of choosing the next token, penalties included.
         sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
+        support_TK: (T, K) int32, the ids that the next token was sampled among, -1 fills up; None where it was sampled
+            among all. Log-probabilities and entropies are over these ids.
         reward_B: (B,) float32, reward of each sequence.
         baseline_B: (B,) float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
@@ -75,6 +79,7 @@ class Batch:
     reward_T: Tensor | None = None
     sum_prob_squared_T: Tensor | None = None
     selected_T: Tensor | None = None
+    support_TK: Tensor | None = None
     reward_B: Tensor | None = None
     baseline_B: Tensor | None = None
     group_B: Tensor | None = None
@@ -88,7 +93,7 @@ class Batch:
         _check_tensor("input_ids_T", self.input_ids_T, None, self.cu_seqlens)
         size_of = {"T": self.num_tokens, "B": self.num_sequences}
         for name, tensor in self._tensors().items():
-            _check_tensor(name, tensor, size_of.get(name.rpartition("_")[2]), self.cu_seqlens)
+            _check_tensor(name, tensor, size_of.get(_rows(name)), self.cu_seqlens)
         if self.cu_seqlens.device.type == "cpu":
             self._check_boundaries()
         for name, entries in (self.multi_modal_inputs or {}).items():
@@ -107,6 +112,7 @@ class Batch:
         *,
         completion_masks: Sequence[Sequence[bool]] | None = None,
         rollout_logprobs: Sequence[Sequence[float]] | None = None,
+        supports: Sequence[Tensor | None] = (),
         rewards: Sequence[float] | None = None,
         groups: Sequence[int] | None = None,
         multi_modal_inputs: dict[str, list[Any]] | None = None,
@@ -121,6 +127,9 @@ class Batch:
                 In a multi-turn sample the tokens of the environment are False.
             rollout_logprobs: for each completion token the log-probability that the sampler reported; what is given
                 for tokens that were not sampled is replaced by 0.
+            supports: for each completion (tokens, K) integers, the ids that each token was sampled among, -1 where
+                there are fewer than K. K may differ; the batch is as wide as it needs to be. All None, or empty: they
+                were sampled among all.
             rewards: B numbers.
             groups: B integers, equal for samples of the same prompt.
             multi_modal_inputs: for each name a list with one entry per sample.
@@ -132,7 +141,8 @@ class Batch:
         Raises:
             ValueError: lists of different lengths, or an empty prompt; the message names the sample.
         """
-        _check_lengths(prompts, completions, completion_masks, rollout_logprobs)
+        given = [support for support in supports if support is not None] or None
+        _check_lengths(prompts, completions, completion_masks, rollout_logprobs, given)
         sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
         lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
         cu_seqlens = cumulative(lengths)
@@ -149,6 +159,7 @@ class Batch:
             max_seqlen=int(lengths.max(initial=0)),
             loss_mask_T=loss_mask_T,
             rollout_logprob_T=logprob_T,
+            support_TK=None if given is None else _pack_supports(completions, sampled, given, loss_mask_T),
             reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
             group_B=None if groups is None else torch.tensor(groups, dtype=torch.int64),
             multi_modal_inputs=multi_modal_inputs,
@@ -208,7 +219,9 @@ class Batch:
             "B": torch.from_numpy(index_B),
         }
         fields: dict[str, Any] = {
-            name: tensor.index_select(0, rows[name[-1]]) for name, tensor in self._tensors().items() if name[-2] == "_"
+            name: tensor.index_select(0, rows[_rows(name)])
+            for name, tensor in self._tensors().items()
+            if name != "cu_seqlens"
         }
         fields["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
         fields["max_seqlen"] = int(lengths.max(initial=0))
@@ -276,6 +289,11 @@ class Batch:
             )
 
 
+def _rows(name: str) -> str:
+    """What a field has one row of for each: T (token) or B (sequence)."""
+    return name.rpartition("_")[2][0]
+
+
 def integer_array(name: str, values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
     """Copies a 1-D sequence of integers into an int64 array; refuses floats and booleans, which numpy would convert."""
     array = np.array(values.numpy() if isinstance(values, Tensor) else values)
@@ -291,18 +309,20 @@ def _check_tensor(name: str, tensor: Tensor, size: int | None, beside: Tensor) -
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a tensor of {dtype}, got {got}: convert it with .to({dtype})")
-    if tensor.dim() != 1 or (size is not None and tensor.shape[0] != size):
-        raise ValueError(f"{name} must have shape ({'*' if size is None else size},), got {tuple(tensor.shape)}")
+    dim = 2 if name.endswith("_TK") else 1
+    if tensor.dim() != dim or (size is not None and tensor.shape[0] != size):
+        shape = f"({'*' if size is None else size},{' K' * (dim - 1)})"
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != beside.device:
         raise ValueError(f"{name} is on {tensor.device}, cu_seqlens on {beside.device}: move the batch as a whole")
 
 
 def _check_lengths(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *per_token: Sequence[Sequence[Any]] | None
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *per_token: Sequence[Any] | None
 ) -> None:
     for values in (completions, *per_token):
         if values is not None and len(values) != len(prompts):
-            raise ValueError(f"got {len(prompts)} prompts but {len(values)} completions, masks or log-prob lists")
+            raise ValueError(f"got {len(prompts)} prompts but {len(values)} completions, masks, log-probs or supports")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {i} is empty: begin it with at least one token, for example bos")
@@ -322,3 +342,24 @@ def _per_position(prompts: Sequence[Sequence[int]], per_token: Iterable[Sequence
     """Shifts values of completion tokens to the positions that predict these tokens; all others get 0."""
     rows = ([0] * (len(prompt) - 1) + [*values, 0] for prompt, values in zip(prompts, per_token, strict=True))
     return np.fromiter(chain.from_iterable(rows), dtype)
+
+
+def _pack_supports(
+    completions: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]], supports: Sequence[Tensor],
+    loss_mask_T: Tensor,
+) -> Tensor:  # fmt: skip
+    """(T, K) ids at the positions that predict sampled tokens, -1 elsewhere; no column is without an id for nothing."""
+    width = max(support.shape[1] for support in supports)
+    ids = torch.cat([pad(support, (0, width - support.shape[1]), value=-1) for support in supports])
+    is_sampled = torch.from_numpy(np.fromiter(chain.from_iterable(sampled), np.bool_, len(ids)))
+    tokens = torch.from_numpy(np.fromiter(chain.from_iterable(completions), np.int64, len(ids)))
+    outside = is_sampled & ~(ids == tokens.unsqueeze(1)).any(1)
+    if outside.any():
+        raise ValueError(
+            f"token {tokens[outside][0]} is not among the {width} ids that it was sampled among: give the sampler's own"
+        )
+    used_K = (ids[is_sampled] >= 0).any(0)
+    used_K[:1] = True
+    support_TK = torch.full((len(loss_mask_T), int(used_K.sum())), -1, dtype=torch.int32)
+    support_TK[loss_mask_T] = ids[is_sampled][:, used_K].int()
+    return support_TK

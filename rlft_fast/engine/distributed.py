@@ -125,6 +125,11 @@ def all_reduce(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return reduced
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank."""
+    return bool(all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
+
+
 def all_gather_ragged(tensor: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
     """Every rank's 1-D tensor, on every rank.
 

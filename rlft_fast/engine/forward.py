@@ -71,7 +71,7 @@ def prepare_model_inputs(
     boundaries_q, boundaries_k, key_index = _pad_segments(layout, rows.num_padded)
     here, active_index = rows.find(layout.row_T[micro_batch.active_index_T])
     output_index = micro_batch.active_index_T[here]
-    position_ids, images = micro_batch.position_ids_T, None
+    position_ids, images, support_TK = micro_batch.position_ids_T, None, micro_batch.support_TK
     if has_vision(backbone):
         position_ids, images = _prepare_images(micro_batch, backbone, layout, rows, device)
     return ModelInputs(
@@ -85,6 +85,7 @@ def prepare_model_inputs(
         active_index=_move(active_index, device),
         target=_move(micro_batch.target_T[output_index], device),
         output_index=output_index,
+        support=None if support_TK is None else _move(support_TK[output_index].long(), device),
         images=images,
         sequence_group=sequence_group,
     )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from rlft_fast.data.batch import IGNORE_INDEX
 from rlft_fast.models.packed import ModelInputs, packed_hidden
-from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss
+from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.reference import LossFunction
 
 
@@ -76,6 +77,7 @@ class LogprobHead(nn.Module):
         return_sum_prob_squared: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
+        support: Tensor | None = None,
         active_index: Tensor | None = None,
     ) -> Tensor | LinearLogprob | LinearLogprobLoss:
         """Logits (without ``target``), log-probabilities, or the sum of a per-token loss (with ``loss_fn``).
@@ -88,6 +90,8 @@ class LogprobHead(nn.Module):
             return_sum_prob_squared: also the sums of squared probabilities; not with ``loss_fn``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
             per_token: (*) tensors for ``loss_fn``.
+            support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`: everything is over these instead of over
+                the whole vocabulary.
             active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
 
         Returns:
@@ -101,17 +105,32 @@ class LogprobHead(nn.Module):
             return linear(hidden, weight, self.bias)
         arguments = (hidden.flatten(0, -2), weight, target.flatten())
         options = self.options | {
-            "bias_V": self.bias, "return_entropy": return_entropy, "active_index": active_index,
+            "bias_V": self.bias, "return_entropy": return_entropy,
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
         }  # fmt: skip
-        if loss_fn is None:
+        per_token = tuple(x.flatten() for x in per_token)
+        if support is not None:
+            options["support_TK"] = support.flatten(0, -2)
+            if loss_fn is None:
+                result = support_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
+            else:
+                result = _support_logprob_loss(*arguments, loss_fn, *per_token, **options)
+        elif loss_fn is None:
+            options["active_index"] = active_index
             result = linear_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
-            if result.sum_prob_squared is not None:
-                result = result._replace(sum_prob_squared=_reshaped(result.sum_prob_squared, target))
         else:
-            result = linear_logprob_loss(*arguments, loss_fn, *(x.flatten() for x in per_token), **options)
-        entropy = None if result.entropy is None else _reshaped(result.entropy, target)
-        return result._replace(logprob=_reshaped(result.logprob, target), entropy=entropy)
+            result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options, active_index=active_index)
+        statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
+        return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
+
+
+def _support_logprob_loss(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, loss_fn: LossFunction, *per_token: Tensor, **options: Any
+) -> LinearLogprobLoss:
+    """`linear_logprob_loss` over a support, whose few logits can wait for the backward pass."""
+    logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
+    loss_T = loss_fn(logprob, entropy, *per_token).where(target_T != IGNORE_INDEX, 0)
+    return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
 
 def _reshaped(values: Tensor, like: Tensor) -> Tensor:
@@ -144,7 +163,8 @@ class PolicyModel(nn.Module):
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
         hidden_TD = packed_hidden(self.backbone, inputs)
         everything = torch.arange(len(inputs.target), device=inputs.target.device)  # all are active: no need to look
-        return self.head(hidden_TD.index_select(0, inputs.active_index), inputs.target, active_index=everything, **head)
+        hidden_AD = hidden_TD.index_select(0, inputs.active_index)
+        return self.head(hidden_AD, inputs.target, support=inputs.support, active_index=everything, **head)
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any

@@ -24,6 +24,7 @@ class ModelInputs:
         key_index: (K,) int64 row of each key among those of all ranks, None: keys are the rows in order.
         active_index: (A,) int64 rows that need the head; one may need it several times, with different targets.
         target: (A,) int64 next tokens.
+        support: (A, K) int64 ids that each was sampled among, -1 fills up; None: the whole vocabulary.
         output_index: (A,) int64 on the CPU, position in the micro-batch that each output belongs to.
         images: for models with a vision tower.
         sequence_group: the ranks that share the micro-batch, None: this one has all of it.
@@ -39,6 +40,7 @@ class ModelInputs:
     active_index: Tensor
     target: Tensor
     output_index: Tensor
+    support: Tensor | None = None
     images: ImageInputs | None = None
     sequence_group: ProcessGroup | None = None
 

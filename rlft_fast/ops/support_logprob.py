@@ -37,6 +37,7 @@ def support_logprob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    return_sum_prob_squared: bool = False,
     workspace_mib: int | None = None,
 ) -> LinearLogprob:
     """Log-probability of each target under the softmax over its row's support, given in one of two ways.
@@ -60,6 +61,7 @@ def support_logprob(
         logit_scale: factor on the raw logits.
         ignore_index: target value of the rows to leave out.
         return_entropy: also return the entropy over the support, in nats.
+        return_sum_prob_squared: also return the sum of squared probabilities over the support (not differentiated).
         workspace_mib: upper bound on the gathered weight rows, or the logits, held at once, in MiB; None for 64, and
             256 for a threshold on a GPU.
 
@@ -78,6 +80,7 @@ def support_logprob(
     options: dict[str, Any] = {
         "bias_V": bias_V, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
         "ignore_index": ignore_index, "return_entropy": return_entropy,
+        "return_sum_prob_squared": return_sum_prob_squared,
     }  # fmt: skip
     if support_TK is None:
         return linear_logprob(
@@ -95,7 +98,7 @@ def support_logprob(
 def _over_ids(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, support_TK: Tensor, *, bias_V: Tensor | None,
     temperature: float | Tensor, softcap: float | None, logit_scale: float, ignore_index: int, return_entropy: bool,
-    workspace_mib: int,
+    return_sum_prob_squared: bool, workspace_mib: int,
 ) -> LinearLogprob:  # fmt: skip
     kept_TK = support_TK >= 0
     ids_TK = support_TK.where(kept_TK, 0)
@@ -110,11 +113,13 @@ def _over_ids(
     is_target = kept_TK & (support_TK == target_T.unsqueeze(-1))
     zero = log_p.new_zeros(())
     logprob = log_p.where(is_target, zero).sum(-1).masked_fill(~is_target.any(-1), -torch.inf)
-    entropy = None
+    entropy = sum_prob_squared = None
     if return_entropy:
         finite = log_p.where(kept_TK, zero)
         entropy = -(finite.exp() * finite).where(kept_TK, zero).sum(-1).where(active, zero)
-    return LinearLogprob(logprob.where(active, zero), entropy)
+    if return_sum_prob_squared:
+        sum_prob_squared = log_p.detach().exp().square().where(kept_TK, zero).sum(-1).where(active, zero)
+    return LinearLogprob(logprob.where(active, zero), entropy, sum_prob_squared)
 
 
 def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mib: int) -> None:

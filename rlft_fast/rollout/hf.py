@@ -57,7 +57,7 @@ class HFRollout:
 
         Args:
             prompts: token ids.
-            params: number, length and temperature of the completions.
+            params: number and length of the completions, and what they are sampled from.
 
         Returns:
             For each prompt its ``params.n`` completions.
@@ -81,7 +81,7 @@ class HFRollout:
         """Holds nothing."""
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        sampler = _Sampler(params.temperature)
+        sampler = _Sampler(params)
         sequences, prompt_length = self.model.generate(
             *self._pad(prompts),
             num_samples=params.n,
@@ -95,8 +95,10 @@ class HFRollout:
                 do_sample=False,  # the sampler has chosen
             ),
         )
-        rows = zip(sequences[:, prompt_length:].tolist(), sampler.logprobs().tolist(), strict=True)
-        return [self._completion(tokens, logprobs, params.stop) for tokens, logprobs in rows]
+        tokens_BN, logprobs_BN, support_BNK = sequences[:, prompt_length:].tolist(), *sampler.results()
+        supports = [None] * len(tokens_BN) if support_BNK is None else support_BNK.cpu()
+        rows = zip(tokens_BN, logprobs_BN.tolist(), supports, strict=True)
+        return [self._completion(*row, params.stop) for row in rows]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
@@ -105,15 +107,18 @@ class HFRollout:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         return ids, mask
 
-    def _completion(self, tokens: list[int], logprobs: list[float], stop: tuple[str, ...]) -> Completion:
+    def _completion(
+        self, tokens: list[int], logprobs: list[float], support: Tensor | None, stop: tuple[str, ...]
+    ) -> Completion:
         ends = [i for i, token in enumerate(tokens) if token in self.eos_token_ids][:1]
         if stop:
             counts = range(1, len(tokens) + 1)
             complete = bisect_left(counts, True, key=lambda count: _has_stop(self.tokenizer, stop, tokens[:count]))
             ends += [complete] if complete < len(tokens) else []
-        if ends:
-            return Completion(tokens[: min(ends) + 1], logprobs[: min(ends) + 1], "stop")
-        return Completion(tokens, logprobs, "length")
+        length = min(ends) + 1 if ends else len(tokens)
+        support = None if support is None else support[:length]
+        reason = "stop" if ends else "length"
+        return Completion(tokens[:length], logprobs[:length], reason, self.weight_version, support)
 
 
 class _StopTexts(StoppingCriteria):
@@ -137,29 +142,59 @@ def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens:
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses the tokens, and keeps the log-probability of each under the whole softmax: (B,) floats, not (B, V).
+    """Chooses the tokens, and keeps the log-probability of each and the ids it was drawn among: not (B, V) numbers.
 
     Draws one uniform number per row. torch.multinomial, with which ``generate`` would sample, draws one exponential
     number per row and vocabulary entry: on two CPU cores that was a quarter of a rollout (128 rows, V = 49152). The
     choice reaches ``generate`` as the only largest score.
 
     Args:
-        temperature: of the softmax; 0 takes the most likely token.
+        params: temperature, top-k and top-p; at temperature 0 the most likely token is taken, of all.
     """
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.columns: list[Tensor] = []
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.logprobs: list[Tensor] = []
+        self.supports: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probability = (scores.float() / (self.temperature or 1.0)).softmax(-1)
-        token = _draw(probability) if self.temperature else probability.argmax(-1, keepdim=True)
-        self.columns.append(probability.gather(1, token).squeeze(1).log())
-        return probability.zero_().scatter_(1, token, 1.0)
+        params = self.params
+        z_BV = scores.float() / (params.temperature or 1.0)
+        z, ids = z_BV, None
+        if params.support_size is not None:
+            z, ids = most_likely(z_BV, params.support_size, params.top_p)
+            self.supports.append(ids.where(z > -torch.inf, -1).int())
+        probability = z.softmax(-1)
+        chosen = _draw(probability) if params.temperature else probability.argmax(-1, keepdim=True)
+        self.logprobs.append(probability.gather(1, chosen).squeeze(1).log())
+        return z_BV.zero_().scatter_(1, chosen if ids is None else ids.gather(1, chosen), 1.0)
 
-    def logprobs(self) -> Tensor:
-        """(B, new tokens), once generation is over."""
-        return torch.stack(self.columns, dim=1)
+    def results(self) -> tuple[Tensor, Tensor | None]:
+        """(B, N) log-probabilities of N new tokens and (B, N, K) ids they were drawn among, once generation is over."""
+        supports = torch.stack(self.supports, dim=1) if self.supports else None
+        return torch.stack(self.logprobs, dim=1), supports
+
+
+def most_likely(z_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """What top-k and then top-p keep, most likely first.
+
+    Of equal logits at the cut of top-k some are kept and some are not: no more than ``top_k`` ever are.
+
+    Args:
+        z_BV: logits, after the temperature.
+        top_k: most tokens to keep.
+        top_p: least probability that they keep together, of what top-k has kept.
+
+    Returns:
+        (B, K) logits, -inf where top-p has cut, and (B, K) ids.
+    """
+    z_BK, ids_BK = z_BV.topk(min(top_k, z_BV.shape[1]))
+    if top_p == 1:
+        return z_BK, ids_BK
+    left_BK = z_BK.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of each token and of those behind it
+    is_cut = left_BK <= 1 - top_p
+    is_cut[:, 0] = False
+    return z_BK.masked_fill(is_cut, -torch.inf), ids_BK
 
 
 def _draw(probability_BV: Tensor, width: int = 256) -> Tensor:

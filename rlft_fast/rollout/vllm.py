@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import all_gather_ragged, all_reduce, get_rank, require_agreement
+from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.hf import end_token_ids
 from rlft_fast.rollout.types import Completion, SamplingParams
@@ -96,7 +97,7 @@ class VLLMRollout:
 
         Args:
             prompts: token ids, this rank's own.
-            params: number, length, temperature and ends of the completions.
+            params: number and length of the completions, what they are sampled from, and their ends.
 
         Returns:
             For each prompt its ``params.n`` completions, with log-probabilities under what was sampled from.
@@ -105,7 +106,7 @@ class VLLMRollout:
             ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
             RolloutError: vLLM failed twice.
         """
-        self._check(prompts, params)
+        check_request(prompts, params.max_new_tokens, self.max_tokens, self.weight_version)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
         failure = self._try(prompts, seeds, params)
         if isinstance(failure, list):
@@ -118,22 +119,12 @@ class VLLMRollout:
             return again
         raise RolloutError(f"vLLM failed, was started again, and failed again: {again}") from again
 
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        longest = max(map(len, prompts), default=0) + params.max_new_tokens
-        if longest > self.max_tokens:
-            raise ValueError(
-                f"a prompt and its completion may have {longest} tokens, vLLM was started for {self.max_tokens}: "
-                "raise rollout.max_prompt_tokens or rollout.max_new_tokens"
-            )
-        if self.weight_version == 0:
-            raise ValueError("vLLM has no weights yet: call sync() before generate()")
-
     def _try(
         self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
     ) -> list[list[Completion]] | Exception:
         """What was sampled, if vLLM failed on no rank; all or none start it again, since that takes all of them."""
         groups, failure = attempt(lambda: self._generate(prompts, seeds, params))
-        if not all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
+        if not any_rank(failure is not None):
             assert groups is not None
             return groups
         return failure or RuntimeError("it failed in another process, which says why")
@@ -147,7 +138,7 @@ class VLLMRollout:
             [self._sampling_params(params, seed) for _, seed in shared],
         )
         own = outputs[start : start + len(prompts)]
-        return [[_completion(sample) for sample in output.outputs] for output in own]
+        return [[completion_of(sample, self.weight_version) for sample in output.outputs] for output in own]
 
     def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
         import vllm
@@ -156,13 +147,49 @@ class VLLMRollout:
             n=params.n,
             max_tokens=params.max_new_tokens,
             temperature=params.temperature,
+            top_k=params.top_k or 0,
+            top_p=params.top_p,
             seed=seed,
-            logprobs=0,  # of the sampled token alone
+            logprobs=self._num_logprobs(params.support_size),
             flat_logprobs=True,
             stop_token_ids=self.eos_token_ids,
             stop=list(params.stop),
             detokenize=bool(params.stop),
         )
+
+    def _num_logprobs(self, support_size: int | None) -> int:
+        """Of how many tokens to ask for the log-probability, besides the sampled one: of all that are kept.
+
+        vLLM (0.32, without Triton) keeps all tokens whose logit equals the last one's that top-k keeps. bfloat16
+        logits are 2^-8 apart and often equal, a few per cent of ``top_k`` at the cut.
+        """
+        if support_size is None:
+            return 0
+        assert isinstance(self.engine.model, PolicyModel)
+        vocab_size = self.engine.model.model.config.get_text_config().vocab_size
+        return min(support_size + support_size // 4 + 8, vocab_size)
+
+
+def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tokens: int, weight_version: int) -> None:
+    """Raises ValueError on all ranks if it does on one, so that no rank waits for another that has given up.
+
+    Args:
+        prompts: this rank's own.
+        max_new_tokens: most tokens of a completion.
+        max_tokens: most tokens of a sequence that vLLM was started for.
+        weight_version: number of syncs.
+    """
+    problem = None
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    if longest > max_tokens:
+        problem = (
+            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_tokens}: raise "
+            "rollout.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    if weight_version == 0:
+        problem = "vLLM has no weights yet: call sync() before generate()"
+    if any_rank(problem is not None):
+        raise ValueError(problem or "vLLM cannot take the prompts of another process, which says why")
 
 
 def share_prompts(
@@ -188,11 +215,27 @@ def share_prompts(
     return shared, start
 
 
-def _completion(sample: Any) -> Completion:
-    """From vLLM's; its token ids are the sampler's own."""
+def completion_of(sample: Any, weight_version: int) -> Completion:
+    """From vLLM's; its token ids are the sampler's own.
+
+    It gives each token's id and log-probability, and then, if asked, those of the most likely ones; what the sampler
+    has cut off has -inf.
+    """
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
-    return Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason)
+    tokens = list(sample.token_ids)
+    ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(len(tokens), -1)
+    logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(len(tokens), -1)
+    support = _support(ids, logprobs) if ids.shape[1] > 1 else None
+    return Completion(tokens, logprobs[:, 0].tolist(), sample.finish_reason, weight_version, support)
+
+
+def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """Those of the most likely ids that were kept, and the sampled one, the first, where it is not among them."""
+    kept = ids.where(logprobs > -torch.inf, -1)
+    sampled, likely = kept[:, :1], kept[:, 1:]
+    is_known = (likely == sampled).any(1, keepdim=True)
+    return torch.cat([likely, sampled.masked_fill(is_known, -1)], dim=1)
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

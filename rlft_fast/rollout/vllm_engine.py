@@ -187,7 +187,8 @@ def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **opti
         max_model_len=max_tokens,
         max_num_seqs=config.batch_size,
         tensor_parallel_size=config.vllm.tensor_parallel,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after the temperature
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
+        max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults
         enable_prefix_caching=True,
         enforce_eager=on_cpu,  # compiling takes minutes there

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
@@ -24,15 +26,10 @@ class Sample:
     parts: Parts = field(default_factory=dict)
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank."""
-    return bool(all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
-
-
 def gather_samples(own: list[Sample], parts: Sequence[str] = ()) -> list[Sample]:
     """The samples of all ranks in rank order, the same list on every rank.
 
-    They travel as tensors: tokens, log-probabilities and a few numbers per sample, never as pickles.
+    They travel as tensors: tokens, log-probabilities, supports and a few numbers per sample, never as pickles.
 
     Args:
         own: the samples of this rank.
@@ -44,20 +41,38 @@ def gather_samples(own: list[Sample], parts: Sequence[str] = ()) -> list[Sample]
     values = [value for sample in own for value in (sample.reward, *(sample.parts[name] for name in parts))]
     columns = (
         torch.tensor([sample.row for sample in own], dtype=torch.int64),
+        torch.tensor([sample.completion.weight_version for sample in own], dtype=torch.int64),
         torch.tensor([len(sample.completion.token_ids) for sample in own], dtype=torch.int64),
         torch.tensor(stopped, dtype=torch.int64),
         torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64),
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(logprobs, dtype=torch.float64),
     )
-    rows, lengths, stops, numbers, token, logprob = (torch.cat(all_gather_ragged(c)).tolist() for c in columns)
+    rows, versions, lengths, stops, numbers, token, logprob = (
+        torch.cat(all_gather_ragged(column)).tolist() for column in columns
+    )
     rewards = iter([None if number != number else number for number in numbers])
+    supports = _gather_supports([sample.completion.support for sample in own], lengths)
     samples, end = [], 0
-    for row, length, stop in zip(rows, lengths, stops, strict=True):
+    for row, version, length, stop, support in zip(rows, versions, lengths, stops, supports, strict=True):
         start, end = end, end + length
-        completion = Completion(token[start:end], logprob[start:end], "stop" if stop else "length")
+        reason = "stop" if stop else "length"
+        completion = Completion(token[start:end], logprob[start:end], reason, version, support)
         samples.append(Sample(row, completion, next(rewards), {name: next(rewards) for name in parts}))
     return samples
+
+
+def _gather_supports(own: list[Tensor | None], lengths: list[int]) -> Sequence[Tensor | None]:
+    """The supports of all ranks' completions of these lengths, all as wide as the widest; None if there are none."""
+    given = [support for support in own if support is not None]
+    widest = torch.tensor(max((support.shape[1] for support in given), default=0))
+    width = int(all_reduce({"width_max": widest})["width_max"])
+    if width == 0:
+        return [None] * len(lengths)
+    assert len(given) == len(own), "samples of one rollout are sampled alike"
+    rows = [pad(support, (0, width - support.shape[1]), value=-1) for support in given]
+    ids = torch.cat([torch.empty(0, width, dtype=torch.int32), *rows]).flatten()
+    return torch.cat(all_gather_ragged(ids)).view(-1, width).split(lengths)
 
 
 def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
@@ -101,6 +116,7 @@ def build_batch(
         [prompt_ids[sample.row] for sample in kept],
         [sample.completion.token_ids for sample in kept],
         rollout_logprobs=[sample.completion.logprobs for sample in kept],
+        supports=[sample.completion.support for sample in kept],
         rewards=[sample.reward for sample in kept if sample.reward is not None],
         groups=[sample.row for sample in kept],
     ).replace(baseline_B=None if greedy is None else torch.tensor([greedy[sample.row] for sample in kept]).float())

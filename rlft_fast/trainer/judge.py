@@ -8,6 +8,7 @@ from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts
 from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.distributed import any_rank
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -18,7 +19,7 @@ from rlft_fast.rewards import (
     weighted_sum,
 )
 from rlft_fast.rollout import Completion
-from rlft_fast.trainer.experience import Sample, any_rank, gather_samples
+from rlft_fast.trainer.experience import Sample, gather_samples
 
 Answers = list[tuple[int, Completion]]
 """Completions, each with the row of the prompt that it answers."""

@@ -24,6 +24,7 @@ from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.distributed import (
+    any_rank,
     barrier,
     get_rank,
     get_world_size,
@@ -37,7 +38,6 @@ from rlft_fast.rl import ValueLoss, explained_variance, mismatch_from_sums
 from rlft_fast.rollout import SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
     Sample,
-    any_rank,
     build_batch,
     first_prompts,
     leave_out_truncated,
@@ -186,7 +186,7 @@ class PPOTrainer:
         own = prompts.select(rows)
         params = SamplingParams(
             n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            stop=config.stop,
+            top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
         with self._timed("generate"):
             groups = self.rollout.generate(own.token_ids, params)
@@ -257,7 +257,7 @@ class PPOTrainer:
         for sample, text in zip(samples, texts, strict=True):
             self.log.sample(
                 step + 1, prompt=prompts.texts[sample.row], completion=text, reward=sample.reward,
-                finish_reason=sample.completion.finish_reason,
+                finish_reason=sample.completion.finish_reason, weight_version=sample.completion.weight_version,
                 **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
             )  # fmt: skip
         if all(sample.reward is None for sample in samples):
@@ -322,7 +322,7 @@ class PPOTrainer:
             "objective": {},
         }  # fmt: skip
         self.objective.load_state(state["objective"])
-        self.saved_step = state["step"]
+        self.saved_step = self.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
         return state
 

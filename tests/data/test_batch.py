@@ -29,6 +29,7 @@ def random_batch(lengths: list[int]) -> Batch:
         loss_mask_T=loss_mask,
         reward_B=torch.rand(len(lengths), generator=generator),
         group_B=torch.arange(len(lengths)) // 2,
+        support_TK=torch.randint(-1, 1000, (total, 3), generator=generator, dtype=torch.int32),
         multi_modal_inputs={"pixel_values": [torch.full((2,), float(i)) for i in range(len(lengths))]},
         meta={"step": [1]},
         **{name: torch.rand(total, generator=generator) for name in PER_TOKEN},
@@ -62,6 +63,29 @@ def test_from_samples_aligns_with_positions():
     assert batch.reward_B.tolist() == [1, 0.5, 0]
     assert batch.group_B.tolist() == [0, 1, 1]
     assert batch.meta == {"step": 3}
+
+
+def test_supports_stand_where_tokens_are_predicted():
+    """As wide as needed, whatever the width of each; not where the environment has spoken."""
+    batch = Batch.from_samples(
+        [[5, 6], [7]],
+        [[1, 2], [3, 4, 3]],
+        completion_masks=[[True, True], [True, False, True]],
+        supports=[torch.tensor([[9, 1, -1], [2, -1, -1]]), torch.tensor([[-1, 3, 8, 6, -1], [5] * 5, [3] + [-1] * 4])],
+    )
+    nothing = [-1] * 4
+    assert batch.support_TK.tolist() == [
+        nothing, [9, 1, -1, -1], [2, -1, -1, -1], nothing,
+        [-1, 3, 8, 6], nothing, [3, -1, -1, -1], nothing,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="token 2 is not among the 3 ids that it was sampled among"):
+        Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1], [1, -1, -1]])])
+    with pytest.raises(ValueError, match="got 2 prompts but 1 completions, masks, log-probs or supports"):
+        Batch.from_samples([[5], [5]], [[1], [1]], supports=[torch.tensor([[1]]), None])
+    with pytest.raises(ValueError, match="sample 0 has 2 completion tokens but 1 values"):
+        Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1]])])
+    with pytest.raises(ValueError, match=r"support_TK must have shape \(8, K\), got \(8,\)"):
+        batch.replace(support_TK=torch.zeros(8, dtype=torch.int32))
 
 
 def test_from_no_samples():
@@ -106,7 +130,7 @@ def test_select_takes_sequences_in_order(lengths: list[int], data: st.DataObject
     batch = random_batch(lengths)
     indices = data.draw(st.lists(st.integers(0, len(lengths) - 1))) if lengths else []
     selected = batch.select(indices)
-    for name in ["input_ids_T", "position_ids_T", "loss_mask_T", *PER_TOKEN]:
+    for name in ["input_ids_T", "position_ids_T", "loss_mask_T", "support_TK", *PER_TOKEN]:
         rows = token_rows(batch, name)
         assert token_rows(selected, name) == [rows[i] for i in indices]
     assert selected.max_seqlen == max((lengths[i] for i in indices), default=0)
@@ -120,7 +144,7 @@ def test_select_takes_sequences_in_order(lengths: list[int], data: st.DataObject
 def test_select_is_undone_by_the_inverse(order: list[int]):
     batch = random_batch([3, 1, 4, 1, 5, 9, 2])
     restored = batch.select(order).select(torch.tensor(order).argsort())
-    for name in ["input_ids_T", "position_ids_T", "cu_seqlens", "loss_mask_T", "reward_B", *PER_TOKEN]:
+    for name in ["input_ids_T", "position_ids_T", "cu_seqlens", "loss_mask_T", "support_TK", "reward_B", *PER_TOKEN]:
         assert torch.equal(getattr(restored, name), getattr(batch, name))
 
 

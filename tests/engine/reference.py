@@ -61,6 +61,17 @@ def random_batch(num_sequences: int = 7, seed: int = 0) -> Batch:
     )  # fmt: skip
 
 
+def with_supports(batch: Batch, most: int = 6) -> Batch:
+    """The batch with 1 to `most` ids that each sampled token is said to come from, itself at any place among them."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.rand(batch.num_tokens, VOCAB_SIZE, generator=generator)
+    ids[batch.active_index_T, batch.target_T[batch.active_index_T]] = 2.0
+    ids = ids.topk(most).indices
+    ids[torch.arange(most) > torch.randint(most, (batch.num_tokens, 1), generator=generator)] = -1
+    ids = ids[:, torch.randperm(most, generator=generator)]
+    return batch.replace(support_TK=ids.masked_fill(~batch.loss_mask_T[:, None], -1).int())
+
+
 def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
     """The batch above with images before the prompts of every second and third sequence: none, one, or two of them."""
     generator = torch.Generator().manual_seed(seed)
@@ -196,9 +207,20 @@ def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0
 
 
 def _at_targets(log_softmax_TV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    log_softmax_TV = over_supports(log_softmax_TV, batch)
     logprob_T = log_softmax_TV.gather(1, batch.target_T.clamp(min=0)[:, None]).squeeze(1)
-    entropy_T = -(log_softmax_TV.exp() * log_softmax_TV).sum(-1)
+    entropy_T = -(log_softmax_TV.exp() * log_softmax_TV.clamp(min=-1e9)).sum(-1)  # 0 log 0 is 0
     return logprob_T * batch.loss_mask_T, entropy_T * batch.loss_mask_T
+
+
+def over_supports(log_softmax_TV: Tensor, batch: Batch) -> Tensor:
+    """Normalised over the supports of the batch, if it has any; as it was where no token was sampled."""
+    if batch.support_TK is None:
+        return log_softmax_TV
+    vocab = log_softmax_TV.shape[1]
+    ids = batch.support_TK.long()
+    kept = torch.zeros(len(ids), vocab + 1, dtype=torch.bool).scatter_(1, ids.where(ids >= 0, vocab), True)[:, :-1]
+    return log_softmax_TV.masked_fill(~kept & batch.loss_mask_T[:, None], -torch.inf).log_softmax(-1)
 
 
 def plain_policy_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:

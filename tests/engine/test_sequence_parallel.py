@@ -12,7 +12,15 @@ from rlft_fast.models import load_policy, require_divisible_heads
 from rlft_fast.rl import PolicyLoss
 from tests.distributed import run_distributed
 from tests.engine import reference
-from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
+from tests.engine.reference import (
+    make_engine,
+    near_policy,
+    policy_loss,
+    random_batch,
+    random_image_batch,
+    value_loss,
+    with_supports,
+)
 from tests.tiny_models import VISION_MODELS
 
 pytestmark = pytest.mark.dist
@@ -30,14 +38,15 @@ def batch_for(name: str, num_sequences: int) -> Batch:
 def run_case(path: Path, head: str, max_tokens: int, num_sequences: int, sequence_parallel: int) -> dict:
     engine = make_engine(
         path,
-        head=head,
+        head="value" if head == "value" else "logprob",
         max_tokens=max_tokens,
         temperature=reference.TEMPERATURE,
         config={"sequence_parallel": sequence_parallel},
     )
     batch = batch_for(path.name, num_sequences)
-    inferred = engine.infer(batch, ("logprob", "entropy") if head == "logprob" else ("value",))
-    if head == "logprob":
+    batch = with_supports(batch) if head == "support" else batch
+    inferred = engine.infer(batch, ("value",) if head == "value" else ("logprob", "entropy"))
+    if head != "value":
         batch, loss = near_policy(batch, inferred["logprob"]), policy_loss()
     else:
         batch, loss = batch.replace(value_T=batch.advantage_T / 3, return_T=batch.advantage_T), value_loss()
@@ -50,7 +59,7 @@ def run_case(path: Path, head: str, max_tokens: int, num_sequences: int, sequenc
 
 def cases(names: list[str]) -> list[tuple]:
     policies = [(name, "logprob", *case) for name in names for case in CASES.get(name, [(80, 6)])]
-    return policies + [("llama", "value", 24, 7)] * ("llama" in names)
+    return policies + [("llama", head, 24, 7) for head in ("value", "support")] * ("llama" in names)
 
 
 def compare_with_one_process(rank: int, models: Path, expected: Path, names: list[str], sizes: tuple[int, ...]) -> None:

@@ -95,6 +95,38 @@ def test_head_with_softcap_and_bias(bias):
     torch.testing.assert_close(result.loss, (weight * wanted.square()).sum(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_head_over_a_support(lora):
+    """Also in the shape of padded targets, without those that are ignored, and with a loss."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 31)
+    head = LogprobHead(linear.weight, linear.bias, softcap=2.0, logit_scale=1.5, workspace_mib=1)
+    plain = linear.weight
+    if lora:
+        head.add_lora(rank=2, alpha=6.0)
+        torch.nn.init.normal_(head.lora_A), torch.nn.init.normal_(head.lora_B)
+        plain = plain + 3.0 * head.lora_B @ head.lora_A
+    hidden, target = torch.randn(2, 2, 8), torch.tensor([[3, -100], [0, 30]])
+    support = torch.tensor([[[3, 5, 8], [1, 2, -1]], [[7, 0, -1], [30, -1, -1]]])
+    z = 2.0 * torch.tanh(1.5 * (hidden @ plain.T + linear.bias) / 2.0) / 0.7
+    first, second = z[0, 0, [3, 5, 8]].log_softmax(0), z[1, 0, [7, 0]].log_softmax(0)
+    wanted = torch.stack([first[0], torch.tensor(0.0), second[1], torch.tensor(0.0)]).view(2, 2)
+    result = head(hidden, target, temperature=0.7, support=support, return_sum_prob_squared=True)
+    torch.testing.assert_close(result.logprob, wanted, rtol=0, atol=1e-6)
+    squared = torch.stack([(2 * first).exp().sum(), torch.tensor(0.0), (2 * second).exp().sum(), torch.tensor(1.0)])
+    torch.testing.assert_close(result.sum_prob_squared, squared.view(2, 2), rtol=0, atol=1e-6)
+
+    weight = torch.arange(4.0).view(2, 2)
+    loss = head(
+        hidden, target, temperature=0.7, support=support, return_entropy=True, per_token=(weight,),
+        loss_fn=lambda logprob, entropy, weight: weight * logprob + entropy + 5,
+    )  # fmt: skip
+    entropy = -(first.exp() * first).sum() - (second.exp() * second).sum()
+    torch.testing.assert_close(loss.loss, (weight * wanted).sum() + entropy + 15)  # three tokens count
+    loss.loss.backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in head.parameters())
+
+
 def test_head_keeps_the_shape_of_its_targets_and_leaves_out_ignored_ones():
     torch.manual_seed(0)
     linear, targets = torch.nn.Linear(8, 31), torch.tensor([[0, -100, 3], [-100, -100, 30]])

@@ -37,7 +37,7 @@ def masked(hidden, weight, target, support, bias=None, softcap=None, scale=1.0, 
     kept.scatter_(1, support.where(support >= 0, weight.shape[0]), True)
     log_p = z.masked_fill(~kept[:, :-1], -INF).log_softmax(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -INF, 0)).sum(-1)
-    return log_p.gather(1, target.unsqueeze(-1)).squeeze(-1), entropy
+    return log_p.gather(1, target.unsqueeze(-1)).squeeze(-1), entropy, log_p.detach().exp().square().sum(-1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,8 +56,8 @@ def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
         if dtype == torch.float32:
             out = support_logprob(
                 h, w, target, support, bias_V=b, softcap=softcap, logit_scale=0.8, temperature=temperature,
-                return_entropy=True,
-            )[:2]  # fmt: skip
+                return_entropy=True, return_sum_prob_squared=True,
+            )[:3]  # fmt: skip
         else:
             out = masked(h, w, target, support, b, softcap, 0.8, temperature)
         (out[0].sum() + (out[1] * torch.linspace(-1, 1, T)).sum()).backward()
@@ -68,12 +68,14 @@ def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
 
 def test_whole_vocabulary_is_linear_logprob():
     hidden, weight, target, _ = make_problem()
-    expected = linear_logprob(hidden, weight, target, return_entropy=True)
+    asked = {"return_entropy": True, "return_sum_prob_squared": True}
+    expected = linear_logprob(hidden, weight, target, **asked)
     everything = {"support_TK": torch.arange(V).expand(T, V), "threshold_T": torch.full((T,), -INF)}
     for name, support in everything.items():
-        actual = support_logprob(hidden, weight, target, **{name: support}, return_entropy=True, workspace_mib=1)
+        actual = support_logprob(hidden, weight, target, **{name: support}, **asked, workspace_mib=1)
         torch.testing.assert_close(actual.logprob, expected.logprob)
         torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.sum_prob_squared, expected.sum_prob_squared, rtol=1e-5, atol=1e-6)
 
 
 # Beyond a tile of columns, so that whole tiles hold no token that is kept; 40 rows of a mebibyte are two chunks.

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
@@ -14,7 +16,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
-from rlft_fast.rollout.hf import _draw
+from rlft_fast.rollout.hf import _draw, most_likely
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, save_tiny_model
 
@@ -87,6 +89,7 @@ def to_batch(prompts: list[list[int]], groups: list[list[Completion]]) -> Batch:
         [prompt for prompt, _ in samples],
         [sample.token_ids for _, sample in samples],
         rollout_logprobs=[sample.logprobs for _, sample in samples],
+        supports=[sample.support for _, sample in samples],
     )
 
 
@@ -110,6 +113,81 @@ def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
     entropy = -(expected.exp() * expected).sum()
     error = ((expected.exp() * expected.square()).sum() - entropy.square()).sqrt() / 2000**0.5
     assert abs(logprobs.mean() + entropy) < 5 * error
+
+
+# ---- top-k and top-p ------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 99), vocab=st.integers(1, 40), top_k=st.integers(1, 50), spread=st.floats(0.1, 10),
+    top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
+)  # fmt: skip
+def test_the_cut_is_that_of_transformers(seed, vocab, top_k, top_p, spread):
+    z = spread * torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed))
+    expected = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, z)) if top_p < 1 else None
+    expected = TopKLogitsWarper(top_k)(None, z) if expected is None else expected
+    logits, ids = most_likely(z, top_k, top_p)
+    assert logits.shape[1] == min(top_k, vocab)
+    found = torch.full_like(z, -torch.inf).scatter_(1, ids, logits)
+    assert torch.equal(found, expected)
+
+
+def test_the_cut_by_hand():
+    """Probabilities of 0.4, 0.3, 0.2 and 0.1: of the first three 0.7 needs two, and 0.8 all three."""
+    z = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    assert most_likely(z, 3, 1.0)[1].tolist() == [[1, 3, 2]]
+    for top_p, count in ((0.3, 1), (0.7, 2), (0.8, 3)):
+        assert most_likely(z, 3, top_p)[0].isfinite().sum() == count
+    assert most_likely(torch.zeros(1, 9), 4, 1.0)[1].shape == (1, 4)  # of equal ones no more than asked for
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_ratios_average_one_over_the_support(tiny_model, top_p):
+    """Of real samples, under the policy that sampled and under the next one; over the whole vocabulary they do not."""
+    config = EngineConfig(max_tokens=512, optimizer=OptimizerConfig(learning_rate=1e-3))
+    engine = FSDPEngine(str(tiny_model("llama")), config, num_training_steps=4, temperature=0.8).initialize()
+    rollout = HFRollout(engine.model, load_tokenizer(engine.path), 64)
+    rollout.sync()
+    torch.manual_seed(0)
+    params = SamplingParams(n=400, max_new_tokens=5, temperature=0.8, top_k=7, top_p=top_p)
+    groups = rollout.generate(PROMPTS[3:], params)
+    batch = to_batch(PROMPTS[3:], groups)
+    assert all(sample.weight_version == 1 for group in groups for sample in group)
+    check_supports(engine.path, PROMPTS[3] + groups[0][0].token_ids, groups[0][0].support, top_p)
+
+    on_policy, vocabulary = (engine.infer(b, ("logprob",))["logprob"] for b in (batch, batch.replace(support_TK=None)))
+    torch.testing.assert_close(batch.rollout_logprob_T, on_policy, rtol=0, atol=1e-5)
+    engine.train_step(batch.replace(advantage_T=torch.randn(batch.num_tokens), old_logprob_T=on_policy), PolicyLoss())
+    moved = engine.infer(batch, ("logprob",))["logprob"]
+    ratio = (moved - batch.rollout_logprob_T).exp()[batch.loss_mask_T]
+    assert ratio.std() > 0.01  # the step was one
+    assert abs(ratio.mean() - 1) < 4 * ratio.std() / len(ratio) ** 0.5
+    assert (vocabulary - batch.rollout_logprob_T).exp()[batch.loss_mask_T].mean() < 0.9
+
+
+def check_supports(path: str, sequence: list[int], support: Tensor, top_p: float) -> None:
+    log_p = log_softmax(Path(path), sequence, 0.8)[-len(support) - 1 : -1]
+    kept = TopKLogitsWarper(7)(None, log_p)
+    kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
+    expected = [sorted(row.isfinite().nonzero().squeeze(1).tolist()) for row in kept]
+    assert [sorted(i for i in row if i >= 0) for row in support.tolist()] == expected
+
+
+def test_greedy_has_no_support(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    cut = SamplingParams(max_new_tokens=8, temperature=0.0, top_k=2, top_p=0.5)
+    assert rollout.generate(PROMPTS, cut) == rollout.generate(PROMPTS, GREEDY)
+    assert rollout.generate(PROMPTS, cut)[0][0].support is None
+
+
+def test_top_p_needs_a_top_k():
+    with pytest.raises(ValueError, match=r"top_p is 0\.9 without a top_k: bound the number"):
+        SamplingParams(top_p=0.9)
+    with pytest.raises(ValueError, match="top_k is 0: expected at least 1"):
+        SamplingParams(top_k=0)
+    with pytest.raises(ValueError, match="top_p is 0: expected more than 0"):
+        SamplingParams(top_k=5, top_p=0)
 
 
 @pytest.mark.parametrize("vocab", [3, 256, 700])  # less than a block, one block, a ragged end
@@ -154,6 +232,18 @@ def test_seed_repeats_samples(tiny_model):
         runs.append(rollout.generate(PROMPTS, params))
     assert runs[0] == runs[2]
     assert runs[0] != runs[1]
+
+
+def test_a_support_ends_with_its_completion(tiny_model):
+    rollout = make_rollout(tiny_model("llama"))
+    params = SamplingParams(n=20, max_new_tokens=8, top_k=3)
+    free = rollout.generate(PROMPTS[3:4], params)[0]
+    rollout.eos_token_ids = [free[0].token_ids[2]]
+    ended = rollout.generate(PROMPTS[3:4], params)[0]
+    assert {sample.finish_reason for sample in ended} == {"stop", "length"}
+    for sample in ended:
+        assert sample.support.shape == (len(sample.token_ids), 3)
+        assert (sample.support == torch.tensor(sample.token_ids)[:, None]).any(1).all()
 
 
 def test_end_token_stops(tiny_model):

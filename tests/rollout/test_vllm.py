@@ -10,7 +10,9 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,7 +26,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
-from rlft_fast.rollout.vllm import share_prompts
+from rlft_fast.rollout.vllm import check_request, completion_of, share_prompts
 from rlft_fast.trainer import train
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
@@ -65,22 +67,42 @@ def update(engine: FSDPEngine, seed: int) -> None:
 
 
 def sample(rollout: VLLMRollout, prompts: list[list[int]], seed: int = 0) -> list:
+    """Without the version of the weights: a restart counts one more, of the same."""
     torch.manual_seed(seed)
-    return rollout.generate(prompts, SAMPLED)
+    return [[s._replace(weight_version=0) for s in group] for group in rollout.generate(prompts, SAMPLED)]
 
 
-def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -> None:
+def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -> list[Batch]:
     """Each rank drew its own samples, and infer takes the same batch on all ranks: look at each in turn."""
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
     own = Batch.from_samples(
         [prompt for prompt, _ in samples], [sample.token_ids for _, sample in samples],
         rollout_logprobs=[sample.logprobs for _, sample in samples],
+        supports=[sample.support for _, sample in samples],
     )  # fmt: skip
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     for batch in every:
         inferred = engine.infer(batch, ("logprob",))["logprob"]
         torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=2e-4)
+    return every
+
+
+def check_supports(engine: FSDPEngine, rollout: VLLMRollout, prompts: list[list[int]]) -> None:
+    """Over what was sampled among the engine has vLLM's probabilities, and over all others."""
+    params = SamplingParams(n=30, max_new_tokens=4, temperature=0.7, top_k=6, top_p=0.8)
+    groups = rollout.generate(prompts, params)
+    assert all(sample.weight_version == rollout.weight_version for group in groups for sample in group)
+    for batch in check_logprobs(engine, prompts, groups):
+        size = (batch.support_TK >= 0).sum(1)[batch.loss_mask_T]
+        assert size.min() >= 1
+        assert 1 < size.max() <= 6
+        over_all = engine.infer(batch.replace(support_TK=None), ("logprob",))["logprob"]
+        ratio = (over_all - batch.rollout_logprob_T).exp()[batch.loss_mask_T]
+        assert ratio.max() < 1
+        assert ratio.mean() < 0.9
+    (greedy,) = rollout.generate(prompts[:1], SamplingParams(max_new_tokens=4, temperature=0.0, top_k=6))
+    assert greedy[0].support is None
 
 
 # ---- in the training processes --------------------------------------------------------------------------------------
@@ -121,13 +143,14 @@ def colocated(rank: int, folder: Path) -> None:
             assert [len(group) for group in groups] == [3] * len(share)
             check_logprobs(engine, share, groups)
             update(engine, seed)
+        rollout.sync()
+        check_supports(engine, rollout, share)
+        groups = sample(rollout, share)
         assert len({tuple(s.token_ids) for s in groups[0]}) == 3  # samples of a prompt are independent
         assert sample(rollout, share) == groups
         assert sample(rollout, share, seed=1) != groups
         if rank == 0:
             check_prefix_is_shared(rollout, long_prompt=PROMPTS[3])
-        with pytest.raises(ValueError, match="may have 257 tokens, vLLM was started for 256"):
-            rollout.generate([[1] * 250], SAMPLED)
         assert torch.get_num_threads() == 1
         check_ends(rollout)
         if name == "llama":
@@ -183,7 +206,7 @@ def check_restart(engine: FSDPEngine, rollout: VLLMRollout, rank: int, share: li
     if rank == 1:
         del rollout.server.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     assert sample(rollout, share) == before
-    assert rollout.weight_version == 5
+    assert rollout.weight_version == 6
 
 
 @pytest.mark.dist
@@ -326,8 +349,36 @@ def shared(rank: int) -> None:
     prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[7], [8, 9]][rank]
     assert share_prompts(prompts, seeds, 2) == ([([1], 7), ([2, 2], 8), ([3], 9)], [0, 1][rank])
     assert share_prompts(prompts, seeds, 1) == (list(zip(prompts, seeds, strict=True)), 0)
+    check_requests(rank)
+
+
+def check_requests(rank: int) -> None:
+    """What one rank must refuse all do, and then all go on together."""
+    fitting, long = [[1] * 10], [[1] * 11]
+    check_request([fitting, []][rank], 6, 16, weight_version=1)
+    with pytest.raises(ValueError, match=["another process", "may have 17 tokens, vLLM was started for 16"][rank]):
+        check_request([fitting, long][rank], 6, 16, weight_version=1)
+    with pytest.raises(ValueError, match="call sync"):
+        check_request(fitting, 6, 16, weight_version=0)
+    check_request(fitting, 6, 16, weight_version=1)
 
 
 @pytest.mark.dist
-def test_ranks_share_prompts():
+def test_ranks_share_prompts_and_refusals():
     run_distributed(shared, 2)
+
+
+# ---- what vLLM reports ----------------------------------------------------------------------------------------------
+
+
+def test_a_support_is_what_vllm_kept():
+    """Of each token: itself, then the most likely ones. The third was sampled among more equal ones than were told."""
+    inf = float("inf")
+    told = [[7, 9, 7, 5], [9, 9, 7, 5], [3, 9, 7, 5]]
+    logprobs = [[-1.0, -0.5, -1.0, -inf], [0.0, 0.0, -inf, -inf], [-1.5, -1.5, -1.5, -1.5]]
+    flat = SimpleNamespace(token_ids=[*chain(*told)], logprobs=[*chain(*logprobs)])
+    output = SimpleNamespace(token_ids=[7, 9, 3], logprobs=flat, finish_reason="length")
+    found = completion_of(output, weight_version=4)
+    assert found.support.tolist() == [[9, 7, -1, -1], [9, -1, -1, -1], [9, 7, 5, 3]]
+    assert found[:4] == ([7, 9, 3], [-1.0, 0.0, -1.5], "length", 4)
+    assert Batch.from_samples([[1]], [found.token_ids], supports=[found.support]).support_TK.shape == (4, 4)

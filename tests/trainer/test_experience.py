@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
+from rlft_fast.engine.distributed import any_rank
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
-    any_rank,
     build_batch,
     gather_samples,
     merge_metrics,
@@ -40,8 +40,38 @@ def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, w
     own = {0: SAMPLES[:3], 1: SAMPLES[3:]}[rank]
     assert gather_samples(own) == SAMPLES
     assert gather_samples(own if rank == 0 else []) == SAMPLES[:3]  # fewer prompts than ranks
+    check_supports(gather_samples(sampled_among(4)[:3] if rank == 0 else sampled_among(6)[3:]), widths=(4, 6))
+    check_supports(gather_samples(sampled_among(4) if rank == 0 else []), widths=(4, 4))
     assert any_rank(rank == 1)
     assert not any_rank(False)
+
+
+def sampled_among(width: int) -> list[Sample]:
+    """Each token among itself and others, as many as there are columns before the last; under weights of their own."""
+
+    def completion(i: int, given: Completion) -> Completion:
+        others = 100 * i + torch.arange(len(given.token_ids))[:, None] + torch.arange(width - 2)
+        token, filler = torch.tensor(given.token_ids)[:, None], torch.full((len(given.token_ids), 1), -1)
+        return given._replace(weight_version=3 + i, support=torch.cat([token, others, filler], 1).int())
+
+    return [replace(sample, completion=completion(i, sample.completion)) for i, sample in enumerate(SAMPLES)]
+
+
+def check_supports(gathered: list[Sample], widths: tuple[int, int]) -> None:
+    """All are as wide as the widest: the first three samples had one width, the others another."""
+    expected = sampled_among(widths[0])[:3] + sampled_among(widths[1])[3:]
+    for sample, wanted in zip(gathered, expected, strict=True):
+        assert sample.completion[:4] == wanted.completion[:4]
+        support = wanted.completion.support
+        filler = torch.full((len(support), max(widths) - support.shape[1]), -1)
+        assert torch.equal(sample.completion.support, torch.cat([support, filler], 1).int())
+
+
+def test_supports_survive_the_way_through_tensors():
+    check_supports(gather_samples(sampled_among(5)), widths=(5, 5))
+    batch = build_batch(sampled_among(5), PROMPTS)
+    assert batch.support_TK[2].tolist() == [6, 1, 2, 3]
+    assert (batch.support_TK[:, 0] >= 0).tolist() == batch.loss_mask_T.tolist()
 
 
 def test_samples_survive_the_way_through_tensors():

@@ -77,6 +77,21 @@ def test_every_step_is_on_policy_with_one_mini_batch(grpo):
     assert all(row["mismatch_max"] < 1e-4 for row in steps)  # generation with a cache, in other shapes
 
 
+def test_top_k_and_top_p_are_on_policy(model, tmp_path):
+    """Over what was sampled among: the sampler's probabilities, the reference's, and those of every update."""
+    config = toy_config(
+        model, tmp_path, rollout__top_k=12, rollout__top_p=0.9, rollout__temperature=0.8,
+        algorithm={"advantage": "optimal-token", "kl_coef": 0.1, "rollout_correction": "token-truncate"},
+    )  # fmt: skip
+    train(config)
+    rows = comparable(tmp_path / "run")
+    assert {row["ratio_max"] for row in rows} == {1.0}
+    assert all(row["mismatch_max"] < 1e-4 for row in rows)
+    assert rows[0]["ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert all(0 < row["entropy"] < math.log(12) for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
 def test_a_rollout_of_equal_groups_is_skipped(model, tmp_path):
     config = toy_config(
         model, tmp_path, steps=1, reward__function=f"{HERE}:constant", algorithm__skip_equal_groups=True,
@@ -128,8 +143,9 @@ def test_metrics(grpo):
 def test_samples(grpo):
     rows = read_lines(grpo[0] / "samples.jsonl")
     assert {frozenset(row) for row in rows} == {
-        frozenset(("step", "prompt", "completion", "reward", "finish_reason"))
+        frozenset(("step", "prompt", "completion", "reward", "finish_reason", "weight_version"))
     }  # fmt: skip
+    assert all(row["weight_version"] == row["step"] for row in rows)  # one sync before the first step
     by_step = [rows[i : i + 32] for i in range(0, len(rows), 32)]
     assert [{row["step"] for row in step} for step in by_step] == [{i} for i in range(1, 17)]
     assert [np.mean([row["reward"] for row in step]) for step in by_step] == pytest.approx(rewards(grpo[0]), abs=1e-6)
