@@ -4,6 +4,7 @@ colocated: one vLLM inside each training process, which takes whole weights stra
 separate: one vLLM in a process beside each, which takes them through vLLM's weight-transfer interface.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -235,7 +236,15 @@ def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
     kept = ids.where(logprobs > -torch.inf, -1)
     sampled, likely = kept[:, :1], kept[:, 1:]
     is_known = (likely == sampled).any(1, keepdim=True)
-    return torch.cat([likely, sampled.masked_fill(is_known, -1)], dim=1)
+    support = torch.cat([likely, sampled.masked_fill(is_known, -1)], dim=1)
+    share = logprobs.roll(-1, 1).exp().where(support >= 0, 0).sum(1).min()
+    if share < 0.999:
+        warnings.warn(
+            f"vLLM sampled a token among more equally likely ones than it was asked to tell: those it told have a "
+            f"probability of {share:.4f} together, and log-probabilities of this token are taken over them",
+            stacklevel=2,
+        )
+    return support
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

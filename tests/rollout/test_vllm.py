@@ -5,6 +5,7 @@ Processes of their own for each test: vLLM keeps much of its state in the proces
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -373,12 +374,13 @@ def test_ranks_share_prompts_and_refusals():
 
 def test_a_support_is_what_vllm_kept():
     """Of each token: itself, then the most likely ones. The third was sampled among more equal ones than were told."""
-    inf = float("inf")
+    inf, most, rest = float("inf"), math.log(0.6), math.log(0.4)
     told = [[7, 9, 7, 5], [9, 9, 7, 5], [3, 9, 7, 5]]
-    logprobs = [[-1.0, -0.5, -1.0, -inf], [0.0, 0.0, -inf, -inf], [-1.5, -1.5, -1.5, -1.5]]
+    logprobs = [[rest, most, rest, -inf], [0.0, 0.0, -inf, -inf], [-1.5, -1.5, -1.5, -1.5]]
     flat = SimpleNamespace(token_ids=[*chain(*told)], logprobs=[*chain(*logprobs)])
     output = SimpleNamespace(token_ids=[7, 9, 3], logprobs=flat, finish_reason="length")
-    found = completion_of(output, weight_version=4)
+    with pytest.warns(UserWarning, match=r"a probability of 0\.8925 together"):
+        found = completion_of(output, weight_version=4)
     assert found.support.tolist() == [[9, 7, -1, -1], [9, -1, -1, -1], [9, 7, 5, 3]]
-    assert found[:4] == ([7, 9, 3], [-1.0, 0.0, -1.5], "length", 4)
+    assert found[:4] == ([7, 9, 3], [rest, 0.0, -1.5], "length", 4)
     assert Batch.from_samples([[1]], [found.token_ids], supports=[found.support]).support_TK.shape == (4, 4)
