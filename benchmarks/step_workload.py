@@ -30,7 +30,7 @@ class Work:
 
     num_prompts: int = 8
     num_samples: int = 8
-    max_new_tokens: int = 48
+    max_new_tokens: int = 32
     temperature: float = 1.0
     seed: int = 0
 

@@ -1,5 +1,6 @@
-"""Attention over packed sequences, registered with transformers under the name ``rlft_packed``.
+"""Attention over packed sequences and in generation, registered with transformers by name.
 
+``rlft_packed``, for training:
 transformers passes ``cu_seq_lens_q`` and ``max_length_q`` through to the attention function and builds no mask for
 implementations that register none, so packed sequences cost no (T, T) mask. On CUDA one variable-length kernel
 (``torch.nn.attention.varlen``), on the CPU one causal SDPA call per segment. Where scores are soft-capped (Gemma 2)
@@ -9,6 +10,8 @@ A segment is a sequence, or a completion whose prompt is a segment of its own th
 
 Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) come with their own rows of it and all heads; they
 attend over all rows with their own heads.
+
+``rlft_grouped``, for generation: SDPA over padded sequences, without a copy of the cache per query head.
 """
 
 import math
@@ -18,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from rlft_fast.ops.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 
-PACKED_ATTENTION = "rlft_packed"
+PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 
 # Keywords by which models of transformers 5 ask for other scores than those computed here.
 _OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
@@ -99,6 +104,37 @@ def packed_attention(
     return output, None
 
 
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """SDPA of transformers; but where each sequence has one query, its heads that share a key are queries of that key.
+
+    transformers repeats keys and values for every head instead, as its masks keep it from `enable_gqa`. On a CPU
+    core (64 sequences of 60 to 100 tokens, 9 heads, 3 of them with keys) that is 2.3 to 3.7 ms against 0.4 to 0.6.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, n, head_dim).
+        key: (B, kv_heads, L, head_dim); heads is a multiple of kv_heads.
+        value: (B, kv_heads, L, value_dim).
+        attention_mask: (B, 1, n, L), or None.
+        **options: as transformers passes them.
+
+    Returns:
+        (B, n, heads, value_dim) and None (no attention weights).
+    """
+    one_query = query.shape[2] == 1 and key.shape[1] < query.shape[1]
+    same_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
+    if not (one_query and same_for_all_heads) or any(options.get(name) is not None for name in _OTHER_SCORES):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+    )  # fmt: skip
+    return output.flatten(1, 2).unsqueeze(1), None
+
+
 def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
     found = ["attention_mask"] if attention_mask is not None else []
     found += [name for name in _OTHER_SCORES if others.get(name) is not None]
@@ -162,3 +198,5 @@ def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)

@@ -6,7 +6,7 @@ holds them against every causal language model of the installed transformers.
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlft_fast.models.attention import PACKED_ATTENTION
+from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
 from rlft_fast.models.vision import VISION_MODELS
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -23,14 +23,17 @@ def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
 
     A vision tower cuts its images apart itself and attends both ways, by SDPA.
     """
-    if config.model_type not in VISION_MODELS:
-        return PACKED_ATTENTION
-    return {"": PACKED_ATTENTION, "text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
+    return _except_in_towers(PACKED_ATTENTION, config)
 
 
-def padded_implementation(config: PreTrainedConfig) -> str:
+def padded_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
     """The same for padded batches and generation: SDPA, unless scores are soft-capped, which it does not know."""
-    return "sdpa" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is None else "eager"
+    softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if softcapped else _except_in_towers(GROUPED_ATTENTION, config)
+
+
+def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, str]:
+    return {"": name, "text_config": name, "vision_config": "sdpa"} if config.model_type in VISION_MODELS else name
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:

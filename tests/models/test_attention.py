@@ -1,4 +1,4 @@
-"""Packed attention against softmax(q k^T) v per sequence in float64."""
+"""Packed attention against softmax(q k^T) v per sequence in float64, and attention in generation."""
 
 import math
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlft_fast.models import packed_attention
+from rlft_fast.models.attention import grouped_attention
 
 
 def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,3 +107,26 @@ def test_refuses_what_it_cannot_do():
         packed_attention(nn.Identity(), *qkv, None)
     with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention"):
         packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "num_queries", "masked"),
+    [(6, 2, 1, True), (6, 2, 1, False), (6, 1, 1, True), (4, 4, 1, True), (6, 2, 3, True)],  # the last two are SDPA's
+)
+def test_generation_attends_with_all_heads_of_a_key_at_once(heads, kv_heads, num_queries, masked):
+    """Three sequences with five keys each, padded on the left; the truth is each head with a copy of its key."""
+    generator = torch.Generator().manual_seed(heads + num_queries)
+    shapes = [(3, heads, num_queries, 4), (3, kv_heads, 5, 4), (3, kv_heads, 5, 4)]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    mask = (
+        torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+        .bool()[:, None, None]
+        .expand(-1, 1, num_queries, -1)
+    )
+    layer = nn.Identity()
+    layer.num_key_value_groups = heads // kv_heads
+    actual, _ = grouped_attention(layer, query, key, value, mask if masked else None, scaling=0.3)
+    scores = 0.3 * query @ key.repeat_interleave(heads // kv_heads, 1).transpose(-1, -2)
+    scores = scores.masked_fill(~mask, -math.inf) if masked else scores
+    wanted = scores.softmax(-1) @ value.repeat_interleave(heads // kv_heads, 1)
+    torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-14)
