@@ -348,7 +348,7 @@ def _pack_supports(
     completions: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]], supports: Sequence[Tensor],
     loss_mask_T: Tensor,
 ) -> Tensor:  # fmt: skip
-    """(T, K) ids at the positions that predict sampled tokens, -1 elsewhere; columns that no token needs are left out."""
+    """(T, K) ids at the positions that predict sampled tokens, -1 elsewhere; no column that no token needs."""
     width = max(support.shape[1] for support in supports)
     ids = torch.cat([pad(support, (0, width - support.shape[1]), value=-1) for support in supports])
     is_sampled = torch.from_numpy(np.fromiter(chain.from_iterable(sampled), np.bool_, len(ids)))
