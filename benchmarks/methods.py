@@ -129,7 +129,7 @@ def prepare(names: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="which to run (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes 4 GB and more (default: 1)")
     options = parser.parse_args()
     prepare(options.methods)
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)

@@ -11,6 +11,10 @@ from typing import Any
 from rlft_fast.trainer.plot import read_metrics
 
 _BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
+_CURVES = """\
+![Held-out accuracy and mean rewards over the steps of every run](methods.png)
+
+The same as [numbers](methods.json)."""
 # Okabe and Ito's palette without its yellow: told apart by colour-blind readers and in print.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
@@ -62,7 +66,7 @@ def write_report(results: list[Result], docs: Path) -> None:
     text = page.read_text()
     if not results or _BEGIN not in text or _END not in text:
         raise ValueError(f"{len(results)} results for {page}, expected some, and the lines {_BEGIN} and {_END} in it")
-    section = f"{_BEGIN}\n{table(results)}\n{_END}"
+    section = f"{_BEGIN}\n{table(results)}\n\n{_CURVES}\n{_END}"
     page.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: section, text, flags=re.DOTALL))
     (docs / "methods.json").write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
     draw(results, docs / "methods.png")

@@ -1,6 +1,7 @@
 """A reward model for the sums of the demo: it learns to tell right answers from wrong ones, by the logistic loss.
 
-    .venv/bin/python examples/reward_model.py      # minutes on two cores; writes runs/reward_model
+    .venv/bin/python examples/reward_model.py                          # writes runs/reward_model
+    .venv/bin/python examples/reward_model.py --policy runs/demo/hf    # starts from a policy that can add
 
 Answers are made, not sampled: right sums and wrong ones in several wordings, with and without an end. The score is
 trained to be the log-odds that the answer is right; a reward is the score at its last token.
@@ -152,7 +153,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, help="model to start from (default: the demo's)")
     parser.add_argument("--output", type=Path, default=Path("runs/reward_model"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     options = parser.parse_args()
     main(options.policy or smollm2_folder(), options.output, options.steps, options.learning_rate)

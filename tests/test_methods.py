@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks import methods
 from benchmarks.methods_report import Result, table, write_report
 from rlft_fast.config import Config
+from tests.trainer.toy import toy_values, write_rows
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 
 
 def write_run(folder: Path, accuracy: list[float], rewards: list[float], config: Config | None = None) -> Path:
@@ -50,6 +53,25 @@ def test_a_run_is_complete_if_it_is_its_example_to_the_end(tmp_path, monkeypatch
     (folder / "config.yaml").write_text(config.to_yaml())
     (folder / "summary.json").unlink()
     assert not run.is_complete()
+
+
+def test_a_run_is_made_once_and_then_reported(tiny_model, tmp_path, monkeypatch):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
+    changes = {"evaluation": {"path": str(held_out), "max_new_tokens": 6}, "rollout__samples_per_prompt": 2}
+    (tmp_path / "examples").mkdir()
+    values = toy_values(tiny_model("llama"), tmp_path, steps=2, **changes)
+    (tmp_path / "examples" / "rloo.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(methods, "_ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = methods.Run("rloo", 0)
+    run.make(threads=1)
+    left = {path.name: path.stat().st_mtime_ns for path in (tmp_path / run.folder).iterdir()}
+    assert left.keys() >= {"output.txt", "metrics.jsonl", "summary.json"}
+    assert not left.keys() & {"checkpoints", "hf"}
+    run.make(threads=1)
+    assert left == {path.name: path.stat().st_mtime_ns for path in (tmp_path / run.folder).iterdir()}
+    (result,) = methods.results()
+    assert (result.method, result.seed, result.steps) == ("RLOO", 0, 2)
 
 
 def test_report(tmp_path):
