@@ -44,18 +44,17 @@ def run_ours(config: Config, work: Work, options: dict[str, Any]) -> None:
 
     reporter = Reporter()
     trainer = PPOTrainer(config)
-    trainer.directory.mkdir(parents=True, exist_ok=True)
     trainer.rollout.sync()
     step = 0
     while reporter.start():
-        metrics = trainer.train_step(step)
+        metrics = trainer.train_step(step).metrics
         parts = {part: metrics.get(f"seconds_{part}", 0.0) for part in PARTS}
         parts["other"] = metrics["seconds"] - sum(parts.values())
         num_tokens = round(metrics["completion_length_mean"] * work.num_prompts * work.num_samples)
         prompt_ids = prompts_of_step(trainer.prompts, step, work).token_ids
         reporter.finish(parts=parts, num_tokens=num_tokens, prompts=checksum(prompt_ids), reward=metrics["reward_mean"])
         step += 1
-    trainer.rollout.close()
+    trainer.close()
 
 
 def run_trl(config: Config, work: Work, options: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The PPO and GRPO loop."""
 
-from rlft_fast.trainer.ppo import PPOTrainer, train
+from rlft_fast.trainer.ppo import PPOTrainer
+from rlft_fast.trainer.run import Run, train
 
-__all__ = ["PPOTrainer", "train"]
+__all__ = ["PPOTrainer", "Run", "train"]

@@ -5,16 +5,11 @@ run that continues from a checkpoint repeats what the uninterrupted run would ha
 """
 
 import contextlib
-import importlib.util
-import json
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +17,14 @@ from torch import Tensor
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
-from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import (
-    any_rank,
-    barrier,
     get_rank,
     get_world_size,
     init_distributed,
     require_agreement,
 )
-from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rewards import RewardError
 from rlft_fast.rl import ValueLoss, explained_variance, mismatch_from_sums
 from rlft_fast.rollout import SamplingParams, build_rollout
 from rlft_fast.trainer.experience import (
@@ -48,15 +39,21 @@ from rlft_fast.trainer.experience import (
     skip_equal_groups,
 )
 from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.objective import Objective
-from rlft_fast.trainer.plot import plot_runs
 
-_SHOWN_EXAMPLES = 3
+
+class Step(NamedTuple):
+    """What a step was made of, and what it was like."""
+
+    prompts: Prompts
+    samples: list[Sample]
+    """Of all ranks, each with the row of its prompt."""
+    metrics: dict[str, float]
+    """Also ``seconds`` in all and by part, and ``tokens_per_second``, prompts included."""
 
 
 class PPOTrainer:
-    """Trains a policy on verifiable rewards, as the configuration says.
+    """The models, the rollout and the rewards of a configuration, and one step of learning with them.
 
     Everything that can be wrong with the input is checked here, before anything runs.
 
@@ -71,7 +68,6 @@ class PPOTrainer:
         init_distributed(config.timeout_minutes)
         require_agreement("configuration", _flat(config.model_dump(mode="json")))
         self.config = config
-        self.directory = Path(config.output_dir)
         if config.rollout.prompts_per_step % get_world_size():
             raise ValueError(
                 f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {get_world_size()} processes "
@@ -112,17 +108,15 @@ class PPOTrainer:
             self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
         )
         self.seconds: dict[str, float] = {}  # of the current step, by part
-        self.checkpoints = CheckpointManager(
-            self.directory / "checkpoints", config.checkpoint.max_num, config.checkpoint.max_mem
-        )
-        self.log = RunLog(self.directory, config.steps, get_rank())
-        self.saved_step = 0  # what a checkpoint holds; step 0 needs none
-        self.stop_requested = False
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def train_step(self, step: int) -> dict[str, float]:
-        """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates."""
+    def train_step(self, step: int) -> Step:
+        """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates.
+
+        Args:
+            step: counts from 0; it decides which prompts are taken, and every random draw.
+        """
         started = time.perf_counter()
         self.seconds = {}
         prompts, samples = self._collect(step)
@@ -141,14 +135,10 @@ class PPOTrainer:
             metrics |= self._update(batch, self._seed(step))
         with self._timed("sync"):
             self.rollout.sync()
-        self._record(step, prompts, samples, metrics)
         num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
         seconds = time.perf_counter() - started
-        return metrics | {
-            **{f"seconds_{part}": value for part, value in self.seconds.items()},
-            "seconds": seconds,
-            "tokens_per_second": num_tokens / seconds,
-        }
+        metrics |= {f"seconds_{part}": value for part, value in self.seconds.items()}
+        return Step(prompts, samples, metrics | {"seconds": seconds, "tokens_per_second": num_tokens / seconds})
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -252,22 +242,6 @@ class PPOTrainer:
         metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
-    def _record(self, step: int, prompts: Prompts, samples: list[Sample], metrics: dict[str, float]) -> None:
-        texts = self.tokenizer.batch_decode([s.completion.token_ids for s in samples], skip_special_tokens=True)
-        for sample, text in zip(samples, texts, strict=True):
-            self.log.sample(
-                step + 1, prompt=prompts.texts[sample.row], completion=text, reward=sample.reward,
-                finish_reason=sample.completion.finish_reason, weight_version=sample.completion.weight_version,
-                **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
-            )  # fmt: skip
-        if all(sample.reward is None for sample in samples):
-            self.log.message(f"warning: step {step + 1}: the reward function left out every sample; nothing is learned")
-        elif metrics["reward_std"] == 0:
-            self.log.message(
-                f"warning: step {step + 1}: all rewards are {metrics['reward_mean']:g}; there is nothing to learn from "
-                "in this step (is the task too easy, too hard, or the reward function blind?)"
-            )
-
     def _seed(self, step: int) -> int:
         return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
 
@@ -283,131 +257,11 @@ class PPOTrainer:
         scored = [sample.reward for sample in samples if sample.reward is not None]
         return (sum(scored) / len(scored) if scored else 0.0), samples
 
-    def _examples(self, samples: list[Sample]) -> list[str]:
-        texts = [sample.completion.token_ids for sample in samples[:_SHOWN_EXAMPLES]]
-        return [text.strip() for text in self.tokenizer.batch_decode(texts, skip_special_tokens=True)]
-
-    # ---- the run ------------------------------------------------------------------------------------------------
-
-    def run(self, resume: bool = False) -> dict[str, Any]:
-        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds."""
-        state = self._prepare(resume)
-        handler = signal.signal(signal.SIGINT, self._request_stop)
-        try:
-            with self.log, self.checkpoints:
-                return self._run(state)
-        except RewardError:  # comes from a rollout or an evaluation: the models are as the last complete step left them
-            self._save(state)
-            self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
-            raise
-        finally:
-            for judge in filter(None, (self.judge, self.evaluation_judge)):
-                judge.close()
-            signal.signal(signal.SIGINT, handler)
-            self.rollout.close()
-
-    def _prepare(self, resume: bool) -> dict[str, Any]:
-        """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
-        state = self.checkpoints.load(self.engines) if resume else None
-        if get_rank() == 0:
-            if not resume:
-                self.checkpoints.clear()
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.yaml").write_text(self.config.to_yaml())
-        barrier()
-        if resume and state is None:
-            self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
-        state = state or {
-            "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
-            "objective": {},
-        }  # fmt: skip
-        self.objective.load_state(state["objective"])
-        self.saved_step = self.rollout.weight_version = state["step"]
-        self.log.rewind(state["step"], state["log_bytes"])
-        return state
-
-    def _run(self, state: dict[str, Any]) -> dict[str, Any]:
-        config = self.config
-        for name, engine in self.engines.items():
-            if engine.units:
-                self.log.message(f"{name}: units of sharding\n{engine.units}")
-        self.rollout.sync()
-        if self.held_out is not None and state["accuracy_before"] is None:
-            state["accuracy_before"], samples = self._evaluate_and_log(0)
-            state["examples_before"] = self._examples(samples)
-        stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
-        while state["step"] < config.steps and not stop:
-            metrics = self.train_step(state["step"])
-            state["step"] += 1
-            state["seconds"] += metrics["seconds"]
-            state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
-            self.log.metrics(state["step"], metrics)
-            step, done = state["step"], state["step"] == config.steps
-            if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
-                self._evaluate_and_log(step)
-            stop = any_rank(self.stop_requested)
-            if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
-        if stop and state["step"] < config.steps:
-            self.log.message(f"stopped after step {state['step']}: {self._saved()}")
-            raise KeyboardInterrupt
-        return self._finish(state)
-
-    def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
-        """A checkpoint of the last complete step, unless there is one."""
-        if state["step"] != self.saved_step:
-            state |= {"log_bytes": self.log.num_bytes(), "objective": self.objective.state()}
-            self.checkpoints.save(state["step"], self.engines, state, asynchronous=asynchronous)
-            self.saved_step = state["step"]
-
-    def _saved(self) -> str:
-        if self.saved_step == 0:
-            return "nothing was learned yet, so nothing is saved"
-        return f"step {self.saved_step} is saved, continue with --resume"
-
-    def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
-        accuracy, samples = self.evaluate()
-        self.log.metrics(step, {"accuracy": accuracy})
-        return accuracy, samples
-
-    def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
-        export_hf(self.actor, self.directory / "hf", overwrite=True)
-        summary: dict[str, Any] = {
-            "steps": state["step"],
-            "minutes": round(state["seconds"] / 60, 3),
-            "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
-        }
-        if self.held_out is not None:
-            accuracy, samples = self._evaluate_and_log(state["step"])
-            summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
-            rows = zip(self.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
-            self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-            self.log.message(
-                f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
-                f"on {len(self.held_out)} problems, {summary['minutes']:.1f} minutes of training"
-            )
-        if get_rank() == 0:
-            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-            if importlib.util.find_spec("matplotlib") is not None:
-                plot_runs([self.directory], self.directory / "curve.png")
-        return summary
-
-    def _request_stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """The first Ctrl-C finishes the step and saves, the second one stops at once."""
-        if self.stop_requested:
-            raise KeyboardInterrupt
-        self.stop_requested = True
-        self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
-
-
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
-    """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
-
-    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
-    """
-    store = init_distributed(config.timeout_minutes)
-    with naming_lost_ranks(store):
-        return PPOTrainer(config).run(resume)
+    def close(self) -> None:
+        """Ends the reward functions' worker processes and the generator."""
+        for judge in filter(None, (self.judge, self.evaluation_judge)):
+            judge.close()
+        self.rollout.close()
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

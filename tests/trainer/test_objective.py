@@ -8,7 +8,7 @@ import torch
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
-from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer import PPOTrainer, Run, train
 from rlft_fast.trainer.objective import Objective
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
 
@@ -184,11 +184,11 @@ def test_adaptive_coefficients_continue_after_a_checkpoint(model, tmp_path):
     whole = run(model, tmp_path / "whole", steps=4, **options)
     assert whole[0]["kl_coef"] != whole[3]["kl_coef"] != 0.1
     config = toy_config(model, tmp_path / "cut", steps=4, **options)
-    trainer = PPOTrainer(config)
-    stop_after_two = lambda step, metrics: setattr(trainer, "stop_requested", step == 2)  # noqa: E731
-    log_metrics, trainer.log.metrics = trainer.log.metrics, lambda *a: (log_metrics(*a), stop_after_two(*a))
+    cut = Run(PPOTrainer(config))
+    stop_after_two = lambda step, metrics: setattr(cut, "stop_requested", step == 2)  # noqa: E731
+    log_metrics, cut.log.metrics = cut.log.metrics, lambda *a: (log_metrics(*a), stop_after_two(*a))
     with pytest.raises(KeyboardInterrupt):
-        trainer.run()
+        cut.run()
     train(config, resume=True)
     assert comparable(tmp_path / "cut" / "run") == whole
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast.config import Config
-from rlft_fast.trainer import PPOTrainer, train
+from rlft_fast.trainer import PPOTrainer, Run, train
 from tests.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
 
@@ -221,7 +221,7 @@ def test_entropy_bonus(model, tmp_path):
 
 def test_epochs_and_mini_batches(model, tmp_path):
     trainer = PPOTrainer(toy_config(model, tmp_path, algorithm__epochs=2, algorithm__mini_batches=2))
-    trainer.run()
+    Run(trainer).run()
     assert trainer.actor.step == 3 * 4
     for row in comparable(tmp_path / "run"):
         assert row["ratio_max"] > 1.0

@@ -1,0 +1,186 @@
+"""A run: the loop around `PPOTrainer.train_step`, and its folder with logs, checkpoints, weights and summary."""
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlft_fast.config import Config
+from rlft_fast.engine import CheckpointManager, export_hf
+from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
+from rlft_fast.engine.failures import naming_lost_ranks
+from rlft_fast.rewards import RewardError
+from rlft_fast.trainer.experience import Sample
+from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.plot import plot_runs
+from rlft_fast.trainer.ppo import PPOTrainer, Step
+
+_SHOWN_EXAMPLES = 3
+
+
+def train(config: Config, resume: bool = False) -> dict[str, Any]:
+    """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
+
+    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
+
+    Raises:
+        ValueError: models, data or reward function cannot be used.
+        RewardError: the reward function failed; a checkpoint holds the last complete step.
+        KeyboardInterrupt: it was interrupted; likewise.
+    """
+    store = init_distributed(config.timeout_minutes)
+    with naming_lost_ranks(store):
+        return Run(PPOTrainer(config)).run(resume)
+
+
+class Run:
+    """All steps of a trainer, from the start or from a checkpoint.
+
+    Args:
+        trainer: in any state; a checkpoint puts it into that of its step.
+    """
+
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.directory = Path(self.config.output_dir)
+        self.checkpoints = CheckpointManager(
+            self.directory / "checkpoints", self.config.checkpoint.max_num, self.config.checkpoint.max_mem
+        )
+        self.log = RunLog(self.directory, self.config.steps, get_rank())
+        self.saved_step = 0  # what a checkpoint holds; step 0 needs none
+        self.stop_requested = False
+
+    def run(self, resume: bool = False) -> dict[str, Any]:
+        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds."""
+        state = self._prepare(resume)
+        handler = signal.signal(signal.SIGINT, self._request_stop)
+        try:
+            with self.log, self.checkpoints:
+                return self._run(state)
+        except RewardError:  # comes from a rollout or an evaluation: the models are as the last complete step left them
+            self._save(state)
+            self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
+            raise
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            self.trainer.close()
+
+    def _prepare(self, resume: bool) -> dict[str, Any]:
+        """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
+        state = self.checkpoints.load(self.trainer.engines) if resume else None
+        if get_rank() == 0:
+            if not resume:
+                self.checkpoints.clear()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.yaml").write_text(self.config.to_yaml())
+        barrier()
+        if resume and state is None:
+            self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
+        state = state or {
+            "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
+            "objective": {},
+        }  # fmt: skip
+        self.trainer.objective.load_state(state["objective"])
+        self.saved_step = self.trainer.rollout.weight_version = state["step"]
+        self.log.rewind(state["step"], state["log_bytes"])
+        return state
+
+    def _run(self, state: dict[str, Any]) -> dict[str, Any]:
+        config = self.config
+        for name, engine in self.trainer.engines.items():
+            if engine.units:
+                self.log.message(f"{name}: units of sharding\n{engine.units}")
+        self.trainer.rollout.sync()
+        if self.trainer.held_out is not None and state["accuracy_before"] is None:
+            state["accuracy_before"], samples = self._evaluate_and_log(0)
+            state["examples_before"] = self._examples(samples)
+        stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
+        while state["step"] < config.steps and not stop:
+            done_step = self.trainer.train_step(state["step"])
+            state["step"] += 1
+            self._record(state["step"], done_step)
+            metrics = done_step.metrics
+            state["seconds"] += metrics["seconds"]
+            state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
+            self.log.metrics(state["step"], metrics)
+            step, done = state["step"], state["step"] == config.steps
+            if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
+                self._evaluate_and_log(step)
+            stop = any_rank(self.stop_requested)
+            if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
+        if stop and state["step"] < config.steps:
+            self.log.message(f"stopped after step {state['step']}: {self._saved()}")
+            raise KeyboardInterrupt
+        return self._finish(state)
+
+    def _record(self, number: int, step: Step) -> None:
+        """Writes the samples of a step, counted from 1, and warns of one that teaches nothing."""
+        tokens = [sample.completion.token_ids for sample in step.samples]
+        texts = self.trainer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        for sample, text in zip(step.samples, texts, strict=True):
+            self.log.sample(
+                number, prompt=step.prompts.texts[sample.row], completion=text, reward=sample.reward,
+                finish_reason=sample.completion.finish_reason, weight_version=sample.completion.weight_version,
+                **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
+            )  # fmt: skip
+        if all(sample.reward is None for sample in step.samples):
+            self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
+        elif step.metrics["reward_std"] == 0:
+            self.log.message(
+                f"warning: step {number}: all rewards are {step.metrics['reward_mean']:g}; there is nothing to learn "
+                "from in this step (is the task too easy, too hard, or the reward function blind?)"
+            )
+
+    def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
+        """A checkpoint of the last complete step, unless there is one."""
+        if state["step"] != self.saved_step:
+            state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
+            self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
+            self.saved_step = state["step"]
+
+    def _saved(self) -> str:
+        if self.saved_step == 0:
+            return "nothing was learned yet, so nothing is saved"
+        return f"step {self.saved_step} is saved, continue with --resume"
+
+    def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
+        accuracy, samples = self.trainer.evaluate()
+        self.log.metrics(step, {"accuracy": accuracy})
+        return accuracy, samples
+
+    def _examples(self, samples: list[Sample]) -> list[str]:
+        texts = [sample.completion.token_ids for sample in samples[:_SHOWN_EXAMPLES]]
+        return [text.strip() for text in self.trainer.tokenizer.batch_decode(texts, skip_special_tokens=True)]
+
+    def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
+        export_hf(self.trainer.actor, self.directory / "hf", overwrite=True)
+        summary: dict[str, Any] = {
+            "steps": state["step"],
+            "minutes": round(state["seconds"] / 60, 3),
+            "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
+        }
+        if self.trainer.held_out is not None:
+            accuracy, samples = self._evaluate_and_log(state["step"])
+            summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
+            rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
+            self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+            self.log.message(
+                f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
+                f"on {len(self.trainer.held_out)} problems, {summary['minutes']:.1f} minutes of training"
+            )
+        if get_rank() == 0:
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            if importlib.util.find_spec("matplotlib") is not None:
+                plot_runs([self.directory], self.directory / "curve.png")
+        return summary
+
+    def _request_stop(self, _signal: int, _frame: FrameType | None) -> None:
+        """The first Ctrl-C finishes the step and saves, the second one stops at once."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
