@@ -116,14 +116,20 @@ def results() -> list[Result]:
 
 
 def prepare(names: list[str]) -> None:
-    """Policy, problems and reward model, which the examples take as given; what exists is kept."""
+    """Policy, problems and reward model, which the examples take as given; what exists is kept.
+
+    The reward model starts from the demo's policy, which can add.
+    """
     from rlft_fast.demo import smollm2_folder, write_problems
 
     smollm2_folder()
     write_problems(_ROOT / "runs" / "demo" / "data")
     models = {Config.load(_ROOT / "examples" / f"{name}.yaml").reward.model for name in names} - {None}
     if any(not (_ROOT / str(model) / "config.json").is_file() for model in models):
-        subprocess.run([sys.executable, "examples/reward_model.py"], cwd=_ROOT, check=True)
+        policy = Path("runs/demo/hf")
+        if not (_ROOT / policy).is_dir():
+            subprocess.run([sys.executable, "-m", "rlft_fast", "demo", "--rollout", "hf"], cwd=_ROOT, check=True)
+        subprocess.run([sys.executable, "examples/reward_model.py", "--policy", str(policy)], cwd=_ROOT, check=True)
 
 
 def main() -> None:
