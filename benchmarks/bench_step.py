@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sides import ROOT, Side, take_turns
-from benchmarks.step_workload import Work
+from benchmarks.step_workload import MAX_STEPS, Work
 
 OURS, OURS_VLLM = "rlft_fast", "rlft_fast, vLLM"
 # Eight completions and their prompt in a micro-batch: no slower than all 64 at once, which take twice the memory.
@@ -74,6 +74,11 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=_DEFAULT, help="the first one must be ours")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
+    if not 1 <= args.rounds < MAX_STEPS:
+        parser.error(f"--rounds must be 1 to {MAX_STEPS - 1}, got {args.rounds}")
+    kinds = [SIDES[name][0] for name in args.sides]
+    if kinds[0] != "ours" or "trl" not in kinds:
+        parser.error(f"--sides must begin with one of ours and have one of TRL's, got {', '.join(args.sides)}")
     names = [name for name in args.sides if name != OURS_VLLM or importlib.util.find_spec("vllm")]
     work = Work(max_new_tokens=args.max_new_tokens)
     sides = run(str(smollm2_folder()), work, args.rounds, args.threads, names)

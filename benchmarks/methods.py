@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.methods_report import Result, write_report
-from rlft_fast.config import Config
+from rlft_fast.config import Config, ConfigError
 
 _ROOT = Path(__file__).parents[1]
 RUNS = Path("runs/methods")  # relative, as all paths of the examples are: to the repository
@@ -42,11 +42,16 @@ class Method:
 
 METHODS = {
     "grpo_sums": Method("GRPO", "", seeds=(0, 1, 2)),
-    "rloo": Method("RLOO", "leave-one-out baseline; KL (k1) in the reward"),
-    "reinforce_plus_plus": Method("REINFORCE++", "group baseline, whitened over the batch; KL (k2) in the loss"),
-    "gspo": Method("GSPO", "one ratio per sequence; mean over sequences"),
+    "rloo": Method("RLOO", "leave-one-out baseline; KL (k1) in the reward; equal groups stay"),
+    "reinforce_plus_plus": Method(
+        "REINFORCE++", "group baseline, whitened over the batch; KL (k2) in the loss; equal groups stay"
+    ),
+    "gspo": Method("GSPO", "one ratio per sequence, with its own bounds; mean over sequences; equal groups stay"),
     "ppo_reward_model": Method(
-        "PPO", "a critic (GAE) and a trained reward model; 64 answers a step instead of 128", (0, 1, 2), "reward model"
+        "PPO",
+        "a critic (GAE) and a trained reward model; 24 steps of 64 answers, not of 128; half the entropy bonus",
+        seeds=(0, 1, 2),
+        reward="reward model",
     ),
 }
 
@@ -68,13 +73,19 @@ class Run:
 
     @property
     def overrides(self) -> dict[str, str]:
-        return {"seed": str(self.seed), "output_dir": str(self.folder)}
+        from rlft_fast.demo import smollm2_folder
+
+        return {"seed": str(self.seed), "output_dir": str(self.folder), "model": str(smollm2_folder())}
 
     def is_complete(self) -> bool:
         """Whether the folder holds this run as its example is now, to the end."""
         if not (_ROOT / self.folder / "summary.json").is_file():
             return False
-        return Config.load(_ROOT / self.folder / "config.yaml") == Config.load(_ROOT / self.example, self.overrides)
+        try:
+            made = Config.load(_ROOT / self.folder / "config.yaml")
+        except ConfigError:  # of an older version
+            return False
+        return made == Config.load(_ROOT / self.example, self.overrides)
 
     def make(self, threads: int) -> None:
         """Runs it, unless it is complete. What is large is deleted afterwards: the weights.
@@ -116,9 +127,9 @@ def results() -> list[Result]:
 
 
 def prepare(names: list[str]) -> None:
-    """Policy, problems and reward model, which the examples take as given; what exists is kept.
+    """Policy, problems and reward model, which the examples take as given; models that exist are kept.
 
-    The reward model starts from the demo's policy, which can add.
+    The reward model starts from the demo's policy, and learns from its answers.
     """
     from rlft_fast.demo import smollm2_folder, write_problems
 
@@ -126,10 +137,9 @@ def prepare(names: list[str]) -> None:
     write_problems(_ROOT / "runs" / "demo" / "data")
     models = {Config.load(_ROOT / "examples" / f"{name}.yaml").reward.model for name in names} - {None}
     if any(not (_ROOT / str(model) / "config.json").is_file() for model in models):
-        policy = Path("runs/demo/hf")
-        if not (_ROOT / policy).is_dir():
+        if not (_ROOT / "runs" / "demo" / "hf").is_dir():
             subprocess.run([sys.executable, "-m", "rlft_fast", "demo", "--rollout", "hf"], cwd=_ROOT, check=True)
-        subprocess.run([sys.executable, "examples/reward_model.py", "--policy", str(policy)], cwd=_ROOT, check=True)
+        subprocess.run([sys.executable, "examples/reward_model.py"], cwd=_ROOT, check=True)
 
 
 def main() -> None:

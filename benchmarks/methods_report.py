@@ -8,15 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.trainer.plot import read_metrics
+from rlft_fast.trainer.plot import COLORS, read_metrics
 
 _BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
 _CURVES = """\
 ![Held-out accuracy and mean rewards over the steps of every run](methods.png)
 
 The same as [numbers](methods.json)."""
-# Okabe and Ito's palette without its yellow: told apart by colour-blind readers and in print.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ def draw(results: list[Result], path: Path) -> None:
     accuracy, *panels = figure.subplots(1, 1 + len(rewards))
     methods = list(dict.fromkeys(r.method for r in results))
     for r in results:
-        style: dict[str, Any] = {"color": _COLORS[methods.index(r.method) % len(_COLORS)], "linewidth": 1.5}
+        style: dict[str, Any] = {"color": COLORS[methods.index(r.method) % len(COLORS)], "linewidth": 1.5}
         label = r.method if r is next(other for other in results if other.method == r.method) else None
         accuracy.plot(*zip(*r.accuracy, strict=True), marker="o", markersize=4, label=label, **style)
         panels[rewards.index(r.reward)].plot(range(1, len(r.reward_mean) + 1), r.reward_mean, **style)

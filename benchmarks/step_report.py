@@ -35,9 +35,9 @@ Completions are what an untrained model says: most run into the limit, some end 
 random numbers, so their lengths differ a little: by {difference:.1%} in all (at most 5% is let through).
 
 TRL runs with `num_iterations=1`, `beta=0` and without gradient checkpointing, where it infers no old log-probabilities
-either. Also tried: 4 and 16 sequences at a time, which are slower here, and Liger's layer kernels (`use_liger_kernel`),
-which need Triton and so a GPU. The fused head, TRL's own, is always on. Rollouts by vLLM are a side of ours where vLLM
-is installed, in float32, too.
+either; 8 sequences at a time is transformers' default (`--sides` also has 16). Liger's layer kernels
+(`use_liger_kernel`) need Triton and so a GPU. The fused head, TRL's own, is always on. Rollouts by vLLM are a side of
+ours where vLLM is installed, in float32, too.
 
 Each side runs in a process of its own, one at a time, in turns; times are medians of {rounds} steps after a first one,
 ± the full range. Memory is the peak of the resident set during a step, less the resident set after the imports:

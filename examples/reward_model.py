@@ -1,21 +1,21 @@
-"""A reward model for the sums of the demo: it learns to tell right answers from wrong ones, by the logistic loss.
+"""A reward model for the sums of the demo: it learns, from the answers that the demo sampled, which are right.
 
-    .venv/bin/python examples/reward_model.py                          # writes runs/reward_model
-    .venv/bin/python examples/reward_model.py --policy runs/demo/hf    # starts from a policy that can add
+    make demo ROLLOUT=hf
+    .venv/bin/python examples/reward_model.py      # minutes on two cores; writes runs/reward_model
 
-Answers are made, not sampled: right sums and wrong ones in several wordings, with and without an end. The score is
-trained to be the log-odds that the answer is right; a reward is the score at its last token.
+It starts from the policy that the demo has trained, with a new head for one score: the log-odds that the answer is
+right, at its last token. The answers are those of the whole run, from the policy's first evasions to its last sums; a
+model that has only seen sums scores other texts at random, and a policy soon finds out which it likes.
 """
 
 import argparse
 import json
 import random
-import re
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +24,23 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
-from rlft_fast.demo import smollm2_folder, write_problems
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import Aggregation
 
-WORDINGS = (
-    "{n}", "{n}.", "{a} + {b} = {n}", "{a} + {b} = {n}.", "The answer is {n}.", "The sum of {a} and {b} is {n}.",
-)  # fmt: skip
-# What the untrained policy says in place of an answer; without these a score of such a text would be arbitrary.
-EVASIONS = (
-    "The answer is", "{a} + {b} =", "The answer is {a} + {b}.", "{a} + {b} = ?", "To solve this problem, we need to",
-    "Let's start by simplifying the problem.", "I'm here to help you with", "A classic example of this is the",
-)  # fmt: skip
-PROMPTS_PER_STEP = 8
+PROMPTS_PER_STEP = 16
 ANSWERS_PER_PROMPT = 8  # which share the prompt's tokens
+HELD_OUT_SHARE = 0.1
+
+
+class Answer(NamedTuple):
+    text: str
+    ended: bool
+    right: bool
+
+
+Answers = dict[str, list[Answer]]
+"""By prompt."""
 
 
 @dataclass(frozen=True)
@@ -58,53 +60,59 @@ class RightOrWrong:
         return {"known": known_T.sum(), "correct": (known_T * ((score_T > 0) == (right_T > 0.5))).sum()}
 
 
-def wrong_numbers(right: int, rng: random.Random) -> Iterator[int]:
-    """Near misses and far ones, without end."""
-    while True:
-        wrong = right + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10)) if rng.random() < 0.7 else rng.randint(1, 60)
-        if wrong != right and wrong > 0:
-            yield wrong
+def read_answers(samples: Path, rng: random.Random) -> tuple[Answers, Answers]:
+    """The answers of a run's samples.jsonl to most of its prompts, and those to the others, which are held out.
+
+    Right is what got the whole reward: a right number, and an end.
+    """
+    answers: Answers = defaultdict(list)
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        answer = Answer(sample["completion"], sample["finish_reason"] == "stop", sample["reward"] == 1.0)
+        answers[sample["prompt"]].append(answer)
+    prompts = sorted(answers)
+    rng.shuffle(prompts)
+    count = round(HELD_OUT_SHARE * len(prompts))
+    return {p: answers[p] for p in prompts[count:]}, {p: answers[p] for p in prompts[:count]}
 
 
-def make_answers(problem: dict[str, str], num_right: int, count: int, rng: random.Random) -> list[tuple[str, bool]]:
-    """`count` answers to a problem, of which the first `num_right` are right and the last may be none at all."""
-    a, b = re.findall(r"\d+", problem["prompt"])
-    right = int(problem["answer"])
-    numbers = [right] * num_right + list(islice(wrong_numbers(right, rng), count - num_right))
-    answers = [(rng.choice(WORDINGS).format(a=a, b=b, n=n), n == right) for n in numbers]
-    if rng.random() < 0.5:
-        answers[-1] = rng.choice(EVASIONS).format(a=a, b=b), False
-    return answers
+def choose_answers(answers: list[Answer], rng: random.Random) -> list[Answer]:
+    """As many right ones as wrong ones, if there are."""
+    chosen: list[Answer] = []
+    for right in (True, False):
+        some = [answer for answer in answers if answer.right == right]
+        chosen += rng.sample(some, min(len(some), ANSWERS_PER_PROMPT // 2))
+    return chosen
 
 
-def make_batch(
-    problems: list[dict[str, str]], num_right: int, count: int, tokenizer: PreTrainedTokenizerBase, rng: random.Random
-) -> Batch:
-    """Prompts with their answers, some of which have an end token.
+def make_batch(answers: Answers, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """Prompts with their answers.
 
-    Active are the tokens that follow the number, its last digit included, and the last token of the prompt: with a
-    label of ½ it says that nothing is known yet, and lets all answers of a prompt share its tokens.
+    Active are the last token of each answer and that of its prompt. The latter's label is ½: it says that nothing is
+    known yet, and lets all answers of a prompt share its tokens.
     """
     end = tokenizer.eos_token_id
     prompts, completions, masks, labels = [], [], [], []
-    for problem in problems:
-        prompt = tokenizer.encode(problem["prompt"], add_special_tokens=False)
-        for text, is_right in make_answers(problem, num_right, count, rng):
-            ids = [*tokenizer.encode(text, add_special_tokens=False), *([end] if rng.random() < 0.8 else [])]
-            num_before = len(tokenizer.encode(text.rstrip("."), add_special_tokens=False)) - 1
-            prompts.append(prompt)
-            completions.append([*ids, end])  # a position is active for the sake of the next token; this one never runs
-            masks.append([True, *(i >= num_before for i in range(len(ids)))])
-            labels += [0.5 if i < len(prompt) else float(is_right) for i in range(len(prompt) + len(ids) + 1)]
+    for prompt, answer in ((p, answer) for p, some in answers.items() for answer in some):
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        ids = tokenizer.encode(answer.text, add_special_tokens=False) + [end] * answer.ended
+        prompts.append(prompt_ids)
+        completions.append([*ids, end])  # a position is active for the sake of the next token; this one never runs
+        masks.append([i in (0, len(ids)) for i in range(len(ids) + 1)])
+        labels += [0.5] * len(prompt_ids) + [float(answer.right)] * (len(ids) + 1)
     return Batch.from_samples(prompts, completions, completion_masks=masks).replace(reward_T=torch.tensor(labels))
 
 
-def pairwise_accuracy(engine: FSDPEngine, problems: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> float:
-    """How often the right number scores higher than a wrong one in answer to the same problem, in any wordings."""
-    batch = make_batch(problems, 2, 6, tokenizer, random.Random(0))
+def pairwise_accuracy(engine: FSDPEngine, answers: Answers, tokenizer: PreTrainedTokenizerBase) -> float:
+    """How often a right answer to a prompt scores higher than a wrong one to the same."""
+    batch = make_batch(answers, tokenizer)
     last = batch.cu_seqlens[1:].long() - 2  # whose next token is the one more
-    score = engine.infer(batch, ("score",))["score"][last].view(len(problems), 6)
-    return (score[:, :2, None] > score[:, None, 2:-1]).float().mean().item()  # the last may be an evasion
+    score = engine.infer(batch, ("score",))["score"][last]
+    higher = []
+    for some, score_N in zip(answers.values(), score.split([len(some) for some in answers.values()]), strict=True):
+        right_N = torch.tensor([answer.right for answer in some])
+        higher.append((score_N[right_N, None] > score_N[~right_N]).float().flatten())
+    return torch.cat(higher).mean().item()
 
 
 def write_classifier(policy: Path, folder: Path) -> None:
@@ -117,33 +125,29 @@ def write_classifier(policy: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def read_problems(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def train(
-    engine: FSDPEngine, problems: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, steps: int, seed: int = 0
+    engine: FSDPEngine, answers: Answers, tokenizer: PreTrainedTokenizerBase, steps: int, rng: random.Random
 ) -> None:
-    rng = random.Random(seed)
     for step in range(1, steps + 1):
-        chosen = rng.choices(problems, k=PROMPTS_PER_STEP)
-        batch = make_batch(chosen, ANSWERS_PER_PROMPT // 2, ANSWERS_PER_PROMPT, tokenizer, rng)
+        prompts = rng.sample(sorted(answers), min(PROMPTS_PER_STEP, len(answers)))
+        batch = make_batch({prompt: choose_answers(answers[prompt], rng) for prompt in prompts}, tokenizer)
         metrics = engine.train_step(batch, RightOrWrong())
         if step % 5 == 0:
             accuracy = metrics["correct"] / metrics["known"]
             print(f"step {step}  loss {metrics['loss']:.3f}  accuracy {accuracy:.3f}", flush=True)
 
 
-def main(policy: Path, output: Path, steps: int, learning_rate: float) -> None:
+def main(policy: Path, samples: Path, output: Path, steps: int, learning_rate: float) -> None:
+    rng = random.Random(0)
     tokenizer = load_tokenizer(policy)
     optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="linear", warmup_steps=5)
     config = EngineConfig(max_tokens=4096, optimizer=optimizer)
+    training, held_out = read_answers(samples, rng)
     with TemporaryDirectory() as folder:
         start = Path(folder) / "start"
-        training, held_out = (read_problems(path) for path in write_problems(Path(folder)))
         write_classifier(policy, start)
         engine = FSDPEngine(str(start), config, head="score", num_training_steps=steps).initialize()
-        train(engine, training, tokenizer, steps)
+        train(engine, training, tokenizer, steps, rng)
         export_hf(engine, output, overwrite=True)
     accuracy = pairwise_accuracy(engine, held_out, tokenizer)
     print(f"a right answer to a held-out problem scores higher than a wrong one in {accuracy:.3f} of all pairs")
@@ -151,9 +155,10 @@ def main(policy: Path, output: Path, steps: int, learning_rate: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, help="model to start from (default: the demo's)")
+    parser.add_argument("--policy", type=Path, default=Path("runs/demo/hf"), help="model to start from")
+    parser.add_argument("--samples", type=Path, default=Path("runs/demo/samples.jsonl"), help="answers of a run")
     parser.add_argument("--output", type=Path, default=Path("runs/reward_model"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     options = parser.parse_args()
-    main(options.policy or smollm2_folder(), options.output, options.steps, options.learning_rate)
+    main(options.policy, options.samples, options.output, options.steps, options.learning_rate)

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from rlft_fast.config import Config
 
-Rollout = Literal["hf", "vllm"]
+Backend = Literal["hf", "vllm"]
 
 _LARGEST = 20
 _NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
 _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Rollout | None = None) -> dict[str, Any]:
+def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend | None = None) -> dict[str, Any]:
     """Runs the demo; returns what ``summary.json`` holds.
 
     Args:
@@ -42,7 +42,7 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Rollout |
 
 
 def demo_config(
-    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Rollout = "hf"
+    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Backend = "hf"
 ) -> Config:
     """The demo's configuration; ``config.yaml`` in its folder shows every value."""
     return Config.parse(
@@ -87,7 +87,7 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-def add_time(output: Path, rollout: Rollout) -> dict[str, dict[str, float]]:
+def add_time(output: Path, rollout: Backend) -> dict[str, dict[str, float]]:
     """Seconds per step by part of the run in a folder, beside those of the last run there with the other rollout."""
     from rlft_fast.trainer.plot import read_metrics
 

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast import demo
+from rlft_fast.config import Config
 from rlft_fast.rewards import last_number
 
 
@@ -29,6 +31,15 @@ def test_held_out_problems_are_never_trained_on_in_either_order(tmp_path):
     assert len(train) + len(held_out) == 400  # every sum of two numbers from 1 to 20, once
     assert not any(frozenset(numbers(row)) in trained for row in held_out)
     assert all(sum(numbers(row)) == int(row["answer"]) for row in train + held_out)
+
+
+def test_the_example_is_what_the_demo_runs(tmp_path):
+    example = Config.load("examples/grpo_sums.yaml").model_dump()
+    run = demo.demo_config(Path(example["model"]), tmp_path, tmp_path / "t", tmp_path / "h", seed=0).model_dump()
+    for values in (example, run):
+        del values["output_dir"], values["data"]["path"], values["checkpoint"]["every"]
+        values["evaluation"] = values["evaluation"]["max_new_tokens"]
+    assert example == run
 
 
 def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):

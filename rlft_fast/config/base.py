@@ -28,6 +28,7 @@ Loader.add_implicit_resolver(
 
 
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Sets the nested value that a dotted key names; sections that are absent are made."""
     for i, key in enumerate(keys[:-1]):
         if values.get(key) is None:  # absent, or a section that the file switches off
             values[key] = {}
@@ -53,6 +54,7 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 def explain(config: type[BaseModel], problem: Any) -> str:
+    """What pydantic found wrong, as a line for users: the whole key, what was got and, if need be, what was meant."""
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = [name for name, _ in sections(config)]

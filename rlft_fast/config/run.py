@@ -77,7 +77,7 @@ class EvaluationConfig(Section):
     every: NonNegativeInt = 0
     """Also evaluate every so many steps; 0: only before and after."""
     function: str | dict[str, float] | None = None
-    """What accuracy is, in place of reward.function and reward.model, for a reward that is not; null: the reward."""
+    """Judges held-out answers instead of reward.function and reward.model, with their time limit; null: these do."""
 
 
 class CheckpointConfig(Section):
@@ -153,8 +153,12 @@ class Config(Section):
             raise ValueError("algorithm.mini_batches is larger than the number of samples per step")
         if self.reward.function is None and self.reward.model is None and self.data.task is None:
             raise ValueError("reward.function is needed: only reasoning-gym tasks bring their own scoring")
-        if self.reward.timeout_s is not None and self.reward.function is None:
+        evaluation_function = None if self.evaluation is None else self.evaluation.function
+        if self.reward.timeout_s is not None and self.reward.function is None and evaluation_function is None:
             raise ValueError("reward.timeout_s is the limit of reward.function, which is not given")
+        for key, function in (("reward", self.reward.function), ("evaluation", evaluation_function)):
+            if function == {}:
+                raise ValueError(f"{key}.function names no function: leave it out, or name one")
         if self.reward.overlong_buffer > self.rollout.max_new_tokens:
             raise ValueError("reward.overlong_buffer is a part of rollout.max_new_tokens and cannot be longer")
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens

@@ -142,6 +142,8 @@ class Batch:
             ValueError: lists of different lengths, or an empty prompt; the message names the sample.
         """
         given = [support for support in supports if support is not None] or None
+        if given is not None and (len(given) != len(supports) or any(support.dim() != 2 for support in given)):
+            raise ValueError("supports must be a (tokens, K) tensor for every sample, or None for every sample")
         _check_lengths(prompts, completions, completion_masks, rollout_logprobs, given)
         sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
         lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))

@@ -85,7 +85,7 @@ def prepare_model_inputs(
         active_index=_move(active_index, device),
         target=_move(micro_batch.target_T[output_index], device),
         output_index=output_index,
-        support=None if support_TK is None else _move(support_TK[output_index].long(), device),
+        support=None if support_TK is None else _move(support_TK[output_index], device).long(),
         images=images,
         sequence_group=sequence_group,
     )

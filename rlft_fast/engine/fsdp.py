@@ -281,6 +281,8 @@ class FSDPEngine:
         return get_rank() // self.config.sequence_parallel
 
     def _inputs(self, micro_batch: Batch) -> ModelInputs:
+        if self.head != "logprob":
+            micro_batch = micro_batch.replace(support_TK=None)
         return prepare_model_inputs(
             micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group
         )

@@ -1,5 +1,11 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
+from rlft_fast.models.architectures import (
+    packed_implementation,
+    padded_implementation,
+    require_divisible_heads,
+    require_fixed_rope,
+)
 from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
 from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.loading import (
@@ -14,12 +20,6 @@ from rlft_fast.models.loading import (
 from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
 from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head
-from rlft_fast.models.support import (
-    packed_implementation,
-    padded_implementation,
-    require_divisible_heads,
-    require_fixed_rope,
-)
 
 __all__ = [
     "PACKED_ATTENTION",

@@ -123,9 +123,10 @@ def grouped_attention(
     Returns:
         (B, n, heads, value_dim) and None (no attention weights).
     """
+    _refuse_other_scores(module, None, options)
     one_query = query.shape[2] == 1 and key.shape[1] < query.shape[1]
     same_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
-    if not (one_query and same_for_all_heads) or any(options.get(name) is not None for name in _OTHER_SCORES):
+    if not (one_query and same_for_all_heads):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
     output = scaled_dot_product_attention(

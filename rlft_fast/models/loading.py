@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlft_fast.models.architectures import packed_implementation, require_packed_attention
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
-from rlft_fast.models.support import packed_implementation, require_packed_attention
 from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, load_weights, materialize
 

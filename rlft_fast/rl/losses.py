@@ -97,8 +97,8 @@ class PolicyLoss:
             logprob_T: (T,) log-probability of the sampled tokens under the policy, with gradient.
             entropy_T: (T,) entropy of the policy; may be None where the loss does not read it.
             *fields: (T,) each, as `fields` names them: old_logprob_T, the log-probability that the ratio is taken
-                against (`on_policy`: rollout_logprob_T), advantage_T, loss_weight_T from `loss_weights` of the whole
-                batch, and so on.
+                against (`on_policy`: rollout_logprob_T in its place, for the metrics alone), advantage_T, loss_weight_T
+                from `loss_weights` of the whole batch, and so on.
             sequence_mean: (T,) to (T,), the detached mean over each token's sequence; where `needs_sequences`.
 
         Returns:

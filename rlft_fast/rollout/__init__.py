@@ -2,7 +2,16 @@
 
 from rlft_fast.rollout.build import build_rollout
 from rlft_fast.rollout.hf import HFRollout
-from rlft_fast.rollout.types import Completion, Rollout, SamplingParams
+from rlft_fast.rollout.types import Completion, Rollout, SamplingParams, with_ties
 from rlft_fast.rollout.vllm import RolloutError, VLLMRollout
 
-__all__ = ["Completion", "HFRollout", "Rollout", "RolloutError", "SamplingParams", "VLLMRollout", "build_rollout"]
+__all__ = [
+    "Completion",
+    "HFRollout",
+    "Rollout",
+    "RolloutError",
+    "SamplingParams",
+    "VLLMRollout",
+    "build_rollout",
+    "with_ties",
+]

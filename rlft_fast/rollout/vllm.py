@@ -17,7 +17,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.hf import end_token_ids
-from rlft_fast.rollout.types import Completion, SamplingParams
+from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
 from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateEngine
 
@@ -42,7 +42,7 @@ class VLLMRollout:
         max_tokens: most tokens of a sequence, prompt and completion.
 
     Attributes:
-        weight_version: number of syncs; nothing can be sampled before the first.
+        weight_version: of the weights that it samples from; every `sync` adds 1.
 
     Raises:
         ValueError: vLLM is missing, its version has not what is needed, it does not know the model, or the settings do
@@ -60,6 +60,7 @@ class VLLMRollout:
         self.max_tokens = max_tokens
         self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
         self.weight_version = 0
+        self.has_weights = False
         self.server = self._start()
 
     def _start(self) -> ColocatedEngine | SeparateEngine:
@@ -80,12 +81,16 @@ class VLLMRollout:
             RolloutError: vLLM did not take all of them, or (``check_weights``) not as they were sent.
         """
         self.weight_version += 1
+        self._load()
+
+    def _load(self) -> None:
         try:
             received = self.server.load(self.weight_version)
         except Exception as error:
             raise RolloutError(f"vLLM did not take over weights {self.weight_version}: {error}") from error
         if self.config.vllm.check_weights:
             require_agreement(f"weights of version {self.weight_version}", received)
+        self.has_weights = True
 
     def sleep(self) -> None:
         self.server.sleep()
@@ -107,14 +112,14 @@ class VLLMRollout:
             ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
             RolloutError: vLLM failed twice.
         """
-        check_request(prompts, params.max_new_tokens, self.max_tokens, self.weight_version)
+        check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
         failure = self._try(prompts, seeds, params)
         if isinstance(failure, list):
             return failure
         self.server.close()
         self.server = self._start()
-        self.sync()
+        self._load()
         again = self._try(prompts, seeds, params)
         if isinstance(again, list):
             return again
@@ -151,34 +156,30 @@ class VLLMRollout:
             top_k=params.top_k or 0,
             top_p=params.top_p,
             seed=seed,
-            logprobs=self._num_logprobs(params.support_size),
+            logprobs=self._num_logprobs(params),
             flat_logprobs=True,
             stop_token_ids=self.eos_token_ids,
             stop=list(params.stop),
             detokenize=bool(params.stop),
         )
 
-    def _num_logprobs(self, support_size: int | None) -> int:
-        """Of how many tokens to ask for the log-probability, besides the sampled one: of all that are kept.
-
-        vLLM (0.32, without Triton) keeps all tokens whose logit equals the last one's that top-k keeps. bfloat16
-        logits are 2^-8 apart and often equal, a few per cent of ``top_k`` at the cut.
-        """
-        if support_size is None:
+    def _num_logprobs(self, params: SamplingParams) -> int:
+        """Of how many tokens to ask for the log-probability, besides the sampled one: of all that are kept."""
+        if params.support_size is None:
             return 0
         assert isinstance(self.engine.model, PolicyModel)
         vocab_size = self.engine.model.model.config.get_text_config().vocab_size
-        return min(support_size + support_size // 4 + 8, vocab_size)
+        return min(with_ties(params.support_size), vocab_size)
 
 
-def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tokens: int, weight_version: int) -> None:
+def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tokens: int, has_weights: bool) -> None:
     """Raises ValueError on all ranks if it does on one, so that no rank waits for another that has given up.
 
     Args:
         prompts: this rank's own.
         max_new_tokens: most tokens of a completion.
         max_tokens: most tokens of a sequence that vLLM was started for.
-        weight_version: number of syncs.
+        has_weights: whether there was a sync.
     """
     problem = None
     longest = max(map(len, prompts), default=0) + max_new_tokens
@@ -187,7 +188,7 @@ def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tok
             f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_tokens}: raise "
             "rollout.max_prompt_tokens or rollout.max_new_tokens"
         )
-    if weight_version == 0:
+    if not has_weights:
         problem = "vLLM has no weights yet: call sync() before generate()"
     if any_rank(problem is not None):
         raise ValueError(problem or "vLLM cannot take the prompts of another process, which says why")
@@ -225,8 +226,9 @@ def completion_of(sample: Any, weight_version: int) -> Completion:
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
     tokens = list(sample.token_ids)
-    ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(len(tokens), -1)
-    logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(len(tokens), -1)
+    shape = (len(tokens), -1 if tokens else 1)
+    ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(shape)
+    logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(shape)
     support = _support(ids, logprobs) if ids.shape[1] > 1 else None
     return Completion(tokens, logprobs[:, 0].tolist(), sample.finish_reason, weight_version, support)
 

@@ -76,6 +76,7 @@ class Objective:
         config = self.config
         read_before = (
             config.rollout_correction != "none"
+            or config.mask_truncated  # the metrics are of all samples, the update is not
             or config.policy_loss in _SELECTIONS
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
             or "old_logprob_T" in parameter_names(self.advantage)

@@ -18,7 +18,7 @@ _PANELS = {
     "tokens_per_second": "Throughput [tokens/s]",
 }
 # Okabe and Ito's palette without its yellow: told apart by colour-blind readers and in print.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _NUM_SMOOTHED = 20  # from so many points on a series also gets a running mean, over a tenth of it
 
 Series = tuple[list[int], list[float]]
@@ -97,7 +97,7 @@ def _series(rows: list[dict[str, Any]], name: str) -> Series:
 def _legend(runs: list[Path]) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=_COLORS[i % len(_COLORS)], linewidth=2) for i in range(len(runs))]
+    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2) for i in range(len(runs))]
     return handles, [str(run) for run in runs]
 
 
@@ -105,7 +105,7 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for i, (steps, values) in enumerate(series_by_run):
-        color = _COLORS[i % len(_COLORS)]
+        color = COLORS[i % len(COLORS)]
         if name == "accuracy" or len(values) < _NUM_SMOOTHED:  # few points, each worth seeing
             axis.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4)
         else:

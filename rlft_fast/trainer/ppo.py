@@ -26,7 +26,7 @@ from rlft_fast.engine.distributed import (
 )
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import ValueLoss, explained_variance, mismatch_from_sums
-from rlft_fast.rollout import SamplingParams, build_rollout
+from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
@@ -88,6 +88,7 @@ class PPOTrainer:
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
         ).initialize()
+        self._check_support()
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
         if config.critic is not None:
@@ -108,6 +109,18 @@ class PPOTrainer:
             self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
         )
         self.seconds: dict[str, float] = {}  # of the current step, by part
+
+    def _check_support(self) -> None:
+        """Before the first rollout: the op would refuse a support whose weight rows exceed its workspace after it."""
+        top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
+        if top_k is None:
+            return
+        row_bytes = 4 * with_ties(top_k) * self.actor.model.backbone.config.get_text_config().hidden_size
+        if row_bytes > workspace_mib * 2**20:
+            raise ValueError(
+                f"rollout.top_k is {top_k}: the weight rows of one support may take {row_bytes} bytes, the workspace "
+                f"has {workspace_mib} MiB: lower it, or set actor.workspace_mib to {-(-row_bytes // 2**20)}"
+            )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -259,9 +272,9 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""
-        for judge in filter(None, (self.judge, self.evaluation_judge)):
-            judge.close()
-        self.rollout.close()
+        with contextlib.ExitStack() as stack:  # each, also if one of them fails
+            for part in filter(None, (self.rollout, self.evaluation_judge, self.judge)):
+                stack.callback(part.close)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_supports_stand_where_tokens_are_predicted():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="token 2 is not among the 3 ids that it was sampled among"):
         Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1], [1, -1, -1]])])
-    with pytest.raises(ValueError, match="got 2 prompts but 1 completions, masks, log-probs or supports"):
+    with pytest.raises(ValueError, match="tensor for every sample, or None for every sample"):
         Batch.from_samples([[5], [5]], [[1], [1]], supports=[torch.tensor([[1]]), None])
     with pytest.raises(ValueError, match="sample 0 has 2 completion tokens but 1 values"):
         Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1]])])

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlft_fast.models import PACKED_ATTENTION
-from rlft_fast.models.support import require_packed_attention
+from rlft_fast.models.architectures import require_packed_attention
 
 pytestmark = pytest.mark.slow
 

@@ -37,6 +37,13 @@ def run(model, tmp_path, capsys):
     return call
 
 
+def test_a_support_that_the_head_has_no_room_for(run):
+    code, _, error = run(rollout__top_k=100_000, actor__workspace_mib=1)
+    assert code == 1
+    assert "rollout.top_k is 100000" in error
+    assert "set actor.workspace_mib to 16" in error
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 

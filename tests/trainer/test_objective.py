@@ -161,6 +161,7 @@ def test_a_single_step_needs_no_pass_for_old_logprobs(options, model, tmp_path):
         ({"rollout_correction": "bypass", "high_entropy_share": 0.5}, ("entropy",)),
         ({"epochs": 2}, ("logprob",)),
         ({"mini_batches": 2}, ("logprob",)),
+        ({"mask_truncated": True}, ("logprob",)),  # whose metrics tell of all samples, an update of some
         ({"rollout_correction": "token-mask"}, ("logprob",)),
         ({"policy_loss": "kl-cov"}, ("logprob",)),
         ({"kl_coef": 0.1, "kl_in": "reward"}, ("logprob",)),
