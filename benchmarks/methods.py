@@ -49,7 +49,7 @@ METHODS = {
     "gspo": Method("GSPO", "one ratio per sequence, with its own bounds; mean over sequences; equal groups stay"),
     "ppo_reward_model": Method(
         "PPO",
-        "a critic (GAE) and a trained reward model; 24 steps of 64 answers, not of 128; half the entropy bonus",
+        "a critic (GAE) and a trained reward model; 16 steps of 64 answers, not 28 of 128; half the entropy bonus",
         seeds=(0, 1, 2),
         reward="reward model",
     ),
