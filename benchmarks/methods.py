@@ -49,9 +49,9 @@ METHODS = {
     "gspo": Method("GSPO", "one ratio per sequence, with its own bounds; mean over sequences; equal groups stay"),
     "ppo_reward_model": Method(
         "PPO",
-        "a critic (GAE); the score of a trained reward model is added to the reward; 16 steps of 64 answers, not 28 of 128; half the entropy bonus",
+        "a critic (GAE); a reward model beside the rule; 16 steps of 64 answers, not 28 of 128; half the entropy bonus",
         seeds=(0, 1, 2),
-        reward="right answers, and the score of the reward model",
+        reward="right answers + reward model",
     ),
 }
 
