@@ -9,8 +9,8 @@ TORCH_INDEX ?=
 SEED        ?= 0
 # What generates in the demo: hf or vllm; empty: vllm where it is installed.
 ROLLOUT     ?=
-# What the benchmarks run beside; without their dependencies, which would replace torch.
-PEERS       ?= trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+# What `make bench` runs beside, and TRL; without their dependencies, which would replace torch.
+PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -101,12 +101,10 @@ bench: install
 
 # One GRPO update beside TRL's, on the demo's model, which is converted first if it is missing.
 bench-engine: install
-	$(PIP) --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.bench_engine
 
 # A whole GRPO step beside TRL's, with vLLM too where it is installed; ten minutes on two cores that do nothing else.
 bench-step: install
-	$(PIP) --no-deps $(PEERS)
 	$(BIN)/python -m benchmarks.bench_step
 
 clean:

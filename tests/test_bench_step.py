@@ -8,7 +8,6 @@ from benchmarks.bench_step import OURS, check_same_work, run, timed_tokens
 from benchmarks.step_report import write_report
 from benchmarks.step_workload import Work
 
-pytest.importorskip("trl")
 pytest.importorskip("reasoning_gym")
 
 

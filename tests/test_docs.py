@@ -39,11 +39,10 @@ def test_readme():
     torch.testing.assert_close(names["fused"].logprob, names["logprob"], rtol=0, atol=1e-5)
 
 
-def test_ops(tmp_path, monkeypatch):
+def test_ops(tmp_path, monkeypatch, tiny_model):
     torch.manual_seed(0)
-    monkeypatch.chdir(tmp_path)  # the Trainer makes a folder for its output
-    names: dict[str, Any] = {}
-    run_examples(ROOT / "docs" / "ops.md", names)
+    monkeypatch.chdir(tmp_path)  # the trainers make a folder for their output
+    run_examples(ROOT / "docs" / "ops.md", {"MODEL": str(tiny_model("llama"))})
 
 
 def test_methods():
