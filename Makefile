@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 SEED        ?= 0
 # What generates in the demo: hf or vllm; empty: vllm where it is installed.
 ROLLOUT     ?=
-# What `make bench` runs beside, and TRL; without their dependencies, which would replace torch.
+# The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
 BIN       := $(VENV)/bin

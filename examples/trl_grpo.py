@@ -49,7 +49,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                 raise ValueError(f"FusedGRPOTrainer does not know {what}: {advice}, or use trl.GRPOTrainer")
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """TRL's own method cuts the batch and asks the model for what is behind `labels`; here we answer."""
+        """TRL's own slices the batch and calls `model(..., labels=..., fused_lm_head=True)`: what answers is ours."""
 
         def answer(*, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
             scored = {"logprob_targets": pad(labels[:, 1:], (0, 1), value=-100), "temperature": self.temperature}
