@@ -1,10 +1,12 @@
 """The process group, and the two collectives that trainers need besides FSDP's own. One process is world size 1."""
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +45,31 @@ def leave_process_group() -> None:
     """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        # FSDP2 keeps gloo's threads alive (torch 2.13). One that drops its last tensor asks for the interpreter's lock,
-        # and if the interpreter is already shutting down, the process aborts: give it the lock now.
-        time.sleep(0.1)
+        _let_gloo_finish()
+
+
+def _let_gloo_finish() -> None:
+    """Waits until gloo's threads rest; FSDP2's caches keep them alive (torch 2.13).
+
+    A collective returns before gloo's thread has dropped its tensors, for which it may need the interpreter's lock. If
+    the interpreter is already shutting down, the process aborts, after all its work is done. Sleeping gives the lock
+    away; a thread that then still has something to do is running, or ready to. Gives up after some seconds.
+    """
+    rests = 0
+    for _ in range(100):
+        time.sleep(0.05)
+        rests = 0 if _gloo_is_running() else rests + 1
+        if rests == 2:  # at the first look a thread may have been waiting for the lock that we held
+            return
+
+
+def _gloo_is_running() -> bool:
+    for task in Path("/proc/self/task").glob("*/stat"):  # Linux: elsewhere there are none
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = task.read_text().rpartition(") ")
+            if "gloo" in name and rest.startswith("R"):
+                return True
+    return False
 
 
 def _backend() -> str:
