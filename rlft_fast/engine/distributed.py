@@ -135,6 +135,17 @@ def barrier() -> None:
         dist.barrier()
 
 
+def accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Adds a micro-batch's 0-d tensors to the totals, in float32, as `all_reduce` adds those of the ranks."""
+    for name, value in values.items():
+        if name not in totals:
+            totals[name] = value.float()
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value
+
+
 def all_reduce(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Adds 0-d tensors over all ranks, two collectives in all; names that end in ``_max`` are reduced by maximum."""
     if get_world_size() == 1:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
+from rlft_fast.engine.distributed import all_gather_ragged
 from rlft_fast.models import ModelInputs, require_fixed_rope
 from rlft_fast.models.vision import (
     ImageInputs,
@@ -110,6 +111,20 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, inputs: ModelInp
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
     values_T[inputs.output_index] = values_A.float().cpu()
     return values_T
+
+
+def gather_outputs(own_T: Tensor, batch: Batch, plan: MicroBatchPlan, sequence_group: ProcessGroup | None) -> Tensor:
+    """The ranks' outputs together, on the CPU, in the order of the batch instead of the plan's."""
+    share = 1
+    if sequence_group is not None:
+        share = sequence_group.size()
+        all_reduce(own_T, group=sequence_group)  # each has its own rows' results, and zeros
+    sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
+    parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
+    planned_T = torch.cat([part.cpu() for part in parts[::share]])
+    restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
+    assert restored_T is not None
+    return restored_T
 
 
 def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -12,15 +12,14 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
 from rlft_fast.engine.build import Head, build_model, require_same_model, shard
 from rlft_fast.engine.distributed import (
-    all_gather_ragged,
+    accumulate,
     all_reduce,
     get_device,
     get_rank,
@@ -30,24 +29,16 @@ from rlft_fast.engine.distributed import (
 from rlft_fast.engine.forward import (
     active_fields,
     check_batch,
+    gather_outputs,
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
     sequence_mean,
 )
-from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces
-from rlft_fast.engine.wrap import describe_units, discard_gradients, reshard
-from rlft_fast.models import (
-    ModelInputs,
-    PolicyModel,
-    RLModel,
-    adapter_parameters,
-    disabled_lora,
-    load,
-    low_rank_factors,
-)
-from rlft_fast.models.weights import checkpoint_tensors, load_weights
+from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces, weight_sources
+from rlft_fast.engine.wrap import describe_units, no_leftovers, reshard
+from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
@@ -134,7 +125,8 @@ class FSDPEngine:
         load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
-            self._load_masters(self.optimizer)
+            if self.config.param_dtype == "bfloat16" and self.config.lora is None:
+                load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
             self.to("cpu")
         return self
@@ -142,14 +134,6 @@ class FSDPEngine:
     @property
     def trains(self) -> bool:
         return self.num_training_steps is not None
-
-    def _load_masters(self, optimizer: FusedAdamW) -> None:
-        """float32 masters of bfloat16 weights come from the files too: made from the weights they would be rounded."""
-        if self.config.param_dtype == "bfloat16" and self.config.lora is None:
-            optimizer.initialize_state()
-            tensors = checkpoint_tensors(self.model.pretrained).items()
-            masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors if tensor.requires_grad}
-            load_weights(self.path, self.model.pretrained, into=masters)
 
     # ---- where it lives -----------------------------------------------------------------------------------------
 
@@ -235,7 +219,7 @@ class FSDPEngine:
                 for name in outputs:
                     parts[name].append(prepare_model_outputs(results[name], micro_batch, inputs))
             reshard(self.model)
-        return {name: self._gather(torch.cat(parts[name]), batch, plan) for name in outputs}
+        return {name: gather_outputs(torch.cat(parts[name]), batch, plan, self.sequence_group) for name in outputs}
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
@@ -258,18 +242,6 @@ class FSDPEngine:
         asking = batch.asking_at_the_end()
         scores_T = self.infer(asking, ("score",))["score"]
         return scores_T[asking.loss_mask_T]
-
-    def _gather(self, own_T: Tensor, batch: Batch, plan: MicroBatchPlan) -> Tensor:
-        """Puts the ranks' results together and back into the order of the batch."""
-        if self.sequence_group is not None:
-            dist.all_reduce(own_T, group=self.sequence_group)  # each has its own rows' results, and zeros
-        share = self.config.sequence_parallel
-        sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
-        parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
-        planned_T = torch.cat([part.cpu() for part in parts[::share]])
-        restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
-        assert restored_T is not None
-        return restored_T
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
         check_batch(batch, self.model.backbone)
@@ -319,10 +291,10 @@ class FSDPEngine:
         micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
         totals: dict[str, Tensor] = {}
         with self.train_mode():
-            with self._no_leftovers():
+            with no_leftovers(self.model):
                 for i, micro_batch in enumerate(micro_batches):
                     self._reduce_gradients(self.config.reduce_every_micro_batch or i == len(micro_batches) - 1)
-                    _accumulate(totals, self._forward_backward(micro_batch, loss, scale))
+                    accumulate(totals, self._forward_backward(micro_batch, loss, scale))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
@@ -349,15 +321,6 @@ class FSDPEngine:
         total = total * scale
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
         return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
-
-    @contextlib.contextmanager
-    def _no_leftovers(self) -> Iterator[None]:
-        """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
-        try:
-            yield
-        except BaseException:
-            discard_gradients(self.model)
-            raise
 
     def _reduce_gradients(self, enabled: bool) -> None:
         if isinstance(self.model, FSDPModule):
@@ -404,21 +367,9 @@ class FSDPEngine:
         reshard(self.model)
         yield from stream_pieces(self.weight_sources(dtype), bucket_bytes, self.device)
 
-    @torch.no_grad()
     def weight_sources(self, dtype: torch.dtype | None = None) -> Iterator[Source]:
         """What `named_weights` streams, still in shards; the model must not be gathered."""
-        factors = low_rank_factors(self.model)
-        seen: set[int] = set()
-        for name, tensor in checkpoint_tensors(self.model.pretrained).items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            state = self.optimizer.state.get(tensor, {}) if self.optimizer is not None else {}
-            weight = state.get("master", tensor.detach())
-            if name in factors:
-                weight = _merged(weight, *factors[name])
-            cast = dtype if isinstance(tensor, nn.Parameter) else None
-            yield Source(name, weight, cast or weight.dtype)
+        return weight_sources(self.model, self.optimizer, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
@@ -441,25 +392,3 @@ class FSDPEngine:
 
     def load_counters(self, counters: dict[str, int]) -> None:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
-
-
-def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
-    if not isinstance(weight, DTensor):
-        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
-    assert isinstance(up, DTensor)
-    assert isinstance(down, DTensor)
-    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
-def _accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    for name, value in values.items():
-        if name not in totals:
-            totals[name] = value.float()
-        elif name.endswith("_max"):
-            totals[name] = torch.maximum(totals[name], value)
-        else:
-            totals[name] = totals[name] + value

@@ -1,4 +1,4 @@
-"""AdamW with parameter groups by rule, and learning-rate schedules."""
+"""AdamW with parameter groups by rule, its master weights, and learning-rate schedules."""
 
 import math
 from collections.abc import Iterable
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
+from rlft_fast.models import RLModel
+from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW
 
 
@@ -20,6 +22,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
         [group for group in groups if group["params"]],
         lr=config.learning_rate, betas=config.betas, eps=config.eps,
     )  # fmt: skip
+
+
+def load_masters(path: str, model: RLModel, optimizer: FusedAdamW) -> None:
+    """Reads float32 masters of bfloat16 weights from the model's files: made from the weights they would be rounded."""
+    optimizer.initialize_state()
+    tensors = checkpoint_tensors(model.pretrained).items()
+    masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors if tensor.requires_grad}
+    load_weights(path, model.pretrained, into=masters)
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, num_steps: int) -> float:

@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlft_fast.engine.mesh import shard_numel
+from rlft_fast.models import RLModel, low_rank_factors
+from rlft_fast.models.weights import checkpoint_tensors
+from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
 _ALIGNMENT = 16  # bytes; pieces are read back as tensors of their dtype
@@ -43,6 +46,41 @@ class Piece(NamedTuple):
     """(N,) in the dtype that was asked for. Of a sharded weight it is valid until the next piece is asked for."""
     borrowed: bool
     """Whether ``data`` lies in the bucket."""
+
+
+@torch.no_grad()
+def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
+    """A model's weights by their names in its checkpoint, still in shards: tied ones once, adapters merged.
+
+    Args:
+        model: not gathered.
+        optimizer: its float32 masters stand for the weights that have one.
+        dtype: of the parameters at the other end; None: as they are kept. Buffers keep theirs.
+    """
+    factors = low_rank_factors(model)
+    seen: set[int] = set()
+    for name, tensor in checkpoint_tensors(model.pretrained).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        state = optimizer.state.get(tensor, {}) if optimizer is not None else {}
+        weight = state.get("master", tensor.detach())
+        if name in factors:
+            weight = _merged(weight, *factors[name])
+        cast = dtype if isinstance(tensor, nn.Parameter) else None
+        yield Source(name, weight, cast or weight.dtype)
+
+
+def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
+    if not isinstance(weight, DTensor):
+        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
+    assert isinstance(up, DTensor)
+    assert isinstance(down, DTensor)
+    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.device) -> Iterator[Piece]:

@@ -5,6 +5,7 @@ A unit's weights are gathered together, before it runs, and given back after. Un
 embedding and head stay in the root: two units would each own a copy, and train them apart.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -147,7 +148,17 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def discard_gradients(model: nn.Module) -> None:
+@contextlib.contextmanager
+def no_leftovers(model: nn.Module) -> Iterator[None]:
+    """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
+    try:
+        yield
+    except BaseException:
+        _discard_gradients(model)
+        raise
+
+
+def _discard_gradients(model: nn.Module) -> None:
     """Drops gradients, also those that FSDP has accumulated but not reduced, and what a failed pass left half done."""
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
         model.reset_iter_state()
