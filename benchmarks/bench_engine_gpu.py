@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.document import table
 from benchmarks.engine_profile import profile_step
 from benchmarks.harness import DEVICE, environment, synchronise
-from benchmarks.report import table
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine

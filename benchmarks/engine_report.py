@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.engine_profile import PARTS
 from benchmarks.engine_workload import Workload, make_workload
 from benchmarks.harness import environment
-from benchmarks.plot import OURS_COLOR
-from benchmarks.report import Bar, bar_table, table, versions
+from benchmarks.plot import OURS_COLOR, save
 from benchmarks.sides import Side
 
 MAX_TIME_RATIO, MAX_MEMORY_RATIO, MAX_HOST_SHARE = 0.7, 0.6, 0.03
@@ -62,26 +60,21 @@ def write_report(
     ]
     facts = environment() | versions() | {"threads": str(arguments["threads"])}
     sections = [
-        "# One GRPO update beside TRL",
-        "\n".join(f"- {key}: {value}" for key, value in facts.items()),
-        "![](engine.png)",
         "## Bars", bar_table(bars),
         "## Updates", side_table(sides, workload.num_tokens),
         AGREEMENT.format(difference=difference),
         "## Time by part", part_table(share, workload.num_tokens),
         "## Method", method(workload, arguments["rounds"]),
     ]  # fmt: skip
-    output: Path = arguments["output"]
-    output.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(sections) + "\n"
-    (output / "engine.md").write_text(text)
     raw = {
         "environment": facts, "updates": {side.name: side.steps for side in sides}, "parts": parts,
         "num_tokens": workload.num_tokens, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars],
     }  # fmt: skip
-    (output / "engine.json").write_text(json.dumps(raw, indent=1) + "\n")
-    save_plot(sides, share, output / "engine.png", f"{facts['cpu']}, {facts['date']}, {workload.num_tokens} tokens")
-    print(text)
+    subtitle = f"{facts['cpu']}, {facts['date']}, {workload.num_tokens} tokens"
+    write_files(
+        arguments["output"], "engine", "One GRPO update beside TRL", facts, sections, raw,
+        lambda path: save_plot(sides, share, path, subtitle),
+    )  # fmt: skip
     return ratios | {"against": rival.name, "holds": all(bar.holds for bar in bars)}
 
 
@@ -95,7 +88,7 @@ def method(workload: Workload, rounds: int) -> str:
         num_sequences=len(prompts), num_prompts=len(prompts) // 4, num_samples=4, lengths=", ".join(described),
         rounds=rounds,
     )  # fmt: skip
-    return "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in text.split("\n\n"))
+    return fill(text)
 
 
 def side_table(sides: list[Side], num_tokens: int) -> str:
@@ -149,6 +142,4 @@ def save_plot(sides: list[Side], share: dict[str, float], path: Path, subtitle: 
     axes["parts"].legend(ncols=len(share), fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.45, 1.6))
     for axis in axes.values():
         axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path, subtitle)

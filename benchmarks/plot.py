@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.harness import Measurement, Results
 from benchmarks.ways import OURS
@@ -54,9 +55,14 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
             _line(right, max_extra_mib)
         axes[-1, 0].set_xlabel("time, s   (line: the bare GEMMs)")
         axes[-1, 1].set_xlabel(f"memory beyond inputs and outputs, MiB   (line: {max_extra_mib:g})")
-        figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        save(figure, path, subtitle)
+
+
+def save(figure: Figure, path: Path, subtitle: str) -> None:
+    """Writes the picture with its subtitle, and gives back its memory."""
+    figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], label: str) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest, scaling
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
+from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
 from benchmarks.ways import DTYPE, OURS
 from rlft_fast.ops.backends import device_name, dtype_name
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "triton")
 MAX_EXTRA_MIB = 96
 
 METHOD = """\
@@ -58,24 +54,6 @@ FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
 MAX_RATIO = {"no grad": 1.12} if DEVICE.type == "cpu" else {"no grad": 1.10, "forward + backward": 1.12}
 DEFAULT_MAX_RATIO = 1.15
 SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # a GPU's GEMMs are so fast there that what is between them decides
-
-
-class Bar(NamedTuple):
-    """One number that must hold."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool = True
-    unit: str = ""
-
-    @property
-    def requirement(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.limit:g}{self.unit}"
-
-    @property
-    def holds(self) -> bool:
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -164,25 +142,6 @@ def adamw_bars(results: Results) -> Iterator[Bar]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table whose columns line up; the first is text, the others numbers."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    rule = tuple("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths))
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        return f"| {' | '.join(cells)} |"
-
-    return "\n".join(map(line, (header, rule, *rows)))
-
-
-def bar_table(bars: list[Bar]) -> str:
-    rows = [(bar.name, f"{bar.value:.3g}{bar.unit}", bar.requirement, "pass" if bar.holds else "FAIL") for bar in bars]
-    return table(("bar", "measured", "required", "result"), rows)
-
-
 UNIT, UNITS_PER_SECOND, DECIMALS = ("s", 1, 3) if DEVICE.type == "cpu" else ("ms", 1e3, 2)
 
 
@@ -235,33 +194,22 @@ def small_table(results: Results) -> str:
     return table(("what", "time, ms"), rows)
 
 
-def markdown(
-    name: str, facts: dict[str, str], method: str, bars: list[Bar], results: Results, scan: Results, scaled: Results,
-    small: Results,
-) -> str:  # fmt: skip
+def sections(
+    method: str, bars: list[Bar], results: Results, scan: Results, scaled: Results, small: Results
+) -> list[str]:
     tasks = dict.fromkeys(n.split(" | ")[0] for n in results.measured if not n.startswith("floor"))
-    parts = [
-        f"# Benchmarks on the {DEVICE.type.upper()}",
-        "\n".join(f"- {key}: {value}" for key, value in facts.items()),
-        f"![]({name}.png)",
-    ]
-    parts += ["## Bars", bar_table(bars), "## Method", method]
+    parts = ["## Bars", bar_table(bars), "## Method", method]
     for task in tasks:
         parts += [f"## {task}", task_table(results, task)]
     if scaled.measured:
         parts += [f"## Threads and bfloat16, at {scaling.SHAPE}", scaling_table(scaled)]
-    parts += ["## Floor: bare GEMMs by chunk", scan_table(scan), "## Packing, planning and AdamW", small_table(small)]
-    return "\n\n".join(parts) + "\n"
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in PEERS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return [
+        *parts,
+        "## Floor: bare GEMMs by chunk",
+        scan_table(scan),
+        "## Packing, planning and AdamW",
+        small_table(small),
+    ]
 
 
 def main() -> None:
@@ -289,27 +237,19 @@ def main() -> None:
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
         device_method=DEVICE_METHOD[DEVICE.type],
     )  # fmt: skip
-    method = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in method.split("\n\n"))
-    text = markdown(args.name, facts, method, bars, results, scan, scaled, small)
-
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"{args.name}.md").write_text(text)
     raw = {name: asdict(part) for name, part in (
         ("linear_logprob", results), ("floor_scan", scan), ("scaling", scaled), ("small", small)
     )}  # fmt: skip
     raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
-    (args.output / f"{args.name}.json").write_text(json.dumps(raw, indent=1) + "\n")
     floors = {task: floor_s(results, task) for task in TASKS}
-    save_plot(
-        results,
-        floors,
-        MAX_EXTRA_MIB,
-        args.output / f"{args.name}.png",
-        f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}",
-    )
+    subtitle = f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}"
+    write_files(
+        args.output, args.name, f"Benchmarks on the {DEVICE.type.upper()}", facts,
+        sections(fill(method), bars, results, scan, scaled, small), raw,
+        lambda path: save_plot(results, floors, MAX_EXTRA_MIB, path, subtitle),
+    )  # fmt: skip
     if args.fastest:
         fastest.write(args.fastest, fastest.entries(results, device_name(DEVICE), dtype_name(DTYPE), shape))
-    print(text)
 
 
 if __name__ == "__main__":

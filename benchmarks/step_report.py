@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.harness import environment
-from benchmarks.plot import OURS_COLOR
-from benchmarks.report import Bar, bar_table, table, versions
+from benchmarks.plot import OURS_COLOR, save
 from benchmarks.sides import Side
 from benchmarks.step_sides import PARTS
 from benchmarks.step_workload import Work
@@ -53,27 +51,19 @@ def write_report(sides: list[Side], work: Work, difference: float, threads: int,
     bar = Bar(f"time of a step / {rival.name}", ratios["time_ratio"], MAX_TIME_RATIO)
     facts = environment() | versions() | {"threads": str(threads)}
     sections = [
-        "# A whole GRPO step beside TRL",
-        "\n".join(f"- {key}: {value}" for key, value in facts.items()),
-        "![](step.png)",
         "## Bar", bar_table([bar]),
         "## Steps", side_table(sides, rival),
         "## Time by part, s", part_table(sides),
-        "## Method", method(work, difference, len(ours.seconds)),
+        "## Method", fill(METHOD.format(**asdict(work), difference=difference, rounds=len(ours.seconds))),
     ]  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(sections) + "\n"
-    (output / "step.md").write_text(text)
-    raw = {"environment": facts, "work": asdict(work), "steps": {side.name: side.steps for side in sides}}
-    (output / "step.json").write_text(json.dumps(raw | {"ratios": ratios}, indent=1) + "\n")
-    save_plot(sides, output / "step.png", f"{facts['cpu']}, {facts['date']}, SmolLM2-135M, 64 completions a step")
-    print(text)
+    steps = {side.name: side.steps for side in sides}
+    raw = {"environment": facts, "work": asdict(work), "steps": steps, "ratios": ratios}
+    subtitle = f"{facts['cpu']}, {facts['date']}, SmolLM2-135M, 64 completions a step"
+    write_files(
+        output, "step", "A whole GRPO step beside TRL", facts, sections, raw,
+        lambda path: save_plot(sides, path, subtitle),
+    )  # fmt: skip
     return ratios | {"against": rival.name, "holds": bar.holds}
-
-
-def method(work: Work, difference: float, rounds: int) -> str:
-    text = METHOD.format(**asdict(work), difference=difference, rounds=rounds)
-    return "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in text.split("\n\n"))
 
 
 def side_table(sides: list[Side], rival: Side) -> str:
@@ -120,6 +110,4 @@ def save_plot(sides: list[Side], path: Path, subtitle: str) -> None:
     for axis in (time, memory):
         axis.invert_yaxis()
         axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path, subtitle)
