@@ -180,10 +180,9 @@ class PolicyModel(nn.Module):
         Returns:
             (P * num_samples, L + new) token ids, samples of a prompt one after the other, and L.
         """
-        cache = None
+        position_ids, cache = (attention_mask.cumsum(1) - 1).clamp(min=0), None
         if prompt_ids.shape[1] > 1:
             # generate() itself runs the last prompt token, and with it whatever the cache does not hold.
-            position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
             prefill = self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
                 position_ids=position_ids[:, :-1], use_cache=True,
@@ -193,6 +192,8 @@ class PolicyModel(nn.Module):
         sequences = cast(Any, self.model).generate(
             prompt_ids.repeat_interleave(num_samples, 0),
             attention_mask=attention_mask.repeat_interleave(num_samples, 0),
+            # Qwen2-VL would take its own from the batch before, of another size.
+            position_ids=position_ids.repeat_interleave(num_samples, 0),
             past_key_values=cache,
             **options,
         )

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
@@ -18,7 +24,7 @@ from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
 from rlft_fast.rollout.hf import _draw, most_likely
 from tests.distributed import run_distributed
-from tests.tiny_models import EOS_TOKEN_ID, MODELS, save_tiny_model
+from tests.tiny_models import EOS_TOKEN_ID, MODELS, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
@@ -30,7 +36,8 @@ def make_rollout(path: Path, batch_size: int = 64) -> HFRollout:
 
 
 def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path)
+    auto_class = AutoModelForImageTextToText if path.name in VISION_MODELS else AutoModelForCausalLM
+    model = auto_class.from_pretrained(path)
     ids = torch.tensor([prompt])
     config = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID
@@ -46,7 +53,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     return torch.log_softmax(logits / temperature, -1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
     found = make_rollout(path).generate(PROMPTS, GREEDY)
@@ -55,8 +62,9 @@ def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
 
 # Everything at once, two prompts at a time, and fewer than one prompt's samples.
 @pytest.mark.parametrize("batch_size", [64, 4, 1])
-def test_batch_size_changes_nothing(tiny_model, batch_size):
-    path = tiny_model("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen2-vl"])  # the latter keeps positions from one batch to the next
+def test_batch_size_changes_nothing(tiny_model, name, batch_size):
+    path = tiny_model(name)
     params = SamplingParams(n=2, max_new_tokens=8, temperature=0.0)
     found = make_rollout(path, batch_size).generate(PROMPTS, params)
     assert [len(group) for group in found] == [2] * len(PROMPTS)
