@@ -1,16 +1,18 @@
-"""Every causal language model of the installed transformers: refused by name, or packed as it computes alone."""
+"""Every causal language model of the installed transformers: refused by name, or packed and sampled as it is alone."""
 
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlft_fast.models import PACKED_ATTENTION
-from rlft_fast.models.architectures import require_packed_attention
+from rlft_fast.models import PACKED_ATTENTION, PolicyModel
+from rlft_fast.models.architectures import padded_implementation, require_packed_attention
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +61,30 @@ def small_model(model_type: str) -> PreTrainedModel:
     return model
 
 
+def packed_logits(model: PreTrainedModel, parts: list[Tensor]) -> Tensor:
+    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    position_ids = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return model(
+        input_ids=torch.cat(parts, 1), position_ids=position_ids, use_cache=False, cu_seq_lens_q=boundaries,
+        cu_seq_lens_k=boundaries, max_length_q=max(LENGTHS), max_length_k=max(LENGTHS),
+    ).logits[0]  # fmt: skip
+
+
+def generated_logits(model: PreTrainedModel, parts: list[Tensor]) -> Tensor:
+    """(2 B, 2, V) as rollouts compute them: padding on the left, prefill, then token by token for two samples each."""
+    padding = [(max(LENGTHS) - n, 0) for n in LENGTHS]
+    ids, mask = (
+        torch.cat([pad(x, width) for x, width in zip(rows, padding, strict=True)])
+        for rows in (parts, [torch.ones_like(part) for part in parts])
+    )
+    model.generation_config = GenerationConfig()
+    model.set_attn_implementation(padded_implementation(model.config))
+    config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
+    output, _ = PolicyModel(model).generate(ids, mask, num_samples=2, generation_config=config)
+    return torch.stack(output.logits, 1)
+
+
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_refused_or_right(model_type):
     try:
@@ -71,14 +97,12 @@ def test_refused_or_right(model_type):
     except ValueError:
         assert model_type not in KNOWN_TO_WORK
         return
-    ids = torch.randint(3, 64, (1, sum(LENGTHS)))
-    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    parts = torch.randint(3, 64, (1, sum(LENGTHS))).split(LENGTHS, 1)
     with torch.no_grad():
         model.set_attn_implementation("eager")
-        expected = [model(input_ids=part, use_cache=False).logits[0] for part in ids.split(LENGTHS, 1)]
-        model.set_attn_implementation(PACKED_ATTENTION)
-        actual = model(
-            input_ids=ids, position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None], use_cache=False,
-            cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=12, max_length_k=12,
-        ).logits[0]  # fmt: skip
-    torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-4)
+        alone = [model(input_ids=part, use_cache=False).logits[0] for part in parts]
+        longer = [torch.cat([part, logits[-1:].argmax(1)[None]], 1) for part, logits in zip(parts, alone, strict=True)]
+        last_two = torch.stack([model(input_ids=part, use_cache=False).logits[0, -2:] for part in longer])
+        torch.testing.assert_close(packed_logits(model, parts), torch.cat(alone), rtol=0, atol=1e-4)
+        generated = generated_logits(model, parts)
+    torch.testing.assert_close(generated, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)
