@@ -71,18 +71,6 @@ def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dt
         yield Source(name, weight, cast or weight.dtype)
 
 
-def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
-    if not isinstance(weight, DTensor):
-        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
-    assert isinstance(up, DTensor)
-    assert isinstance(down, DTensor)
-    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
 def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.device) -> Iterator[Piece]:
     """Every element of every weight once; all ranks must iterate to the end.
 
@@ -139,6 +127,18 @@ def checksum(tensor: Tensor) -> str:
     """A short hash of a tensor's bytes, shape and dtype, the same on every device."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.data).hexdigest()[:16]
+
+
+def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
+    if not isinstance(weight, DTensor):
+        return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
+    assert isinstance(up, DTensor)
+    assert isinstance(down, DTensor)
+    local = _merged(weight.to_local(), up.to_local(), down.full_tensor(), scale)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 @dataclass(frozen=True, slots=True)
