@@ -85,7 +85,7 @@ def linear_logprob(
         ValueError: shapes, devices or option values that do not fit.
         TypeError: unsupported or mixed dtypes.
     """
-    hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
+    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
     check_inputs(
         hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
         threshold_T=threshold_T, active_index=active_index,
@@ -178,7 +178,7 @@ def linear_logprob_loss(
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
         TypeError: unsupported or mixed dtypes.
     """
-    hidden_TD, weight_VD, bias_V = _autocast(hidden_TD, weight_VD, bias_V)
+    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
     check_inputs(
         hidden_TD,
         weight_VD,
@@ -232,7 +232,8 @@ def linear_logprob_loss(
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts them as autocast, where it is on, would cast those of a linear layer."""
     device = hidden.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return hidden, weight, bias

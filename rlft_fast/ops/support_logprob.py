@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops.checks import check_inputs, check_targets, looks_at
-from rlft_fast.ops.linear_logprob import linear_logprob
+from rlft_fast.ops.linear_logprob import autocast_inputs, linear_logprob
 from rlft_fast.ops.reference import LinearLogprob, transform_logits
 
 
@@ -77,6 +77,7 @@ def support_logprob(
     if (support_TK is None) == (threshold_T is None):
         got = "neither" if support_TK is None else "both"
         raise ValueError(f"expected one of support_TK and threshold_T, got {got}: the ids or the smallest logit kept")
+    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
     options: dict[str, Any] = {
         "bias_V": bias_V, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
         "ignore_index": ignore_index, "return_entropy": return_entropy,

@@ -1,5 +1,6 @@
 """Log-probabilities over a sampling support, against plain masking of all logits."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -190,6 +191,21 @@ def test_bfloat16_statistics_are_float32():
     assert result.logprob.dtype == torch.float32
     result.logprob.sum().backward()
     assert weight.grad.dtype == torch.bfloat16
+
+
+def test_autocast_narrows_the_inputs_and_nothing_else():
+    hidden, weight, target, support = make_problem()
+
+    def compute(cast: Callable[[Tensor], Tensor], autocast: bool) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = support_logprob(cast(h), w if autocast else cast(w), target, support, return_entropy=True)
+        return [*out[:2], *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), [h, w])]
+
+    expected = compute(Tensor.bfloat16, autocast=False)
+    for cast in (Tensor.float, Tensor.bfloat16):  # the latter: hidden states of a layer under autocast, and its weight
+        for actual, same in zip(compute(cast, autocast=True), expected, strict=True):
+            assert torch.equal(actual, same)
 
 
 def test_opcheck_and_compile():
