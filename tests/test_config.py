@@ -213,6 +213,7 @@ def test_value_of_wrong_type_or_range(key, value):
         ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
         ({"algorithm.max_refills": 2}, "set that, too"),
         ({"algorithm.correction_high": 2.0}, "none has no bounds"),
+        ({"algorithm.correction_low": 0.0}, "none has no bounds"),
         ({"rollout.prompts_per_step": 1, "algorithm.mini_batches": 9}, "larger than the number of samples"),
         ({"data.path": "train.jsonl"}, "not both"),
         ({"data.task": None}, "give either path"),

@@ -97,7 +97,8 @@ class AlgorithmConfig(Section):
             raise ValueError("entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from")
         if self.max_refills and not self.skip_equal_groups:
             raise ValueError("max_refills replaces the prompts that skip_equal_groups leaves out: set that, too")
-        if self.rollout_correction in ("none", "bypass") and (self.correction_low or self.correction_high):
+        bounds = {self.correction_low, self.correction_high} - {None}
+        if self.rollout_correction in ("none", "bypass") and bounds:
             raise ValueError(f"rollout_correction: {self.rollout_correction} has no bounds: leave them out")
         return self
 

@@ -8,6 +8,7 @@ from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, resp
 from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
 from rlft_fast.rl.correction import (
     CORRECTIONS,
+    check_correction,
     correction_weights,
     mismatch_from_sums,
     mismatch_metrics,
@@ -35,6 +36,7 @@ __all__ = [
     "PolicyLossFunction",
     "SequenceMean",
     "ValueLoss",
+    "check_correction",
     "clip_cov_tokens",
     "compute_advantages",
     "correction_weights",

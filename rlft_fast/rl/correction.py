@@ -4,6 +4,7 @@ With w = π_old/μ of each token, μ the sampler's probability, an importance we
 bounded from above ("truncate") or dropped where it is out of bounds ("mask"). The log-ratio is clamped at ±20.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import torch
@@ -56,6 +57,27 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
 }
 
 
+def check_correction(name: str, **bounds: float) -> None:
+    """Refuses a correction that does not exist, and bounds that it does not take or that nothing lies between.
+
+    Args:
+        name: one of `CORRECTIONS`.
+        **bounds: `low` and `high` where they are not to be the correction's own.
+
+    Raises:
+        ValueError: see above.
+    """
+    if name not in CORRECTIONS:
+        raise ValueError(f"rollout correction is {name!r}, expected one of {', '.join(CORRECTIONS)}")
+    parameters = inspect.signature(CORRECTIONS[name]).parameters.values()
+    own: dict[str, float] = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if unknown := [bound for bound in bounds if bound not in own]:
+        raise ValueError(f"rollout correction {name} has no bound {unknown[0]!r}: it has {', '.join(own)}")
+    low, high = ((own | bounds).get(bound) for bound in ("low", "high"))
+    if low is not None and high is not None and not low < high:
+        raise ValueError(f"rollout correction {name} keeps weights from {low} to {high}: low must be below high")
+
+
 @torch.no_grad()
 def correction_weights(
     name: str,
@@ -79,10 +101,9 @@ def correction_weights(
         (T,) weights >= 0, zero outside the mask.
 
     Raises:
-        ValueError: Unknown correction, shapes that differ, or the sampler reported no log-probabilities.
+        ValueError: see `check_correction`; or shapes differ, or the sampler reported no log-probabilities.
     """
-    if name not in CORRECTIONS:
-        raise ValueError(f"rollout correction is {name!r}, expected one of {', '.join(CORRECTIONS)}")
+    check_correction(name, **bounds)
     if rollout_logprob_T is None:
         raise ValueError(
             f"rollout correction {name} compares with the sampler's log-probabilities, which this rollout did not "

@@ -16,6 +16,7 @@ from rlft_fast.rl import (
     AdaptiveEntropy,
     AdaptiveKL,
     PolicyLoss,
+    check_correction,
     clip_cov_tokens,
     compute_advantages,
     correction_weights,
@@ -46,6 +47,8 @@ class Objective:
     def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False) -> None:
         self.config = config
         self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
+        if self._corrects:
+            check_correction(config.rollout_correction, **self._bounds)
         self._loss = PolicyLoss(
             loss=config.policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
@@ -103,6 +106,16 @@ class Objective:
             "sum_prob_squared": "sum_prob_squared_T" in reads,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def _corrects(self) -> bool:
+        return self.config.rollout_correction not in ("none", "bypass")
+
+    @property
+    def _bounds(self) -> dict[str, float]:
+        """Those of the correction that are not to be its own."""
+        bounds = {"low": self.config.correction_low, "high": self.config.correction_high}
+        return {name: value for name, value in bounds.items() if value is not None}
 
     def _check_fields(self, has_critic: bool) -> None:
         missing: dict[str, str] = {}
@@ -167,12 +180,11 @@ class Objective:
         if config.high_entropy_share < 1.0:
             assert batch.entropy_T is not None
             weight_T *= high_entropy_tokens(batch.entropy_T, batch.loss_mask_T, config.high_entropy_share)
-        if config.rollout_correction not in ("none", "bypass"):
+        if self._corrects:
             assert batch.old_logprob_T is not None
-            bounds = {"low": config.correction_low, "high": config.correction_high}
             weight_T *= correction_weights(
                 config.rollout_correction, batch.old_logprob_T, batch.rollout_logprob_T, batch.loss_mask_T,
-                batch.cu_seqlens, **{name: value for name, value in bounds.items() if value is not None},
+                batch.cu_seqlens, **self._bounds,
             )  # fmt: skip
         return weight_T
 

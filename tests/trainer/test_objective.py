@@ -92,6 +92,10 @@ def test_coefficients_survive_as_json():
         ({"advantage": "gae"}, "whitened_gae reads value_T: it needs a critic"),
         ({"policy_loss": f"{OWN}:without_reward"}, "without_reward reads value_T: it needs a critic"),
         ({"policy_loss": "cispo", "loss_options": {"max_ratio": 2.0}}, "cispo has no option 'max_ratio'"),
+        ({"rollout_correction": "token-truncate", "correction_low": 0.5}, "token-truncate has no bound 'low'"),
+        ({"rollout_correction": "sequence-truncate", "correction_low": 0.0}, "no bound 'low': it has high"),
+        ({"rollout_correction": "token-mask", "correction_low": 5.0, "correction_high": 0.5}, r"from 5\.0 to 0\.5"),
+        ({"rollout_correction": "sequence-mask", "correction_low": 1.5}, r"from 1\.5 to 1\.002"),
     ],
 )
 def test_unusable_methods_are_refused_before_anything_runs(options, message):
