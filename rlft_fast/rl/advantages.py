@@ -6,6 +6,7 @@ and `lam`. It returns one advantage per sequence (B,), one per token (T,), or an
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from rlft_fast.data import Batch
@@ -46,6 +47,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: float = 1.0, lam: float = 1.0) -> Batch:
     """The batch with ``advantage_T``, zero outside the loss mask, and ``return_T`` where the estimator gives returns.
 
+    A batch without sequences gets both, empty, and no estimator has to think of it.
+
     Args:
         batch: the whole rollout, on the CPU, with the fields that the estimator reads.
         function: see the module.
@@ -56,6 +59,8 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
         ValueError: a field that the estimator reads is missing, or it returned another shape, or numbers that are not
             finite.
     """
+    if not batch.num_sequences:
+        return batch.replace(advantage_T=torch.zeros(0), return_T=torch.zeros(0))
     result = function(**_arguments(batch, function, {"gamma": gamma, "lam": lam}))
     advantage, return_T = result if isinstance(result, AdvantageReturn) else (result, None)
     sizes = ((batch.num_tokens,), (batch.num_sequences,))

@@ -109,14 +109,11 @@ def test_without_a_signal_the_advantage_is_exactly_zero(name, groups):
     assert not compute_advantages(batch, ADVANTAGES[name]).advantage_T.any()
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_empty_batch(name):
-    batch = make_batch().select([])
-    empty = torch.zeros(0)
-    batch = batch.replace(
-        value_T=empty, old_logprob_T=empty, sum_prob_squared_T=empty, baseline_B=empty, advantage_T=None
-    )
-    assert compute_advantages(batch, ADVANTAGES[name]).advantage_T.shape == (0,)
+def test_a_function_of_ones_own_need_not_think_of_no_sequences():
+    """A step in which all groups are equal and left out."""
+    empty = make_batch().select([])
+    result = compute_advantages(empty, lambda reward_B, group_B: reward_B - reward_B.max() * group_B.max())
+    assert result.advantage_T.shape == result.return_T.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
