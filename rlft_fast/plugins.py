@@ -53,7 +53,7 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if function is None:
         names = [name for name, value in vars(module).items() if callable(value)]
-        raise ValueError(f"{module_name} has no function {function_name!r}{_suggestion(function_name, names)}")
+        raise ValueError(f"{module_name} has no function {function_name!r}{suggestion(function_name, names)}")
     if not callable(function):
         raise ValueError(f"{spec} is of type {type(function).__name__}, expected a function")
     return function
@@ -66,9 +66,21 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind not in collecting)
 
 
+def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Those of `parameter_names` that have no default."""
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in parameter_names(function) if parameters[name].default is inspect.Parameter.empty)
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """What messages call a function."""
     return getattr(function, "__qualname__", None) or repr(function)
+
+
+def suggestion(name: str, candidates: Iterable[str]) -> str:
+    """What to add to a message about a name that does not exist: the close ones, if there are any."""
+    close = difflib.get_close_matches(name, list(candidates))
+    return f" (did you mean {', '.join(close)}?)" if close else ""
 
 
 def _import_module(name: str) -> ModuleType:
@@ -82,7 +94,7 @@ def _import_module(name: str) -> ModuleType:
         paths = getattr(importlib.import_module(parent), "__path__", []) if parent else None
         names = [module.name for module in pkgutil.iter_modules(paths)]
         raise ValueError(
-            f"there is no module {error.name!r}{_suggestion(last, names)}; to load a file, give its path: "
+            f"there is no module {error.name!r}{suggestion(last, names)}; to load a file, give its path: "
             "path/to/file.py:function"
         ) from error
 
@@ -90,7 +102,7 @@ def _import_module(name: str) -> ModuleType:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         names = [sibling.name for sibling in path.parent.glob("*.py")]
-        raise ValueError(f"there is no file {str(path)!r}{_suggestion(path.name, names)}")
+        raise ValueError(f"there is no file {str(path)!r}{suggestion(path.name, names)}")
     name = f"rlft_fast_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -100,8 +112,3 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _suggestion(name: str, candidates: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(candidates))
-    return f" (did you mean {', '.join(close)}?)" if close else ""

@@ -1,6 +1,7 @@
 """What a run learns from its rollouts: advantage estimator, policy loss, and coefficients that adapt."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine.fsdp import Output
 from rlft_fast.ops.packing import segment_sum
-from rlft_fast.plugins import find_function, function_name, parameter_names
+from rlft_fast.plugins import find_function, function_name, parameter_names, required_names, suggestion
 from rlft_fast.rl import (
     ADVANTAGES,
+    POLICY_LOSSES,
     AdaptiveEntropy,
     AdaptiveKL,
     PolicyLoss,
@@ -27,6 +29,7 @@ from rlft_fast.rl import (
 )
 
 _SELECTIONS = ("clip-cov", "kl-cov")
+_FIELDS = frozenset(field.name for field in fields(Batch))
 
 
 class Objective:
@@ -49,8 +52,10 @@ class Objective:
         self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
         if self._corrects:
             check_correction(config.rollout_correction, **self._bounds)
+        policy_loss = find_function("policy loss", POLICY_LOSSES, config.policy_loss)
+        self._check_fields(policy_loss, has_critic)
         self._loss = PolicyLoss(
-            loss=config.policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
+            loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
             on_policy=self.on_policy,
@@ -61,7 +66,6 @@ class Objective:
         self._entropy: AdaptiveEntropy | None = None
         if config.entropy_target is not None:
             self._entropy = AdaptiveEntropy(config.entropy_coef, config.entropy_target, config.entropy_step)
-        self._check_fields(has_critic)
 
     # ---- what it needs ------------------------------------------------------------------------------------------
 
@@ -117,19 +121,24 @@ class Objective:
         bounds = {"low": self.config.correction_low, "high": self.config.correction_high}
         return {name: value for name, value in bounds.items() if value is not None}
 
-    def _check_fields(self, has_critic: bool) -> None:
-        missing: dict[str, str] = {}
+    def _check_fields(self, policy_loss: Callable[..., Any], has_critic: bool) -> None:
+        """Refuses what a method reads and no batch of this run has by then."""
+        config = self.config
+        missing = {"multi_modal_inputs": "rollouts are of text alone"}
         if not has_critic:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
-        if not self.config.kl_coef:
+        if not config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
-        if self.config.policy_loss not in _SELECTIONS:
+        later = ("logprob_T", "advantage_T", "return_T", "loss_weight_T", "selected_T")
+        too_early = dict.fromkeys(later, "it is made after the advantages")
+        _check_names("advantage", self.advantage, {*_FIELDS, "gamma", "lam"}, missing | too_early)
+        if config.policy_loss not in _SELECTIONS:
             missing["selected_T"] = "it is made for clip-cov and kl-cov alone"
-        for what, function in (("advantage", self.advantage), ("policy loss", self._loss.loss)):
-            assert callable(function)
-            for name in parameter_names(function):
-                if name in missing:
-                    raise ValueError(f"{what} {function_name(function)} reads {name}: {missing[name]}")
+        if "sum_prob_squared_T" not in parameter_names(self.advantage):
+            missing["sum_prob_squared_T"] = "it is made for an advantage that reads it"
+        bounds = {name for name in ("clip_low", "clip_high") if getattr(config, name) is not None}
+        per_token = {name for name in _FIELDS if name.endswith("_T")}
+        _check_names("policy loss", policy_loss, per_token | bounds | {"sequence_mean", *config.loss_options}, missing)
 
     # ---- what it makes ------------------------------------------------------------------------------------------
 
@@ -228,3 +237,14 @@ class Objective:
             self._kl.coef = state["kl"]["coef"]
         if self._entropy is not None and "entropy" in state:
             self._entropy.coef, self._entropy.weight = state["entropy"]["coef"], state["entropy"]["weight"]
+
+
+def _check_names(what: str, function: Callable[..., Any], known: set[str], missing: dict[str, str]) -> None:
+    """Refuses parameters that are missing, or not known: those without a default, and whatever is named as a tensor."""
+    required = required_names(function)
+    for name in parameter_names(function):
+        reads = f"{what} {function_name(function)} reads {name}"
+        if name in missing:
+            raise ValueError(f"{reads}: {missing[name]}")
+        if name not in known and (name in required or name.endswith("_T")):
+            raise ValueError(f"{reads}, which is no field of a batch and no setting{suggestion(name, known)}")

@@ -20,3 +20,16 @@ def without_reward(logprob_T, value_T):
 def grpo_after_a_pass(reward_B, group_B, old_logprob_T):
     """Reads log-probabilities before the update, so that a run has to infer them."""
     return grpo_advantage(reward_B, group_B)
+
+
+def misspelt(rewards_B):
+    return rewards_B
+
+
+def misspelt_token(logprob_T, advantages_T=None):
+    return -advantages_T * logprob_T
+
+
+def concentrated(logprob_T, advantage_T, sum_prob_squared_T, *, strength):
+    """Reads what is made for an advantage; an option without a default."""
+    return -strength * sum_prob_squared_T * advantage_T * logprob_T

@@ -91,6 +91,11 @@ def test_coefficients_survive_as_json():
         ({"advantage": f"{OWN}:centred"}, r"has no function 'centred' \(did you mean centered"),
         ({"advantage": "gae"}, "whitened_gae reads value_T: it needs a critic"),
         ({"policy_loss": f"{OWN}:without_reward"}, "without_reward reads value_T: it needs a critic"),
+        ({"advantage": f"{OWN}:misspelt"}, r"misspelt reads rewards_B, which is no field .*\(did you mean reward_B"),
+        ({"policy_loss": f"{OWN}:misspelt"}, r"misspelt reads rewards_B, which is no field .*\(did you mean reward_T"),
+        ({"policy_loss": f"{OWN}:misspelt_token"}, r"reads advantages_T, .*\(did you mean advantage_T"),
+        ({"advantage": f"{OWN}:misspelt_token"}, "misspelt_token reads logprob_T: it is made after the advantages"),
+        ({"policy_loss": f"{OWN}:concentrated"}, "reads sum_prob_squared_T: it is made for an advantage that reads it"),
         ({"policy_loss": "cispo", "loss_options": {"max_ratio": 2.0}}, "cispo has no option 'max_ratio'"),
         ({"rollout_correction": "token-truncate", "correction_low": 0.5}, "token-truncate has no bound 'low'"),
         ({"rollout_correction": "sequence-truncate", "correction_low": 0.0}, "no bound 'low': it has high"),
@@ -101,6 +106,14 @@ def test_coefficients_survive_as_json():
 def test_unusable_methods_are_refused_before_anything_runs(options, message):
     with pytest.raises(ValueError, match=message):
         Objective(AlgorithmConfig(**options), max_new_tokens=8)
+
+
+def test_what_a_method_reads_may_be_there_for_another():
+    options = {"advantage": "optimal-token", "loss_options": {"strength": 2.0}, "policy_loss": f"{OWN}:concentrated"}
+    loss = Objective(AlgorithmConfig(**options), max_new_tokens=8).policy_loss
+    assert loss.fields == ("old_logprob_T", "advantage_T", "loss_weight_T", "sum_prob_squared_T")
+    with pytest.raises(ValueError, match="concentrated reads strength, which is no field of a batch and no setting"):
+        Objective(AlgorithmConfig(**options | {"loss_options": {}}), max_new_tokens=8)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
