@@ -76,14 +76,23 @@ def _gather_supports(own: list[Tensor | None], lengths: list[int]) -> Sequence[T
 
 
 def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
-    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it."""
+    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it.
+
+    Where it costs anything, that is a part of its own, "length", which is negative.
+    """
 
     def cost(completion: Completion) -> float:
         truncated = config.truncation_penalty * (completion.finish_reason == "length")
         near = overlong_penalty(len(completion.token_ids), max_new_tokens, config.overlong_buffer)
         return truncated + config.overlong_penalty * near
 
-    return [s if s.reward is None else replace(s, reward=s.reward - cost(s.completion)) for s in samples]
+    def penalized(sample: Sample) -> Sample:
+        taken = cost(sample.completion)
+        if sample.reward is None or not taken:
+            return sample
+        return replace(sample, reward=sample.reward - taken, parts={**sample.parts, "length": -taken})
+
+    return [penalized(sample) for sample in samples]
 
 
 def skip_equal_groups(samples: list[Sample]) -> list[Sample]:

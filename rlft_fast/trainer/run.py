@@ -124,8 +124,8 @@ class Run:
         for sample, text in zip(step.samples, texts, strict=True):
             self.log.sample(
                 number, prompt=step.prompts.texts[sample.row], completion=text, reward=sample.reward,
+                parts=sample.parts,
                 finish_reason=sample.completion.finish_reason, weight_version=sample.completion.weight_version,
-                **({"parts": sample.parts} if len(sample.parts) > 1 else {}),
             )  # fmt: skip
         if all(sample.reward is None for sample in step.samples):
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")

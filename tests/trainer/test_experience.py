@@ -108,8 +108,13 @@ def test_penalty_takes_from_what_was_cut_off():
 def test_coming_near_the_limit_costs_in_proportion():
     # Lengths 3, 2, 1 and 2 of 3, the last two of which are the buffer.
     config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
-    penalized = [sample.reward for sample in penalize_length(SAMPLES, config, 3)]
-    assert penalized == [0.5, None, -0.25, 0.5, 0.25]
+    samples = [replace(sample, parts={"own": sample.reward}) for sample in SAMPLES]
+    penalized = penalize_length(samples, config, 3)
+    assert [sample.reward for sample in penalized] == [0.5, None, -0.25, 0.5, 0.25]
+    assert [sample.parts for sample in penalized] == [
+        {"own": 1.0, "length": -0.5}, {"own": None}, {"own": 0.0, "length": -0.25}, {"own": 0.5},
+        {"own": 0.5, "length": -0.25},
+    ]  # fmt: skip
 
 
 def test_equal_groups_are_skipped():

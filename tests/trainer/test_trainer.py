@@ -116,6 +116,7 @@ def test_truncation_penalty_is_for_training_only(model, tmp_path):
     assert summary["accuracy_before"] == 0.25
     rows = read_lines(tmp_path / "run" / "samples.jsonl")
     assert {(row["finish_reason"], row["reward"]) for row in rows} == {("length", -0.25)}
+    assert all(row["parts"] == {f"{HERE}:constant": 0.25, "length": -0.5} for row in rows)
 
 
 # ---- what a run leaves behind ---------------------------------------------------------------------------------------
@@ -143,8 +144,9 @@ def test_metrics(grpo):
 def test_samples(grpo):
     rows = read_lines(grpo[0] / "samples.jsonl")
     assert {frozenset(row) for row in rows} == {
-        frozenset(("step", "prompt", "completion", "reward", "finish_reason", "weight_version"))
+        frozenset(("step", "prompt", "completion", "reward", "parts", "finish_reason", "weight_version"))
     }  # fmt: skip
+    assert all(row["parts"] == {f"{HERE}:even_share": row["reward"]} for row in rows)
     assert all(row["weight_version"] == row["step"] for row in rows)  # one sync before the first step
     by_step = [rows[i : i + 32] for i in range(0, len(rows), 32)]
     assert [{row["step"] for row in step} for step in by_step] == [{i} for i in range(1, 17)]
