@@ -25,7 +25,7 @@ from rlft_fast.engine.distributed import (
     require_agreement,
 )
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rl import ValueLoss, explained_variance, mismatch_from_sums
+from rlft_fast.rl import ValueLoss, explained_variance
 from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
@@ -37,6 +37,7 @@ from rlft_fast.trainer.experience import (
     penalize_length,
     rollout_metrics,
     skip_equal_groups,
+    take_mismatch,
 )
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
@@ -239,13 +240,12 @@ class PPOTrainer:
             with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
         with self.actor.train_mode():
-            return metrics | merge_metrics([self._actor_step(mini_batch) for mini_batch in cut()])
+            steps = [self._actor_step(mini_batch) for mini_batch in cut()]
+        mismatch = take_mismatch(steps)  # and out of what is merged
+        return metrics | mismatch | merge_metrics(steps)
 
     def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
         metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
-        if self.objective.on_policy:
-            sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
-            metrics |= mismatch_from_sums(sums)
         return metrics | self.objective.after_optimizer_step(metrics)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:

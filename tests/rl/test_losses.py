@@ -154,6 +154,18 @@ def test_on_policy_the_old_policy_is_the_new_one():
     assert sums["mismatch_max"] > 0.3
 
 
+def test_bypass_tells_how_far_the_sampler_is():
+    """It is the old policy, and the current one has made no step."""
+    batch = policy_batch()
+    batch["loss_weight_T"] = weights(batch, "sequence-mean")
+    _, metrics = gradient_in_parts(PolicyLoss(bypass=True), batch, [[4, 1], [2], [3, 0]])
+    sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
+    assert metrics == gradient_in_parts(PolicyLoss(), batch, [[4, 1], [2], [3, 0]])[1]
+    tensors = (batch["logprob_T"] + 0.3, batch["old_logprob_T"], batch["loss_mask_T"])  # where gradients are taken
+    assert mismatch_from_sums(sums) == pytest.approx(mismatch_metrics(*tensors), rel=1e-12)
+    assert sums["mismatch_max"] > 0.1
+
+
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_tokens_of_weight_zero_contribute_nothing(garbage):
     batch = policy_batch()

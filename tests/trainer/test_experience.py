@@ -22,6 +22,7 @@ from rlft_fast.trainer.experience import (
     penalize_length,
     rollout_metrics,
     skip_equal_groups,
+    take_mismatch,
 )
 from rlft_fast.trainer.objective import Objective
 
@@ -246,3 +247,18 @@ def test_merge_metrics():
     steps = [{"loss": 1.0, "ratio_max": 3.0, "skipped_steps": 0}, {"loss": 2.0, "ratio_max": 2.0, "skipped_steps": 1}]
     assert merge_metrics(steps) == {"loss": 1.5, "ratio_max": 3.0, "skipped_steps": 1}
     assert merge_metrics([]) == {}
+
+
+def test_the_mismatch_is_that_of_the_first_step():
+    sums = {
+        "mismatch_count": 4.0, "mismatch_sum": 2.0, "mismatch_max": 1.5, "mismatch_k1": 1.0, "mismatch_k3": 0.4,
+        "mismatch_weight": 6.0, "mismatch_weight_square": 12.0,
+    }  # fmt: skip
+    later = dict.fromkeys(sums, 9.0)
+    steps = [{"loss": 1.0, **sums}, {"loss": 2.0, **later}]
+    assert take_mismatch(steps) == {
+        "mismatch_mean": 0.5, "mismatch_max": 1.5, "mismatch_k1": 0.25, "mismatch_k3": 0.1,
+        "effective_sample_share": 0.75,
+    }  # fmt: skip
+    assert steps == [{"loss": 1.0}, {"loss": 2.0}]
+    assert take_mismatch(steps) == take_mismatch([]) == {}
