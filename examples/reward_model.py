@@ -66,8 +66,8 @@ def read_answers(samples: Path, rng: random.Random) -> tuple[Answers, Answers]:
     Right is what got the whole reward: a right number, and an end.
     """
     answers: Answers = defaultdict(list)
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
+    lines = samples.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 within an answer
+    for sample in map(json.loads, filter(str.strip, lines)):
         answer = Answer(sample["completion"], sample["finish_reason"] == "stop", sample["reward"] == 1.0)
         answers[sample["prompt"]].append(answer)
     prompts = sorted(answers)

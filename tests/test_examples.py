@@ -51,6 +51,15 @@ def test_reward_model_learns_what_is_right(example, samples, tiny_model, tmp_pat
     assert after > 0.85
 
 
+def test_reward_model_reads_answers_with_any_character(example, tmp_path):
+    """Some end a line for `str.splitlines`, and not in a file of JSON lines."""
+    text = "one\u2028two\u2029three\x85four"
+    line = {"prompt": "count", "completion": text, "reward": 1.0, "finish_reason": "stop"}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    answers, held_out = example["read_answers"](tmp_path / "samples.jsonl", random.Random(0))
+    assert [answer.text for answer in (answers | held_out)["count"]] == [text]
+
+
 def test_reward_model_is_trained_on_right_and_wrong_answers(example, samples, tiny_model):
     tokenizer = load_tokenizer(tiny_model("llama"))
     training, held_out = example["read_answers"](samples, random.Random(0))

@@ -196,6 +196,7 @@ def test_experts_without_an_auxiliary_loss(tiny_model, tmp_path):
 
 
 def test_main_prints_rewards(tiny_model, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 2 = ", "answer": "3"}\n' * 8)
+    rows = '{"prompt": "1 + 2\u2028= ", "answer": "3"}\n' * 8  # which is no end of a line here
+    (tmp_path / "data.jsonl").write_text(rows, encoding="utf-8")
     EXAMPLE["main"](tiny_model("llama"), tmp_path / "data.jsonl", 2)
     assert "step 2  reward 0." in capsys.readouterr().out
