@@ -65,10 +65,15 @@ class IsolatedReward:
             self._idle.put(None)
 
     def _ask(self, sample: tuple[Any, ...]) -> dict[str, Any]:
-        worker = self._idle.get() or _Worker(self.spec)
-        answer = worker.ask(sample, self.timeout_s)
-        self._idle.put(worker if worker.is_usable else None)
-        return answer
+        worker = self._idle.get()
+        try:
+            if worker is not None and not worker.process.is_alive():  # what a function leaves behind may have ended it
+                worker.kill()
+                worker = None
+            worker = worker or _Worker(self.spec)
+            return worker.ask(sample, self.timeout_s)
+        finally:
+            self._idle.put(worker if worker is not None and worker.is_usable else None)
 
 
 class _Worker:
@@ -86,12 +91,16 @@ class _Worker:
     def ask(self, sample: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
         if not self.is_usable:
             return self.ready
-        self.connection.send(sample)
-        return self._receive(timeout_s)
+        return self._receive(timeout_s, sample)
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        """What the process answers. JSON, not a pickle: a function may have run what a model wrote."""
+    def _receive(self, timeout_s: float, sample: tuple[Any, ...] | None = None) -> dict[str, Any]:
+        """What the process answers, to a sample if one is given.
+
+        JSON, not a pickle: a function may have run what a model wrote.
+        """
         try:
+            if sample is not None:
+                self.connection.send(sample)
             if self.connection.poll(timeout_s):
                 return json.loads(self.connection.recv_bytes())
             failure = f"no answer within {timeout_s:g} s"

@@ -1,6 +1,7 @@
 """Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
 
 import os
+import threading
 import time
 
 
@@ -16,6 +17,11 @@ def obey(prompts, completions, completion_ids, answer, **columns):
     if what == "none":
         return [None]
     return [len(what) + answer[0] + len(completion_ids[0]) / 10]
+
+
+def answer_and_exit(completions, **columns):
+    threading.Timer(0.2, os._exit, [3]).start()
+    return [1.0]
 
 
 def exit_for_sun(prompts, completion_ids, **columns):

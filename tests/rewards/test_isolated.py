@@ -55,6 +55,13 @@ def test_a_worker_goes_on_from_sample_to_sample_until_closed(isolated):
     assert ask(reward, []) == []
 
 
+def test_a_worker_that_ends_between_two_questions_is_replaced(isolated):
+    reward = isolated("answer_and_exit", timeout_s=5.0)
+    for _ in range(2):
+        assert ask(reward, ["a"]) == [1.0]
+        time.sleep(0.5)
+
+
 def test_an_unknown_function_is_refused():
     with pytest.raises(ValueError, match=r"has no function 'obeys' \(did you mean obey"):
         IsolatedReward(f"{HERE}:obeys", timeout_s=1.0)
