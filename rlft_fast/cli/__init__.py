@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from rlft_fast.errors import RunError
+
 COMMANDS = {
     "train": "train a policy as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RunError) as error:
         if options.traceback:
             raise
         return _report(error)

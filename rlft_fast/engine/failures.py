@@ -12,12 +12,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlft_fast.engine.distributed import get_rank, get_world_size
+from rlft_fast.errors import RunError
 
 _COLLECTIVE = ("gloo", "nccl", "connection", "broken pipe", "timed out", "timeout", "socket")
 _CONSEQUENCE = "lost another process"
 
 
-class LostRankError(RuntimeError):
+class LostRankError(RunError):
     """Another process ended; the message names it."""
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
+from rlft_fast.errors import RunError
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.hf import end_token_ids
 from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
@@ -24,7 +25,7 @@ from rlft_fast.rollout.vllm_separate import SeparateEngine
 T = TypeVar("T")
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """The generator failed, and failed again after a restart."""
 
 
@@ -45,9 +46,8 @@ class VLLMRollout:
         weight_version: of the weights that it samples from; every `sync` adds 1.
 
     Raises:
-        ValueError: vLLM is missing, its version has not what is needed, it does not know the model, or the settings do
-            not fit the device.
-        RolloutError: vLLM could not start, for want of memory for instance.
+        ValueError: vLLM is missing, its version has not what is needed, or the settings do not fit the device.
+        RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance.
     """
 
     def __init__(

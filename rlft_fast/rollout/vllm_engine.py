@@ -161,10 +161,13 @@ class ColocatedEngine(VLLMEngine):
 
     def close(self) -> None:
         """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""
-        core = self.llm.llm_engine.engine_core.engine_core
+        llm, self.llm = self.llm, None
+        if llm is None:  # closed before
+            return
+        core = llm.llm_engine.engine_core.engine_core
         with contextlib.suppress(Exception):  # it may be closed because it is broken
             core.model_executor.shutdown()
-        del self.llm, core
+        del llm, core
         gc.unfreeze()  # vLLM freezes all that is there when it starts
         gc.collect()
         if self.sleeps:

@@ -21,7 +21,7 @@ def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 def installed_without_source(tmp_path):
     """A folder in which ``python -m rlft_fast`` finds the package but no benchmarks beside it."""
     package = Path(rlft_fast.__file__).parent
-    for part in ("__init__.py", "__main__.py"):
+    for part in ("__init__.py", "__main__.py", "errors.py"):
         (tmp_path / "rlft_fast").mkdir(exist_ok=True)
         shutil.copy(package / part, tmp_path / "rlft_fast" / part)
     for folder in ("cli", "config"):
