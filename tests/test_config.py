@@ -219,6 +219,11 @@ def test_value_of_wrong_type_or_range(key, value):
         ({"data.task": None}, "give either path"),
         ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
         ({"actor.max_tokens": 639}, "may have 640 tokens"),
+        ({"actor.max_tokens": 640, "reward.model": "rm"}, "may see 641 tokens .* raise it by 1"),
+        (
+            {"actor.max_tokens": 640, "reward.model": "rm", "evaluation": {"path": "a", "max_new_tokens": 200}},
+            "may see 713 tokens .* raise it by 73",
+        ),
     ],
 )
 def test_inconsistent_values(changes, message):
@@ -232,6 +237,10 @@ def test_inconsistent_values(changes, message):
 def test_limits_that_are_just_met():
     Config.parse(with_value("actor.max_tokens", 640))  # 512 prompt + 128 new tokens
     Config.parse(with_value("algorithm.mini_batches", 64))  # 8 prompts x 8 samples
+    with_model = with_value("reward.model", "rm", with_value("actor.max_tokens", 641))
+    Config.parse(with_model)  # and the token that asks the reward model
+    judged_otherwise = {"path": "a", "max_new_tokens": 200, "function": "m:f"}
+    Config.parse(with_value("evaluation", judged_otherwise, with_model))
 
 
 def test_critic_must_hold_the_longest_sequence_too():

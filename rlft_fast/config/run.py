@@ -173,7 +173,20 @@ class Config(Section):
                     f"{name}.max_tokens is {engine.max_tokens}, but a sequence may have {longest} tokens "
                     "(rollout.max_prompt_tokens + rollout.max_new_tokens): raise it to at least that"
                 )
+        self._check_room_for_the_reward_model()
         return self
+
+    def _check_room_for_the_reward_model(self) -> None:
+        """It runs as the actor does, and is asked at one token more than a sequence has."""
+        evaluation = self.evaluation
+        judged = evaluation.max_new_tokens if evaluation is not None and evaluation.function is None else 0
+        longest = self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
+        if self.reward.model is not None and self.actor.max_tokens < longest:
+            raise ValueError(
+                f"actor.max_tokens is {self.actor.max_tokens}, but reward.model, which runs as the actor does, may see "
+                f"{longest} tokens (rollout.max_prompt_tokens, the longest answer, and one more): raise it by "
+                f"{longest - self.actor.max_tokens}"
+            )
 
     @classmethod
     def load(cls, path: str | Path, overrides: dict[str, str] | None = None) -> Self:

@@ -1,6 +1,8 @@
 """From completions to samples with rewards: functions on the rank that sampled, a reward model on all of them."""
 
+import warnings
 from dataclasses import replace
+from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,7 +98,7 @@ class Judge:
         return [
             replace(
                 sample, parts={**sample.parts, "model": score},
-                reward=None if sample.reward is None else sample.reward + self.model_weight * score,
+                reward=None if sample.reward is None or score is None else sample.reward + self.model_weight * score,
             )
             for sample, score in zip(samples, scores, strict=True)
         ]  # fmt: skip
@@ -122,22 +124,33 @@ class RewardModelScorer:
         self.tokenizer = None if own.get_vocab() == tokenizer.get_vocab() else own
         self.engine = FSDPEngine(path, config.model_copy(update={"lora": None}), head="score").initialize()
 
-    def score(self, prompts: Prompts, answers: Answers) -> list[float]:
+    def score(self, prompts: Prompts, answers: Answers) -> list[float | None]:
         """The scores of the completions of all ranks, which every rank must ask for together.
 
-        Raises:
-            ValueError: a text is longer than the token cap.
+        None, of which a warning tells, where the token cap has no room for a text.
         """
-        if not answers:
-            return []
+        sequences = self._sequences(prompts, answers)
+        cap = self.engine.config.max_tokens
+        fitting = [len(sequence) < cap for sequence in sequences]  # and the token that asks
+        if not all(fitting):
+            warnings.warn(
+                f"answers that have more than {cap - 1} tokens with their prompt, as the reward model counts, have no "
+                "score and are left out: raise actor.max_tokens",
+                stacklevel=2,
+            )
+        asked = [*compress(sequences, fitting)]
+        scores = self.engine.score(Batch.from_samples(asked, [[] for _ in asked])).tolist() if asked else []
+        remaining = iter(scores)
+        return [next(remaining) if fits else None for fits in fitting]
+
+    def _sequences(self, prompts: Prompts, answers: Answers) -> list[list[int]]:
+        """Prompts and completions in the reward model's tokens."""
         if self.tokenizer is None:
-            sequences = [[*prompts.token_ids[row], *completion.token_ids] for row, completion in answers]
-        else:
-            ids = [completion.token_ids for _, completion in answers]
-            texts = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
-            pairs = [prompts.texts[row] + text for (row, _), text in zip(answers, texts, strict=True)]
-            sequences = [self.tokenizer.encode(pair, add_special_tokens=False) for pair in pairs]
-        return self.engine.score(Batch.from_samples(sequences, [[] for _ in sequences])).tolist()
+            return [[*prompts.token_ids[row], *completion.token_ids] for row, completion in answers]
+        ids = [completion.token_ids for _, completion in answers]
+        texts = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
+        pairs = [prompts.texts[row] + text for (row, _), text in zip(answers, texts, strict=True)]
+        return [self.tokenizer.encode(pair, add_special_tokens=False) for pair in pairs]
 
 
 def _functions(config: Config) -> WeightedRewards:

@@ -1,6 +1,7 @@
 """Rewards in a run: several functions, functions in worker processes, a reward model."""
 
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,34 @@ def test_a_reward_model_scores_as_transformers_does(model, reward_model, same_vo
     expected = [plain(torch.tensor([ids])).logits.item() for ids in sequences]
     assert scores == pytest.approx(expected, abs=1e-5)
     assert abs(scores[0] - scores[1]) > 0.01
+
+
+def test_a_text_that_the_reward_model_has_no_room_for_is_left_out(model, reward_model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["ab"], [tokenizer.encode("ab")], {})
+    room = 8 - len(prompts.token_ids[0]) - 1  # the last token is the one that asks
+    answers = [(0, Completion([65] * length, [0.0] * length, "stop")) for length in (room + 1, room, 1)]
+    small, large = (RewardModelScorer(str(reward_model), EngineConfig(max_tokens=m), tokenizer) for m in (8, 64))
+    expected = large.score(prompts, answers)
+    with pytest.warns(UserWarning, match="more than 7 tokens .* raise actor.max_tokens"):
+        scores = small.score(prompts, answers)
+    with pytest.warns(UserWarning, match="more than 7 tokens"):
+        assert small.score(prompts, answers[:1]) == [None]
+    assert scores == [None, pytest.approx(expected[1], abs=1e-5), pytest.approx(expected[2], abs=1e-5)]
+    assert small.score(prompts, []) == []
+
+
+def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path):
+    """Bytes that are no text become a character of three, and another vocabulary makes three tokens of it."""
+    folder = shutil.copytree(reward_model, tmp_path / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(folder)
+    reward = {"model": str(folder), "function": f"{HERE}:even_share"}
+    with pytest.warns(UserWarning, match="more than 14 tokens"):
+        rows = samples_of(model, tmp_path, actor__max_tokens=15, reward=reward)
+    assert all((row["reward"] is None) == (row["parts"]["model"] is None) for row in rows)
+    assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
 
 
 def test_a_reward_model_alone(model, reward_model, tmp_path):
