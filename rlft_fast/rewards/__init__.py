@@ -10,7 +10,7 @@ from rlft_fast.rewards.functions import (
 )
 from rlft_fast.rewards.isolated import IsolatedReward
 from rlft_fast.rewards.loading import load_reward
-from rlft_fast.rewards.scoring import RewardError, RewardFunction, compute_rewards
+from rlft_fast.rewards.scoring import RewardError, RewardFunction, check_columns, compute_rewards
 from rlft_fast.rewards.weighted import Parts, WeightedRewards, overlong_penalty, weighted_sum
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "RewardError",
     "RewardFunction",
     "WeightedRewards",
+    "check_columns",
     "compute_rewards",
     "exact_match",
     "last_number",

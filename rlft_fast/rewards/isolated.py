@@ -1,5 +1,7 @@
 """Reward functions in worker processes: one that hangs or crashes costs a sample, not the run."""
 
+import contextlib
+import inspect
 import json
 import multiprocessing
 import queue
@@ -29,7 +31,10 @@ class IsolatedReward:
     """
 
     def __init__(self, spec: str, timeout_s: float, num_workers: int = 1) -> None:
-        self.__qualname__ = getattr(load_reward(spec), "__qualname__", spec)  # an unknown one is refused here
+        function = load_reward(spec)  # an unknown one is refused here
+        self.__qualname__ = getattr(function, "__qualname__", spec)
+        with contextlib.suppress(ValueError):  # compiled functions may have none
+            self.__signature__ = inspect.signature(function, follow_wrapped=False)
         self.spec = spec
         self.timeout_s = timeout_s
         self._idle: queue.Queue[_Worker | None] = queue.Queue()

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -62,15 +62,45 @@ def compute_rewards(
     return [None if value is None else float(value) for value in values]
 
 
+def check_columns(function: RewardFunction, columns: Collection[str], what: str) -> None:
+    """Refuses data that the function cannot be called with, before there is anything to score.
+
+    Args:
+        function: as in `compute_rewards`.
+        columns: names of the data's other columns.
+        what: the data, for messages.
+
+    Raises:
+        ValueError: the function needs a column that is missing, takes none of a name that is there, or a column has
+            the name of an argument.
+    """
+    _check_names(columns)
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may fill in what the inner one needs
+    except ValueError:  # compiled functions may have none
+        return
+    try:
+        signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {_name(function)} cannot be called with {', '.join(ARGUMENTS)} and the columns of "
+            f"{what}, {sorted(columns)}: {error} (**columns takes those that it has no use for)"
+        ) from error
+
+
+def _check_names(columns: Collection[str]) -> None:
+    taken = sorted(set(columns) & set(ARGUMENTS))
+    if taken:
+        raise ValueError(f"the data set has a column named {taken[0]!r}, which reward functions receive: rename it")
+
+
 def _check_arguments(
     prompts: Sequence[str],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> None:
-    taken = sorted(set(columns) & set(ARGUMENTS))
-    if taken:
-        raise ValueError(f"the data set has a column named {taken[0]!r}, which reward functions receive: rename it")
+    _check_names(columns)
     for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
         if len(values) != len(prompts):
             raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(prompts)} prompts")

@@ -16,6 +16,7 @@ from rlft_fast.rewards import (
     IsolatedReward,
     RewardError,
     WeightedRewards,
+    check_columns,
     load_reward,
     reasoning_gym_reward,
     weighted_sum,
@@ -76,6 +77,11 @@ class Judge:
             raise failure or RewardError("the reward function failed in another process, which says why")
         samples = gather_samples(scored, [*self.functions.weights])
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
+
+    def check(self, prompts: Prompts, what: str) -> None:
+        """Raises ValueError if a function cannot be called with the columns of these prompts, `what` in messages."""
+        for function in self.functions.functions.values():
+            check_columns(function, prompts.columns, what)
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""

@@ -80,11 +80,13 @@ class PPOTrainer:
         self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer)
         self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
+        self.judge.check(self.prompts, "the training data")
         self.held_out: Prompts | None = None
         if config.evaluation is not None:
             self.held_out = load_prompts(
                 config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
             )
+            (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature

@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import math
 from fractions import Fraction
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlft_fast.rewards import RewardError, compute_rewards, last_number
+from rlft_fast.rewards import IsolatedReward, RewardError, check_columns, compute_rewards, last_number
 
 PROMPTS, COMPLETIONS, COMPLETION_IDS = ["1 + 1 =", "2 + 2 ="], ["2", "5"], [[17], [20]]
 
@@ -113,3 +114,25 @@ def test_bad_arguments_are_refused_before_the_call():
 
 def test_an_empty_batch():
     assert compute_rewards(returning([]), [], [], [], {}) == []
+
+
+def picky(prompts, completions, completion_ids, level):
+    return [0.0] * len(prompts)
+
+
+def test_data_that_a_function_cannot_be_called_with():
+    check_columns(last_number, ["answer", "level"], "the data")
+    check_columns(picky, ["level"], "the data")
+    filled_in = functools.wraps(picky)(lambda **columns: picky(**columns, level=1))
+    check_columns(filled_in, [], "the data")
+    check_columns(returning([]), [], "the data")
+    with pytest.raises(
+        ValueError, match=r"last_number cannot .* columns of the data, \['level'\]: missing .* 'answer'"
+    ):
+        check_columns(last_number, ["level"], "the data")
+    with pytest.raises(ValueError, match=r"picky cannot .* unexpected keyword argument 'answer'"):
+        check_columns(picky, ["answer", "level"], "the data")
+    with pytest.raises(ValueError, match="column named 'prompts'"):
+        check_columns(picky, ["level", "prompts"], "the data")
+    with pytest.raises(ValueError, match="last_number cannot"):  # in a worker process, too
+        check_columns(IsolatedReward("rlft_fast.rewards:last_number", timeout_s=1.0), [], "the data")

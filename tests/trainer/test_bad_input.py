@@ -216,6 +216,25 @@ def test_failing_reward_function(function, message, run, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()  # nothing stands in the way of the next try
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__function": "rlft_fast.rewards:regex_match"}, "the training data, ['answer']: missing a required"),
+        ({"evaluation__path": "held_out.jsonl", "evaluation__function": "rlft_fast.rewards:last_number"}, "held-out"),
+        ({"data__prompt_column": "question"}, "has a column named 'prompts'"),
+    ],
+)
+def test_data_that_the_reward_function_cannot_read(changes, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog"}])
+    if "data__prompt_column" in changes:
+        write_rows(tmp_path / "data.jsonl", [{"question": "fog", "prompts": 3}])
+    without_weights(save_tiny_model("llama", tmp_path / "model"))  # refused before they are looked for
+    code, _, error = run(model=tmp_path / "model", **changes)
+    assert code == 1
+    assert message in error
+
+
 def test_none_leaves_a_sample_out(run, tmp_path):
     code, out, _ = run(reward__function=f"{HERE}:not_for_sun", **sun_and_moon(tmp_path))
     assert code == 0
