@@ -29,8 +29,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum
-from rlft_fast.rollout.vllm_engine import renew_tied_heads, to_the_end
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces
+from rlft_fast.rollout.vllm_engine import renew_tied_heads
 
 BACKEND = "shared_memory"
 _ALIGNMENT = 16  # bytes
@@ -51,11 +51,13 @@ class EngineSource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(s.name, s.dtype, tuple(s.tensor.shape)) for s in self.engine.weight_sources(self.dtype)]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.engine.named_weights(self.dtype)
+    def renew(self) -> Iterator[Piece]:
+        """The stream of the weights as they are now, of which the others take; who fails to can still end it."""
+        self.pieces = self.engine.weight_pieces(self.dtype)
+        return self.pieces
 
-    def pieces(self, bucket_bytes: int) -> Iterator[Piece]:
-        return self.engine.weight_pieces(self.dtype, bucket_bytes)
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return join_pieces(self.pieces)
 
 
 class Content(NamedTuple):
@@ -107,11 +109,9 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
 
     def send_weights(self) -> None:
         assert isinstance(self.source, EngineSource)
-        pieces = self.source.pieces(len(self.buffer))
-        with to_the_end(pieces):
-            self.client.start_weight_update()
-            for contents in fill(pieces, self.buffer):
-                self.client.update_weights({"contents": [list(content) for content in contents]})
+        self.client.start_weight_update()
+        for contents in fill(self.source.pieces, self.buffer):
+            self.client.update_weights({"contents": [list(content) for content in contents]})
         self.client.finish_weight_update()
 
 

@@ -6,6 +6,7 @@ separate: one vLLM in a process beside each, which takes them through vLLM's wei
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +33,8 @@ class RolloutError(RunError):
 class VLLMRollout:
     """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
 
-    A generator that dies while it samples is started anew with the current weights, once, and samples again with the
-    same seeds: nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which
+    A generator that has died is started anew with the current weights, once, and samples again with the same seeds:
+    nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which
     is emptied with every change of the weights.
 
     Args:
@@ -61,12 +62,12 @@ class VLLMRollout:
         self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
         self.weight_version = 0
         self.has_weights = False
-        self.server = self._start()
+        self._start()
 
-    def _start(self) -> ColocatedEngine | SeparateEngine:
+    def _start(self) -> None:
         start = ColocatedEngine if self.config.vllm.process == "colocated" else SeparateEngine
         try:
-            return start(self.engine, self.config, self.max_tokens)
+            self.server = start(self.engine, self.config, self.max_tokens)
         except Exception as error:  # pydantic's, torch's and vLLM's own
             raise RolloutError(
                 f"vLLM could not start with {self.engine.path}: {error}\n"
@@ -78,19 +79,33 @@ class VLLMRollout:
         """Gives vLLM the policy's weights as they are now.
 
         Raises:
-            RolloutError: vLLM did not take all of them, or (``check_weights``) not as they were sent.
+            RolloutError: vLLM did not take all of them, twice, or (``check_weights``) not as they were sent.
         """
         self.weight_version += 1
-        self._load()
+        _, failure = together(self._load)
+        if failure is not None:
+            self._restart()
+        if self.config.vllm.check_weights:
+            self._check_weights()
 
     def _load(self) -> None:
-        try:
-            received = self.server.load(self.weight_version)
-        except Exception as error:
-            raise RolloutError(f"vLLM did not take over weights {self.weight_version}: {error}") from error
-        if self.config.vllm.check_weights:
-            require_agreement(f"weights of version {self.weight_version}", received)
+        self.server.load(self.weight_version)
         self.has_weights = True
+
+    def _restart(self) -> None:
+        """Starts vLLM again, on all ranks, with the weights of now."""
+        self.server.close()
+        for part in (self._start, self._load):
+            _, failure = together(part)
+            if failure is not None:
+                raise RolloutError(f"vLLM failed, and again when it was started again: {failure}") from failure
+
+    def _check_weights(self) -> None:
+        checksums, failure = together(self.server.checksums)
+        if failure is not None:
+            raise RolloutError(f"vLLM has other weights than version {self.weight_version}: {failure}") from failure
+        assert checksums is not None
+        require_agreement(f"weights of version {self.weight_version}", checksums)
 
     def sleep(self) -> None:
         self.server.sleep()
@@ -114,26 +129,15 @@ class VLLMRollout:
         """
         check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
-        failure = self._try(prompts, seeds, params)
-        if isinstance(failure, list):
-            return failure
-        self.server.close()
-        self.server = self._start()
-        self._load()
-        again = self._try(prompts, seeds, params)
-        if isinstance(again, list):
-            return again
-        raise RolloutError(f"vLLM failed, was started again, and failed again: {again}") from again
-
-    def _try(
-        self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
-    ) -> list[list[Completion]] | Exception:
-        """What was sampled, if vLLM failed on no rank; all or none start it again, since that takes all of them."""
-        groups, failure = attempt(lambda: self._generate(prompts, seeds, params))
-        if not any_rank(failure is not None):
-            assert groups is not None
-            return groups
-        return failure or RuntimeError("it failed in another process, which says why")
+        sample = partial(self._generate, prompts, seeds, params)
+        groups, failure = together(sample)
+        if failure is not None:
+            self._restart()
+            groups, failure = together(sample)
+        if failure is not None:
+            raise RolloutError(f"vLLM failed, was started again, and failed again: {failure}") from failure
+        assert groups is not None
+        return groups
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
@@ -249,9 +253,12 @@ def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
     return support
 
 
-def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What the function returned, or what it raised."""
+def together(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What the function returned, or what it raised, here or on another rank: all or none can try something else."""
     try:
-        return function(), None
+        result, failure = function(), None
     except Exception as error:
-        return None, error
+        result, failure = None, error
+    if any_rank(failure is not None):
+        return None, failure or RuntimeError("it failed in another process, which says why")
+    return result, None

@@ -112,11 +112,14 @@ class VLLMEngine:
             self.asleep = True
 
     @contextlib.contextmanager
-    def _taking_weights(self) -> Iterator[None]:
-        """Around a change of the weights: memory for them first, for the key-value cache, which is emptied, after."""
-        if self.asleep:
-            self.llm.wake_up(["weights"])
-        with self.engine.eval_mode():
+    def _taking_weights(self, weights: Iterator[Any]) -> Iterator[None]:
+        """Around a change of the weights: memory for them first, for the key-value cache, which is emptied, after.
+
+        Whatever vLLM does, the stream of weights is iterated to its end, since the ranks gather together.
+        """
+        with self.engine.eval_mode(), to_the_end(weights):
+            if self.asleep:
+                self.llm.wake_up(["weights"])
             yield
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
@@ -145,19 +148,18 @@ class ColocatedEngine(VLLMEngine):
             )  # fmt: skip
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
 
-    def load(self, version: int) -> dict[str, str]:
-        """Takes over the policy's weights; all ranks together.
-
-        Returns:
-            A checksum of each weight, if they are to be checked.
-        """
-        received: dict[str, str] = {}
+    def load(self, version: int) -> None:
+        """Takes over the policy's weights; all ranks together."""
+        self.handed_over: dict[str, str] = {}
         weights = self.engine.named_weights(self.dtype)
-        with self._taking_weights(), to_the_end(weights), _nothing_left_out():
-            stream = _noting_checksums(weights, received) if self.check_weights else weights
+        with self._taking_weights(weights), _nothing_left_out():
+            stream = _noting_checksums(weights, self.handed_over) if self.check_weights else weights
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
             self.llm.apply_model(renew_tied_heads)
-        return received
+
+    def checksums(self) -> dict[str, str]:
+        """Of each weight as vLLM was handed it."""
+        return self.handed_over
 
     def close(self) -> None:
         """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""

@@ -46,30 +46,29 @@ class SeparateEngine(VLLMEngine):
 
         from rlft_fast.rollout.shared_memory import EngineSource
 
-        source = EngineSource(self.engine, self.dtype)
+        self.source = EngineSource(self.engine, self.dtype)
         info = _init_info(backend, config)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=source)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
-    def load(self, version: int) -> dict[str, str]:
-        """Sends the policy's weights; all ranks together.
-
-        Returns:
-            A checksum of each weight as it was received, if they are to be checked.
-        """
+    def load(self, version: int) -> None:
+        """Sends the policy's weights; all ranks together."""
         self.client.version = version
-        with self._taking_weights():
+        with self._taking_weights(self.source.renew()):
             self.trainer.send_weights()
-            sent = self._checksums()
         assert self.llm.get_weight_version() == str(version)
-        received = self.llm.collective_rpc("received_checksums")[0] if self.check_weights else {}
+
+    def checksums(self) -> dict[str, str]:
+        """Of each weight as it was received; all ranks together.
+
+        Raises:
+            RuntimeError: one was not received as it was sent.
+        """
+        with self.engine.eval_mode():
+            sent = {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
+        received = self.llm.collective_rpc("received_checksums")[0]
         if different := [name for name in sent if received.get(name) != sent[name]]:
             raise RuntimeError(f"{len(different)} weights were not received as they were sent, {different[0]} is one")
         return received
-
-    def _checksums(self) -> dict[str, str]:
-        if not self.check_weights:
-            return {}
-        return {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # what has died cannot be asked to
@@ -82,6 +81,7 @@ def _raise_when_it_dies(core: Any) -> None:
     def watch(sentinels: list[Any]) -> None:
         connection.wait(sentinels)
         error = RuntimeError("vLLM's process has ended")
+        core.resources.engine_dead = True  # refuses what is asked from here on
         core.outputs_queue.put_nowait(error)
         for future in list(core.utility_results.values()):
             future.set_exception(error)

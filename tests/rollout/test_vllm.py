@@ -259,13 +259,25 @@ def separate(rank: int, path: Path) -> None:
         rollout.sync()  # compares checksums
         groups = sample(rollout, share)
         check_logprobs(engine, share, groups)
-    if rank == 0:  # what the kernel does when memory is short
-        (core,) = (p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
-        os.kill(core.pid, signal.SIGKILL)
+    if rank == 0:
+        kill_generator()
     assert sample(rollout, share) == groups
     assert rollout.weight_version == 2  # a restart brings no new ones
+    if rank == 1:
+        kill_generator()
+    update(engine, seed=2)
+    rollout.sync()
+    check_logprobs(engine, share, sample(rollout, share))
+    assert rollout.weight_version == 3
     for _ in range(2):
         rollout.close()
+
+
+def kill_generator() -> None:
+    """What the kernel does when memory is short."""
+    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    (core,) = (p for p in children if "EngineCore" in " ".join(p.cmdline()))
+    os.kill(core.pid, signal.SIGKILL)
 
 
 @pytest.mark.dist
