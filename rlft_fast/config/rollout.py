@@ -21,7 +21,7 @@ class VLLMConfig(Section):
     cpu_cache_gib: PositiveFloat = 1.0
     """Memory of the key-value cache where the generator runs on the CPU."""
     check_weights: bool = False
-    """After every sync compare checksums of all weights as sent and as received; costs about as much as a sync."""
+    """Compare checksums of all weights after a sync: separate, as sent and received; colocated, between processes."""
 
 
 class RolloutConfig(Section):

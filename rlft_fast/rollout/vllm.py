@@ -83,10 +83,10 @@ class VLLMRollout:
         """
         self.weight_version += 1
         _, failure = together(self._load)
-        if failure is not None:
-            self._restart()
-        if self.config.vllm.check_weights:
+        if failure is None:
             self._check_weights()
+        else:
+            self._restart()
 
     def _load(self) -> None:
         self.server.load(self.weight_version)
@@ -99,8 +99,11 @@ class VLLMRollout:
             _, failure = together(part)
             if failure is not None:
                 raise RolloutError(f"vLLM failed, and again when it was started again: {failure}") from failure
+        self._check_weights()
 
     def _check_weights(self) -> None:
+        if not self.config.vllm.check_weights:
+            return
         checksums, failure = together(self.server.checksums)
         if failure is not None:
             raise RolloutError(f"vLLM has other weights than version {self.weight_version}: {failure}") from failure
@@ -142,7 +145,7 @@ class VLLMRollout:
     def _generate(
         self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
     ) -> list[list[Completion]]:
-        shared, start = share_prompts(prompts, seeds, self.config.vllm.tensor_parallel)
+        shared, start = gather_prompts(prompts, seeds, self.config.vllm.tensor_parallel)
         outputs = self.server.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in shared],
             [self._sampling_params(params, seed) for _, seed in shared],
@@ -198,7 +201,7 @@ def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tok
         raise ValueError(problem or "vLLM cannot take the prompts of another process, which says why")
 
 
-def share_prompts(
+def gather_prompts(
     prompts: Sequence[Sequence[int]], seeds: list[int], num_ranks: int
 ) -> tuple[list[tuple[list[int], int]], int]:
     """The prompts and seeds of all ranks that share one generator, and where this rank's own begin among them.

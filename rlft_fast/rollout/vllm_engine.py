@@ -52,6 +52,11 @@ def check_vllm(config: VLLMConfig, device: torch.device) -> None:
         )
     if config.transfer in ("ipc", "nccl") and device.type != "cuda":
         raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
+    if config.check_weights and config.process == "colocated" and get_world_size() == 1:
+        raise ValueError(
+            "rollout.vllm.check_weights compares what the processes hand to the vLLM inside them, and one process has "
+            "nothing to compare with: leave it out, or use process: separate"
+        )
     if config.check_weights and config.process == "separate" and device.type == "cuda":
         raise ValueError(
             "rollout.vllm.check_weights needs to see the weights on arrival, which vLLM's own transfers do not show: "

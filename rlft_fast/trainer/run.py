@@ -12,6 +12,7 @@ from rlft_fast.engine import CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.rewards import RewardError
+from rlft_fast.rollout import RolloutError
 from rlft_fast.trainer.experience import Sample
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
@@ -28,6 +29,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: models, data or reward function cannot be used.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
+        RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
         KeyboardInterrupt: it was interrupted; likewise.
     """
     store = init_distributed(config.timeout_minutes)
@@ -60,9 +62,11 @@ class Run:
         try:
             with self.log, self.checkpoints:
                 return self._run(state)
-        except RewardError:  # comes from a rollout or an evaluation: the models are as the last complete step left them
-            self._save(state)
-            self.log.message(f"the reward function failed after step {state['step']}: {self._saved()}")
+        except (RewardError, RolloutError) as error:
+            if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
+                self._save(state)
+            what = "reward function" if isinstance(error, RewardError) else "generator"
+            self.log.message(f"the {what} failed after step {state['step']}: {self._saved()}")
             raise
         finally:
             signal.signal(signal.SIGINT, handler)

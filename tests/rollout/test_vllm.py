@@ -32,11 +32,11 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
-from rlft_fast.rollout.vllm import check_request, completion_of, share_prompts
+from rlft_fast.rollout.vllm import check_request, completion_of, gather_prompts
 from rlft_fast.trainer import train
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
-from tests.trainer.toy import read_lines, toy_config, toy_values
+from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 
 
 def needs_vllm(test: Callable) -> Callable:
@@ -50,7 +50,7 @@ def needs_vllm(test: Callable) -> Callable:
 # One longer than a block of the prefix cache, which holds 128 tokens on a CPU.
 PROMPTS = [[5], [7, 8], [1, 2], [i % 256 for i in range(3, 200)], [99, 3, 4]]
 SAMPLED = SamplingParams(n=3, max_new_tokens=7, temperature=0.7)
-SMALL = {"cpu_cache_gib": 0.1, "check_weights": True}
+SMALL = {"cpu_cache_gib": 0.1}
 # vLLM's attention for CPUs takes heads of 32 numbers and more.
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
@@ -139,7 +139,7 @@ def colocated(rank: int, folder: Path) -> None:
     share = [PROMPTS[:4], PROMPTS[4:]][rank]
     for name in ("llama", "qwen2-tied"):
         engine = make_engine(folder / name)
-        rollout = make_rollout(engine)
+        rollout = make_rollout(engine, check_weights=True)
         with pytest.raises(ValueError, match="call sync"):
             rollout.generate(share, SAMPLED)
         for seed in range(3):
@@ -253,7 +253,7 @@ def separate(rank: int, path: Path) -> None:
     torch.set_num_threads(1)
     share = [PROMPTS[:4], PROMPTS[4:]][rank]
     engine = make_engine(path)
-    rollout = make_rollout(engine, process="separate")
+    rollout = make_rollout(engine, process="separate", check_weights=True)
     for seed in range(2):
         update(engine, seed)
         rollout.sync()  # compares checksums
@@ -269,6 +269,10 @@ def separate(rank: int, path: Path) -> None:
     rollout.sync()
     check_logprobs(engine, share, sample(rollout, share))
     assert rollout.weight_version == 3
+    if rank == 1:
+        corrupt_next_bucket(rollout)
+    with pytest.raises(RolloutError, match=["another process, which", "weights were not received as they were"][rank]):
+        rollout.sync()
     for _ in range(2):
         rollout.close()
 
@@ -278,6 +282,17 @@ def kill_generator() -> None:
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (core,) = (p for p in children if "EngineCore" in " ".join(p.cmdline()))
     os.kill(core.pid, signal.SIGKILL)
+
+
+def corrupt_next_bucket(rollout: VLLMRollout) -> None:
+    """Flips a bit in the shared memory between the trainer that has filled it and the vLLM that reads it."""
+    send = rollout.server.client.update_weights
+
+    def send_corrupted(update_info: dict) -> None:
+        rollout.server.trainer.buffer[5] ^= 1
+        send(update_info)
+
+    rollout.server.client.update_weights = send_corrupted
 
 
 @pytest.mark.dist
@@ -306,6 +321,35 @@ def test_a_run_learns(tmp_path):
     rewards = [row["reward_mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
     assert all(row["mismatch_max"] < 1e-3 for row in rows)  # every update arrives before the next samples
+
+
+def kill_generator_for_good(completions: list[str], model: list[str], **_) -> list[float]:
+    """Judges held-out answers. After the first step the generator dies, and what it would be started from is gone."""
+    kill_generator_for_good.calls += 1
+    if kill_generator_for_good.calls == 2:
+        kill_generator()
+        (Path(model[0]) / "config.json").unlink()
+    return [0.0] * len(completions)
+
+
+kill_generator_for_good.calls = 0
+
+
+def lose_generator(rank: int, model: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    held_out = write_rows(folder / "held_out.jsonl", [{"prompt": "fog", "model": str(model)}])
+    judge = f"{Path(__file__)}:kill_generator_for_good"
+    evaluation = {"path": str(held_out), "max_new_tokens": 4, "every": 1, "function": judge}
+    vllm = SMALL | {"process": "separate"}
+    changes = {"evaluation": evaluation, "rollout__backend": "vllm", "rollout__vllm": vllm}
+    with pytest.raises(RolloutError, match="could not start"):
+        train(toy_config(model, folder, **changes))
+
+
+@needs_vllm
+def test_a_lost_generator_loses_no_step(tmp_path):
+    run_distributed(lose_generator, 1, save_tiny_model("llama", tmp_path / "model", **HEADS), tmp_path)
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -341,6 +385,12 @@ def test_settings_that_need_gpus(tiny_model):
 
 
 @needs_vllm
+def test_one_process_has_no_weights_to_compare(tiny_model):
+    with pytest.raises(ValueError, match=r"check_weights compares .* one process has nothing to compare with"):
+        make_rollout(make_engine(tiny_model("llama")), check_weights=True)
+
+
+@needs_vllm
 @pytest.mark.parametrize(
     ("interface", "process"), [("start_weight_update", "separate"), ("reload_weights", "colocated")]
 )
@@ -367,10 +417,10 @@ def test_a_missing_vllm_is_said(tiny_model, monkeypatch):
 
 def shared(rank: int) -> None:
     prompts, seeds = [[[1], [2, 3]], []][rank], [[4, 5], []][rank]
-    assert share_prompts(prompts, seeds, 2) == ([([1], 4), ([2, 3], 5)], [0, 2][rank])
+    assert gather_prompts(prompts, seeds, 2) == ([([1], 4), ([2, 3], 5)], [0, 2][rank])
     prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[7], [8, 9]][rank]
-    assert share_prompts(prompts, seeds, 2) == ([([1], 7), ([2, 2], 8), ([3], 9)], [0, 1][rank])
-    assert share_prompts(prompts, seeds, 1) == (list(zip(prompts, seeds, strict=True)), 0)
+    assert gather_prompts(prompts, seeds, 2) == ([([1], 7), ([2, 2], 8), ([3], 9)], [0, 1][rank])
+    assert gather_prompts(prompts, seeds, 1) == (list(zip(prompts, seeds, strict=True)), 0)
     check_requests(rank)
 
 
