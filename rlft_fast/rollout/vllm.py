@@ -34,8 +34,8 @@ class VLLMRollout:
     """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
 
     A generator that has died is started anew with the current weights, once, and samples again with the same seeds:
-    nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which
-    is emptied with every change of the weights.
+    nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which is emptied
+    with every change of the weights.
 
     Args:
         engine: the policy; its weights are sent in ``compute_dtype``.
