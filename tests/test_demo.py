@@ -47,7 +47,8 @@ DIFFERS = {
     "gspo": {
         "algorithm.policy_loss", "algorithm.clip_high", "algorithm.aggregation", "algorithm.skip_equal_groups",
     },
-    "reinforce_plus_plus": _KL,
+    "reinforce_plus_plus": _KL | {"algorithm.kl_in"},
+    "reinforce_plus_plus_baseline": _KL,
     "rloo": _KL | {"algorithm.kl_in"},
     "ppo_critic": _PPO,
     "ppo_reward_model": _PPO | {"reward.model", "reward.model_weight", "evaluation.function"},
