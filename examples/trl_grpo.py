@@ -7,7 +7,6 @@
 """
 
 import argparse
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,7 +60,6 @@ class FusedGRPOTrainer(GRPOTrainer):
 
 
 def main(model: Path, data: Path, steps: int) -> None:
-    lines = data.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 within a prompt
     with TemporaryDirectory() as folder:
         trainer = FusedGRPOTrainer(
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -70,7 +68,7 @@ def main(model: Path, data: Path, steps: int) -> None:
                 folder, max_steps=steps, per_device_train_batch_size=32, num_generations=8, max_completion_length=16,
                 learning_rate=2e-5, bf16=False, logging_steps=1, report_to="none", save_strategy="no",
             ),
-            Dataset.from_list([json.loads(line) for line in lines if line.strip()]),
+            Dataset.from_json(str(data), cache_dir=folder),
             processing_class=AutoTokenizer.from_pretrained(model),
         )  # fmt: skip
         trainer.train()
