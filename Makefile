@@ -16,15 +16,20 @@ BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
+EMULATED  := $(CURDIR)/build/emulator/kernels.so
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
+CUDA_HOME ?= /usr/local/cuda
+SANITIZE  := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo methods test test-slow test-vllm crash-test lint cuda sanitize
+.PHONY: help install install-vllm demo methods test test-slow test-vllm crash-test lint cuda sanitize emulate
 .PHONY: bench bench-engine bench-step clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize | emulate"
 	@echo "     bench | bench-engine | bench-step | methods | clean"
 
 install: $(BUILT)
@@ -86,14 +91,25 @@ cuda: install
 # folder that Python starts in, and with it the usual build, off the path. Left out is what weighs memory, which here is
 # mostly the sanitizer's, what starts processes, and Triton's interpreter.
 sanitize: install
-	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" \
-	CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" CXXFLAGS="$(SANITIZE)" \
 	$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED)/lib:$(CURDIR) \
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	$(BIN)/python -m pytest -o pythonpath= --capture=sys -m "not dist and not slow" -k "not memory and not triton" \
-	  tests/ops tests/data/test_planning.py
+	$(SANITIZED_PYTHON) -m pytest -o pythonpath= --capture=sys -m "not dist and not slow" \
+	  -k "not memory and not triton" tests/ops tests/data/test_planning.py
+
+# The CUDA kernels without a GPU: compiled for the CPU, where tests/cuda_emulator runs their threads, under the same
+# sanitizers. It takes CUDA's headers.
+emulate: install $(EMULATED)
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin \
+	  -m "not dist and not slow" -k "not triton and not reference" tests/cuda_emulator/kernels.py \
+	  $(addprefix tests/ops/test_,packing.py grad_clip.py adamw.py linear_logprob.py linear_logprob_contract.py)
+
+$(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh | install
+	@mkdir -p $(@D)
+	torch="$$($(BIN)/python -c 'import torch; print(torch.__path__[0])')"; \
+	$(CXX) -std=c++20 -fPIC -shared -fvisibility=hidden -Wall -Wno-unknown-pragmas -Wno-sign-compare $(SANITIZE) \
+	  -Itests/cuda_emulator -Icsrc -I$(CUDA_HOME)/include -I$$torch/include \
+	  -x c++ $(filter-out %/module.cu,$(wildcard csrc/cuda/*.cu)) -o $@ -L$$torch/lib -ltorch_cpu
 
 bench: install
 	$(PIP) --no-deps $(PEERS)

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "adamw.h"
-#include "chunks.cuh"
+#include "cuda/chunks.cuh"
 
 namespace rlft {
 namespace {
@@ -104,17 +104,15 @@ __global__ void __launch_bounds__(kUpdateThreads, 2)
 // ---- binding ---------------------------------------------------------------------------------------------------
 
 template <class P, class G>
-void launch(const Table& table, const Tensor& like, const AdamWSettings& settings, const Inputs& inputs,
-            cudaStream_t stream) {
+void step(const Table& table, const Tensor& like, const AdamWSettings& settings, const Inputs& inputs,
+            const Launcher& launch) {
   using C = Compute<P>;
   const auto bytes = table.count * static_cast<int64_t>(sizeof(AdamWFactors<C>));
   const Tensor scratch = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
   auto* factors = static_cast<AdamWFactors<C>*>(scratch.mutable_data_ptr());
-  count_steps<C><<<grid_for(table.count, kCountThreads), kCountThreads, 0, stream>>>(table, settings, inputs, factors);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(count_steps<C>, blocks_for(table.count, kCountThreads), kCountThreads, table, settings, inputs, factors);
   if (table.chunks == 0) return;
-  update_chunks<P, G><<<grid_for(table.chunks, 1), kUpdateThreads, 0, stream>>>(table, inputs, factors);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(update_chunks<P, G>, blocks_for(table.chunks, 1), kUpdateThreads, table, inputs, factors);
 }
 
 const float* float_or_null(const std::optional<Tensor>& scalar) {
@@ -129,8 +127,7 @@ void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Te
                          const std::optional<Tensor>& found_inf) {
   if (params.empty()) return;
   check_adamw({params, grads, exp_avgs, exp_avg_sqs, masters, steps}, lr_tensor, coefficient, found_inf);
-  const torch::stable::accelerator::DeviceGuard guard(params[0].get_device_index());
-  const cudaStream_t stream = current_stream(params[0]);
+  const Launcher launch(params[0]);
   std::vector<const std::vector<Tensor>*> lists{&params, &grads, &exp_avgs, &exp_avg_sqs, &steps};
   if (!masters.empty()) lists.push_back(&masters);
   const OwnedTable owned = make_table(lists);
@@ -138,7 +135,7 @@ void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Te
   const Inputs inputs{float_or_null(lr_tensor), float_or_null(coefficient), float_or_null(found_inf)};
   dispatch(params[0].scalar_type(), [&]<class P>(P*) {
     dispatch(grads[0].scalar_type(), [&]<class G>(G*) {
-      if constexpr (std::is_same_v<Compute<P>, Compute<G>>) launch<P, G>(owned.table, params[0], settings, inputs, stream);
+      if constexpr (std::is_same_v<Compute<P>, Compute<G>>) step<P, G>(owned.table, params[0], settings, inputs, launch);
     });
   });
 }

@@ -2,7 +2,7 @@
 //
 // A table in device memory holds, in running totals, every tensor's first chunk, its number of elements, and its
 // address, once for each list of tensors that run in parallel; a block finds the tensor of its chunk by binary search.
-// The table goes over in one asynchronous copy from pinned memory, which torch keeps until the stream has read it.
+// The table goes over in one asynchronous copy from pinned memory.
 // The other way, the table in the kernel's parameters, holds a few hundred tensors per launch (4 KB on older drivers):
 // a model has thousands, and FSDP2 moves the gradients every step, so that would be many launches instead of one copy.
 //
@@ -13,8 +13,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "dtypes.cuh"
-#include "launch.cuh"
+#include "cuda/dtypes.cuh"
+#include "cuda/launch.cuh"
 
 namespace rlft {
 
@@ -64,9 +64,7 @@ struct Table {
 struct OwnedTable {
   Tensor storage;
   Table table;
-  unsigned blocks() const {
-    return static_cast<unsigned>(std::min(table.chunks, device_blocks(kBlocksPerMultiprocessor)));
-  }
+  int64_t blocks() const { return std::min(table.chunks, device_blocks(kBlocksPerMultiprocessor)); }
 };
 
 // The first list says how many elements the tensors have. All must be contiguous and on one device.
@@ -75,8 +73,7 @@ inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& list
   const std::vector<Tensor>& tensors = *lists[0];
   const auto count = static_cast<int64_t>(tensors.size());
   const auto size = static_cast<int64_t>((lists.size() + 2) * tensors.size() + 1 + appendix.size());
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-  const Tensor host = torch::stable::empty({size}, ScalarType::Long, std::nullopt, cpu, /*pin_memory=*/true);
+  const Tensor host = pinned_int64(size);
   auto* first_chunk = static_cast<int64_t*>(host.mutable_data_ptr());
   int64_t* numel = first_chunk + count + 1;
   int64_t* address = numel + count;

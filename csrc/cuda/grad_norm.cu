@@ -15,7 +15,7 @@
 #include <cmath>
 #include <vector>
 
-#include "chunks.cuh"
+#include "cuda/chunks.cuh"
 #include "groups.h"
 
 namespace rlft {
@@ -153,30 +153,21 @@ struct Groups {
 
 template <class T, Norm norm>
 void launch_norm(const OwnedTable& owned, const Groups& groups, float p, void* partial, double* out,
-                 cudaStream_t stream) {
+                 const Launcher& launch) {
   auto* sums = static_cast<Compute<T>*>(partial);
   if (owned.table.chunks > 0) {
-    norm_chunks<T, norm><<<owned.blocks(), kThreads, 0, stream>>>(owned.table, p, sums);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(norm_chunks<T, norm>, owned.blocks(), kThreads, owned.table, p, sums);
   }
-  norm_groups<Compute<T>, norm>
-      <<<groups.count, kThreads, 0, stream>>>(owned.table, groups.first_tensor, sums, out);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(norm_groups<Compute<T>, norm>, groups.count, kThreads, owned.table, groups.first_tensor, sums, out);
 }
 
 template <class T>
 void launch_norm(const OwnedTable& owned, const Groups& groups, double p, void* partial, double* out,
-                 cudaStream_t stream) {
+                 const Launcher& launch) {
   const auto power = static_cast<float>(p);
-  if (p == 2) return launch_norm<T, Norm::kTwo>(owned, groups, power, partial, out, stream);
-  if (std::isinf(p)) return launch_norm<T, Norm::kMax>(owned, groups, power, partial, out, stream);
-  launch_norm<T, Norm::kAny>(owned, groups, power, partial, out, stream);
-}
-
-template <class T>
-void launch_scale(const Table& table, unsigned blocks, const float* coefficient, cudaStream_t stream) {
-  scale_chunks<T><<<blocks, kThreads, 0, stream>>>(table, coefficient);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (p == 2) return launch_norm<T, Norm::kTwo>(owned, groups, power, partial, out, launch);
+  if (std::isinf(p)) return launch_norm<T, Norm::kMax>(owned, groups, power, partial, out, launch);
+  launch_norm<T, Norm::kAny>(owned, groups, power, partial, out, launch);
 }
 
 // ---- binding ---------------------------------------------------------------------------------------------------
@@ -194,8 +185,7 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vect
   STD_TORCH_CHECK(!tensors.empty(), "multi_tensor_norm_pow needs at least one tensor");
   check_same(tensors);
   check_groups(tensors, group_sizes);
-  const torch::stable::accelerator::DeviceGuard guard(tensors[0].get_device_index());
-  const cudaStream_t stream = current_stream(tensors[0]);
+  const Launcher launch(tensors[0]);
   std::vector<int64_t> first_tensor{0};
   for (const int64_t size : group_sizes) first_tensor.push_back(first_tensor.back() + size);
   const OwnedTable owned = make_table({&tensors}, first_tensor);
@@ -205,7 +195,7 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vect
   const Tensor partial = torch::stable::new_empty(tensors[0], {owned.table.chunks}, ScalarType::Double);  // or float
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
     launch_norm<T>(owned, groups, norm_type, partial.mutable_data_ptr(), static_cast<double*>(out.mutable_data_ptr()),
-                   stream);
+                   launch);
   });
   return out;
 }
@@ -216,12 +206,12 @@ void multi_tensor_scale_(const std::vector<Tensor>& tensors, const Tensor& coeff
                       coefficient.scalar_type() == ScalarType::Float,
                   "coefficient must be one float32 on the tensors' device");
   check_same(tensors);
-  const torch::stable::accelerator::DeviceGuard guard(tensors[0].get_device_index());
-  const cudaStream_t stream = current_stream(tensors[0]);
+  const Launcher launch(tensors[0]);
   const OwnedTable owned = make_table({&tensors});
   if (owned.table.chunks == 0) return;
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
-    launch_scale<T>(owned.table, owned.blocks(), static_cast<const float*>(coefficient.const_data_ptr()), stream);
+    launch(scale_chunks<T>, owned.blocks(), kThreads, owned.table,
+           static_cast<const float*>(coefficient.const_data_ptr()));
   });
 }
 

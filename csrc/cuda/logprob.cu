@@ -16,8 +16,8 @@
 #include <cmath>
 #include <optional>
 
-#include "dtypes.cuh"
-#include "launch.cuh"
+#include "cuda/dtypes.cuh"
+#include "cuda/launch.cuh"
 
 namespace rlft {
 namespace {
@@ -338,71 +338,61 @@ bool aligned(const Tensor& t) {
   return t.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
 }
 
-unsigned grid_of(int64_t blocks) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "a tile of logits needs ", blocks, " blocks, more than a launch may have");
-  return static_cast<unsigned>(blocks);
-}
-
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                     double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
                     std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
+  const Launcher launch(logits);
   const StatsOut out{mutable_floats(max), mutable_floats(sum_exp), mutable_floats(sum_exp_shift),
                      mutable_floats(sum_exp_squared), mutable_floats(target_logit)};
   with_bool(sum_exp_shift.has_value(), [&](auto entropy) {
     with_bool(sum_exp_squared.has_value(), [&](auto squares) {
       with_bool(aligned(logits), [&](auto is_aligned) {
-        stats_kernel<entropy.value, squares.value, is_aligned.value>
-            <<<grid_of(tile.rows), kThreads, 0, current_stream(logits)>>>(tile, out);
+        launch(stats_kernel<entropy.value, squares.value, is_aligned.value>, tile.rows, kThreads, tile, out);
       });
     });
   });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
                    double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
                    Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
+  const Launcher launch(logits);
   const Upstream upstream{floats(max), floats(log_sum), floats(entropy), floats(grad_logprob), floats(grad_entropy)};
-  const unsigned grid = grid_of(tile.rows * ((tile.columns + kBlock - 1) / kBlock));
-  dispatch_among<float, __half, __nv_bfloat16>(grad_logits.scalar_type(), [&](auto* type) {
-    auto* out = static_cast<decltype(type)>(grad_logits.mutable_data_ptr());
+  const int64_t blocks = tile.rows * ((tile.columns + kBlock - 1) / kBlock);
+  dispatch_among<float, __half, __nv_bfloat16>(grad_logits.scalar_type(), [&]<class Out>(Out*) {
+    auto* out = static_cast<Out*>(grad_logits.mutable_data_ptr());
     with_bool(grad_entropy.has_value(), [&](auto has_entropy) {
       with_bool(aligned(logits) && aligned(grad_logits), [&](auto is_aligned) {
-        grad_kernel<has_entropy.value, is_aligned.value>
-            <<<grid, kThreads, 0, current_stream(logits)>>>(tile, upstream, out, grad_logits.stride(0));
+        launch(grad_kernel<has_entropy.value, is_aligned.value, Out>, blocks, kThreads, tile, upstream, out,
+               grad_logits.stride(0));
       });
     });
   });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
                      Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
                      Tensor exp_logits) {
-  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
+  const Launcher launch(logits);
   const FrozenOut frozen{
       .stats = {mutable_floats(max), mutable_floats(sum_exp), nullptr, nullptr, mutable_floats(target_logit)},
       .sum_others = mutable_floats(sum_others),
       .target_slope = mutable_floats(target_slope),
       .accumulator = mutable_floats(accumulator),
       .dim = accumulator.size(1)};
-  dispatch_among<float, __half, __nv_bfloat16>(exp_logits.scalar_type(), [&](auto* type) {
-    auto* out = static_cast<decltype(type)>(exp_logits.mutable_data_ptr());
+  dispatch_among<float, __half, __nv_bfloat16>(exp_logits.scalar_type(), [&]<class Out>(Out*) {
+    auto* out = static_cast<Out*>(exp_logits.mutable_data_ptr());
     with_bool(aligned(logits) && aligned(exp_logits), [&](auto is_aligned) {
-      frozen_kernel<is_aligned.value><<<grid_of(tile.rows), kThreads, 0, current_stream(logits)>>>(
-          tile, frozen, out, exp_logits.stride(0));
+      launch(frozen_kernel<is_aligned.value, Out>, tile.rows, kThreads, tile, frozen, out, exp_logits.stride(0));
     });
   });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace

@@ -33,7 +33,7 @@
 #include <optional>
 #include <vector>
 
-#include "launch.cuh"
+#include "cuda/launch.cuh"
 #include "packing.h"
 
 namespace rlft {
@@ -214,8 +214,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t i = threadIdx.x; i < total; i += kThreads) {
         if (t + i >= 0 && t + i < T) columns[t + i] = column[i];
       }
-      t += total;
-      __syncthreads();  // the next tile overwrites column and warp_total
+      t += total;  // the next tile's scan has a barrier between these reads of column and its writes
     }
   }
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -289,7 +288,7 @@ Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pa
 
 // One launch for up to kTableSize tensors. All have `rows` rows.
 template <class Source>
-void launch_copies(const std::vector<Copy>& copies, int64_t rows, const Source& source, cudaStream_t stream) {
+void launch_copies(const std::vector<Copy>& copies, int64_t rows, const Source& source, const Launcher& launch) {
   for (size_t begin = 0; begin < copies.size(); begin += kTableSize) {
     CopyTable table{};
     for (size_t i = begin; i < std::min(copies.size(), begin + kTableSize); ++i) {
@@ -301,20 +300,18 @@ void launch_copies(const std::vector<Copy>& copies, int64_t rows, const Source& 
       ++table.count;
     }
     if (table.count == 0) continue;
-    copy_rows<<<grid_for(table.first_block[table.count], 1), kThreads, 0, stream>>>(table, rows, source);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(copy_rows<Source>, blocks_for(table.first_block[table.count], 1), kThreads, table, rows, source);
   }
 }
 
 template <class Value, class Sum>
 void launch_segment_sum(const void* values, const int32_t* cu_seqlens, void* out, int64_t B, int64_t T, int64_t D,
-                        cudaStream_t stream) {
+                        const Launcher& launch) {
   if (B == 0 || D == 0) return;
   const unsigned x = 1u << log2_lanes(D);
   const dim3 block(x, kThreads / x);
-  segment_sum_kernel<Value, Sum><<<grid_for(B * ((D + x - 1) / x), 1), block, 0, stream>>>(
-      static_cast<const Value*>(values), cu_seqlens, static_cast<Sum*>(out), B, T, D);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(segment_sum_kernel<Value, Sum>, blocks_for(B * ((D + x - 1) / x), 1), block,
+         static_cast<const Value*>(values), cu_seqlens, static_cast<Sum*>(out), B, T, D);
 }
 
 // ---- binding ---------------------------------------------------------------------------------------------------
@@ -328,7 +325,7 @@ const int32_t* columns_of(const std::optional<Tensor>& columns) {
 std::vector<Tensor> unpad(const std::vector<Tensor>& padded, const Tensor& cu_seqlens,
                           const std::optional<Tensor>& columns, int64_t num_tokens, bool left) {
   if (padded.empty()) return {};
-  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens.get_device_index());
+  const Launcher launch(cu_seqlens);
   const int64_t B = padded[0].size(0), L = padded[0].size(1);
   STD_TORCH_CHECK(B == cu_seqlens.size(0) - 1 && (!columns || columns->size(0) >= num_tokens),
                   "cu_seqlens and columns must describe the rows of the padded tensors");
@@ -341,7 +338,7 @@ std::vector<Tensor> unpad(const std::vector<Tensor>& padded, const Tensor& cu_se
     copies.push_back(copy_of(inputs.back(), outputs.back(), row_bytes(tensor, 2), 0));
   }
   const Places places{offsets(cu_seqlens), columns_of(columns), B, L, num_tokens, left};
-  launch_copies(copies, num_tokens, UnpadSource{places}, current_stream(cu_seqlens));
+  launch_copies(copies, num_tokens, UnpadSource{places}, launch);
   return outputs;
 }
 
@@ -349,7 +346,7 @@ std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seql
                         const std::optional<Tensor>& columns, int64_t max_seqlen, bool left,
                         const std::vector<double>& values) {
   if (packed.empty()) return {};
-  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens.get_device_index());
+  const Launcher launch(cu_seqlens);
   const int64_t B = cu_seqlens.size(0) - 1, T = packed[0].size(0);
   STD_TORCH_CHECK(values.size() == packed.size() && (!columns || columns->size(0) >= T),
                   "values and columns must describe the packed tensors");
@@ -363,58 +360,53 @@ std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seql
                              fill_pattern(values[i], packed[i].scalar_type())));
   }
   const Places places{offsets(cu_seqlens), columns_of(columns), B, max_seqlen, T, left};
-  launch_copies(copies, B * max_seqlen, PadSource{places}, current_stream(cu_seqlens));
+  launch_copies(copies, B * max_seqlen, PadSource{places}, launch);
   return outputs;
 }
 
 Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t num_tokens) {
-  const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
+  const Launcher launch(values);
   const Tensor input = torch::stable::contiguous(values);
   Tensor out = torch::stable::new_empty(input, with_trailing({num_tokens}, input, 1));
   const ExpandSource source{offsets(cu_seqlens), input.size(0)};
-  launch_copies({copy_of(input, out, row_bytes(input, 1), 0)}, num_tokens, source, current_stream(input));
+  launch_copies({copy_of(input, out, row_bytes(input, 1), 0)}, num_tokens, source, launch);
   return out;
 }
 
 Tensor mask_columns(const Tensor& mask, const Tensor& cu_seqlens, int64_t num_tokens) {
-  const torch::stable::accelerator::DeviceGuard guard(mask.get_device_index());
+  const Launcher launch(mask);
   const Tensor input = torch::stable::contiguous(mask);
   const int64_t B = input.size(0), L = input.size(1);
   STD_TORCH_CHECK(B == cu_seqlens.size(0) - 1, "the mask and cu_seqlens must describe the same sequences");
   Tensor columns = torch::stable::new_empty(input, {num_tokens}, ScalarType::Int);
   if (num_tokens == 0) return columns;
-  mask_columns_kernel<<<grid_for(B, 1), kThreads, 0, current_stream(input)>>>(
-      static_cast<const uint8_t*>(input.const_data_ptr()), offsets(cu_seqlens),
-      static_cast<int32_t*>(columns.mutable_data_ptr()), B, L, num_tokens);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(mask_columns_kernel, blocks_for(B, 1), kThreads, static_cast<const uint8_t*>(input.const_data_ptr()),
+         offsets(cu_seqlens), static_cast<int32_t*>(columns.mutable_data_ptr()), B, L, num_tokens);
   return columns;
 }
 
 Tensor position_ids(const Tensor& cu_seqlens, int64_t num_tokens) {
-  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens.get_device_index());
+  const Launcher launch(cu_seqlens);
   Tensor out = torch::stable::new_empty(cu_seqlens, {num_tokens}, ScalarType::Long);
   if (num_tokens == 0) return out;
-  position_ids_kernel<<<grid_for(num_tokens, kThreads), kThreads, 0, current_stream(cu_seqlens)>>>(
-      offsets(cu_seqlens), static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, num_tokens);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(position_ids_kernel, blocks_for(num_tokens, kThreads), kThreads, offsets(cu_seqlens),
+         static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, num_tokens);
   return out;
 }
 
 Tensor next_token_targets(const Tensor& input_ids, const Tensor& cu_seqlens, int64_t ignore_index) {
-  const torch::stable::accelerator::DeviceGuard guard(input_ids.get_device_index());
+  const Launcher launch(input_ids);
   const Tensor input = torch::stable::contiguous(input_ids);
   const int64_t T = input.size(0);
   Tensor out = torch::stable::new_empty(input, {T});
   if (T == 0) return out;
-  next_token_targets_kernel<<<grid_for(T, kThreads), kThreads, 0, current_stream(input)>>>(
-      static_cast<const int64_t*>(input.const_data_ptr()), offsets(cu_seqlens),
-      static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, T, ignore_index);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(next_token_targets_kernel, blocks_for(T, kThreads), kThreads, static_cast<const int64_t*>(input.const_data_ptr()),
+         offsets(cu_seqlens), static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, T, ignore_index);
   return out;
 }
 
 Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
-  const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
+  const Launcher launch(values);
   const Tensor input = torch::stable::contiguous(values);
   const ScalarType dtype = input.scalar_type();
   const int64_t B = cu_seqlens.size(0) - 1, T = input.size(0);
@@ -423,13 +415,12 @@ Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
                                         dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
   const void* in = input.const_data_ptr();
   void* sums = out.mutable_data_ptr();
-  const cudaStream_t stream = current_stream(input);
   switch (dtype) {
-    case ScalarType::Double: launch_segment_sum<double, double>(in, offsets(cu_seqlens), sums, B, T, D, stream); break;
-    case ScalarType::Float: launch_segment_sum<float, float>(in, offsets(cu_seqlens), sums, B, T, D, stream); break;
-    case ScalarType::Half: launch_segment_sum<__half, float>(in, offsets(cu_seqlens), sums, B, T, D, stream); break;
+    case ScalarType::Double: launch_segment_sum<double, double>(in, offsets(cu_seqlens), sums, B, T, D, launch); break;
+    case ScalarType::Float: launch_segment_sum<float, float>(in, offsets(cu_seqlens), sums, B, T, D, launch); break;
+    case ScalarType::Half: launch_segment_sum<__half, float>(in, offsets(cu_seqlens), sums, B, T, D, launch); break;
     case ScalarType::BFloat16:
-      launch_segment_sum<__nv_bfloat16, float>(in, offsets(cu_seqlens), sums, B, T, D, stream);
+      launch_segment_sum<__nv_bfloat16, float>(in, offsets(cu_seqlens), sums, B, T, D, launch);
       break;
     default: STD_TORCH_CHECK(false, "segment_sum: unsupported dtype ", toString(dtype));
   }
