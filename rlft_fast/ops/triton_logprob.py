@@ -361,7 +361,10 @@ def logprob_frozen_(
 
 # ---- forward without logits -----------------------------------------------------------------------------------------
 
-_ROWS, _COLUMNS, _DEPTH = 64, 128, 64  # the largest of sm_90 that does not spill
+# By the bytes of an operand's element: tiles that do not spill and fit into the shared memory of any GPU from sm_80 on
+# (tests/ops/test_triton_binaries.py compiles them all). Float32 is multiplied outside of the tensor cores, which takes
+# many more registers.
+_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
@@ -371,7 +374,8 @@ def fused_stats(
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    row_blocks, tiles = triton.cdiv(num_rows, _ROWS), triton.cdiv(vocab, _COLUMNS)
+    shape = _FUSED_TILES[hidden.element_size()]
+    row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
     splits = min(tiles, max(_PROGRAMS // row_blocks, 1))
@@ -382,7 +386,7 @@ def fused_stats(
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), weight.stride(0), target, bias, inv_temperature,
         int(inv_temperature.shape[0] != 1), softcap, scale, tiles_per_split, *partial, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        EVEN=dim % _DEPTH == 0, ROWS=_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, num_warps=8, num_stages=3,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, num_warps=8, num_stages=3,
     )  # fmt: skip
     parts = Sums(*partial, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
@@ -393,7 +397,7 @@ def fused_stats(
 
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
 
-_TILES = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+_GEMM_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
@@ -407,10 +411,12 @@ def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: 
         accumulate: add to ``out``.
     """
     (num_rows, depth), columns = a.shape, b.shape[1]
-    row_blocks, column_blocks = triton.cdiv(num_rows, _TILES["ROWS"]), triton.cdiv(columns, _TILES["COLUMNS"])
+    shape = _GEMM_TILES[a.element_size()]
+    row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_rows_kernel[(row_blocks * column_blocks,)](
         a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
-        column_blocks, ACCUMULATE=accumulate, EVEN=depth % _TILES["DEPTH"] == 0, **_TILES,
+        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0, **shape, GROUP=8, num_warps=8,
+        num_stages=3,
     )  # fmt: skip
 
 
@@ -424,7 +430,9 @@ def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
         count: () int32 on the device.
     """
     rows, columns = a.shape[1], b.shape[1]
-    row_blocks, column_blocks = triton.cdiv(rows, _TILES["ROWS"]), triton.cdiv(columns, _TILES["COLUMNS"])
+    shape = _GEMM_TILES[a.element_size()]
+    row_blocks, column_blocks = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_columns_kernel[(row_blocks * column_blocks,)](
-        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks, **_TILES
-    )
+        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks, **shape,
+        GROUP=8, num_warps=8, num_stages=3,
+    )  # fmt: skip

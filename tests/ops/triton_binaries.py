@@ -1,0 +1,95 @@
+"""Compiles the Triton kernels, as calls of them would, for GPUs that are not there.
+
+`python -m tests.ops.triton_binaries 80 90` prints what ptxas made of them for sm_80 and sm_90, one JSON object a line.
+TRITON_INTERPRET must not be set.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from rlft_fast.ops import triton_logprob
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BINARIES: list[tuple[str, object]] = []  # (kernel, binary) of all launches
+
+
+class Driver:
+    """All that Triton asks of a driver until it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compile_instead_of_launch(kernel: JITFunction, grid: tuple[int, ...]):
+    return lambda *args, **options: BINARIES.append(
+        (kernel.__name__, kernel.run(*args, grid=grid, warmup=True, **options))
+    )
+
+
+def call_all(dtype: torch.dtype, everything: bool) -> None:
+    """Each wrapper once, with every option or with none."""
+    rows, columns, dim = 64, 4096, 128
+    logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
+    hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
+    target, per_row, count = (
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(8, rows),
+        torch.zeros((), dtype=torch.int32),
+    )
+    maximum, sum_exp, a, b, target_logit, *_ = per_row
+    shift, squares = (a, b) if everything else (None, None)
+    options = (torch.zeros(columns) if everything else None, per_row[6], 5.0 if everything else 0.0, 1.0)
+    problem = (logits, target, 0, *options)
+    triton_logprob.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit)
+    triton_logprob.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
+    triton_logprob.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
+    triton_logprob.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit)
+    triton_logprob.multiply_rows(hidden, weight.T, logits, count)
+    triton_logprob.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
+    triton_logprob.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
+
+
+def resources(binary) -> dict[str, int]:
+    """Registers per thread, bytes of its stack and local memory, and of a block's shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        printed = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", printed)}
+    return {
+        "registers": used["REG"], "stack": used["STACK"] + used["LOCAL"],
+        "shared": used["SHARED"] + binary.metadata.shared,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    JITFunction.__getitem__ = compile_instead_of_launch
+    for capability in map(int, sys.argv[1:]):
+        driver.set_active(Driver(capability))
+        for dtype in (torch.bfloat16, torch.float32):
+            for everything in (False, True):
+                call_all(dtype, everything)
+                for kernel, binary in BINARIES:
+                    what = {"capability": capability, "kernel": kernel, "dtype": str(dtype), "everything": everything}
+                    print(json.dumps({**what, **resources(binary)}))
+                BINARIES.clear()
