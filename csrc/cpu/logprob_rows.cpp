@@ -173,6 +173,10 @@ RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i)
   const float g = upstream.grad_logprob[i], max = upstream.max[i], log_sum = upstream.log_sum[i];
   const float h = upstream.grad_entropy != nullptr ? upstream.grad_entropy[i] : 0.0f;
   const float entropy = upstream.grad_entropy != nullptr ? upstream.entropy[i] : 0.0f;
+  if (g == 0 && h == 0) {  // even where a logit is nan: a bad row that the loss does not see stays out
+    std::fill_n(dz, tile.columns, 0.0f);
+    return;
+  }
   const float dx_dz = t.scale * inv_temperature;
   const float inv_cap = t.softcap > 0 ? 1.0f / (t.softcap * inv_temperature) : 0.0f;
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {

@@ -42,6 +42,7 @@ from rlft_fast.ops.tiles import (
     per_token_results,
     row_chunks,
     scatter_gradients,
+    seen_rows,
     tile_shape,
 )
 
@@ -113,11 +114,13 @@ def _linear_logprob_backward(
     grads = Gradients.allocate(hidden, weight, bias, needs_grad)
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
-    seen = (upstream != 0) if upstream_entropy is None else (upstream != 0) | (upstream_entropy != 0)
+    seen = seen_rows(upstream, upstream_entropy)
     keep, count = _seen_first(seen, backend)
     active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
     upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
     rows = Rows.gather(hidden, target, inv_temperature, active_index, threshold)
+    if isinstance(keep, slice):  # all rows multiply, and 0 * nan would put a bad one that nobody sees into dweight
+        rows.hidden_RD.masked_fill_(seen.logical_not().unsqueeze(1), 0)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
@@ -151,7 +154,7 @@ def _linear_logprob_backward(
 
 
 def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | None]:
-    """Which rows backward takes: those that the loss sees (not clipped, advantage not zero).
+    """Which rows backward takes: those that the loss sees.
 
     A device is not waited for: there they come first, with their number as a () int32 tensor, and Triton's GEMMs stop
     behind them. The vendor's need sizes from the host and take all rows. Triton's cannot stand in for them in backward
@@ -243,7 +246,8 @@ def _save_jacobian(ctx, inputs, output) -> None:
 
 def _frozen_backward(ctx, grad_logprob, _grad_jacobian):
     (jacobian,) = ctx.saved_tensors
-    return (jacobian * grad_logprob.unsqueeze(-1).to(jacobian.dtype), *[None] * 9)
+    upstream = grad_logprob.unsqueeze(-1).to(jacobian.dtype)
+    return ((jacobian * upstream).masked_fill_(upstream == 0, 0), *[None] * 9)
 
 
 _linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_jacobian)

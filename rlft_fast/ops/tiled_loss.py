@@ -28,6 +28,7 @@ from rlft_fast.ops.tiles import (
     rounded_rows,
     row_chunks,
     scatter_gradients,
+    seen_rows,
 )
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
@@ -64,11 +65,17 @@ class _ThreadTiles:
     def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
         torch.ops.rlft_fast.logprob_chunk_stats_(*self._problem(rows), *sums)
 
-    def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, *upstream: Tensor | None) -> None:
+    def grad(
+        self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, d_logprob: Tensor, d_entropy: Tensor | None
+    ) -> None:
         grad_rows = torch.empty_like(rows.hidden_RD) if self.grads.hidden.numel() else None
+        unseen = seen_rows(d_logprob, d_entropy).logical_not()
+        if unseen.any():  # 0 * nan would put a bad row that the loss does not see into dweight
+            rows = rows._replace(hidden_RD=rows.hidden_RD.masked_fill(unseen.unsqueeze(1), 0))
         torch.ops.rlft_fast.logprob_chunk_grad_(
-            *self._problem(rows), *upstream, grad_rows, *self.sums, chunk.rows.start > 0
-        )
+            *self._problem(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
+            grad_rows, *self.sums, chunk.rows.start > 0,
+        )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.head)
 
@@ -103,6 +110,7 @@ class _LargeGemms:
         self.logits = None  # results replace them
         if self.weight.dtype != torch.float32:
             self.logits = hidden.new_empty(min(limit, num_rows), head.vocab, dtype=torch.float32)
+        self.unseen = hidden.new_empty(min(group_limit, num_rows), dtype=torch.bool)
         self.sums = grads.accumulators(in_float=len(self.groups) > 1)
 
     def _limits(self, like: Tensor, column_bytes: int) -> tuple[int, int]:
@@ -119,12 +127,18 @@ class _LargeGemms:
         multiply(rows.hidden_RD, self.weight.T, out=logits)
         self.head.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
 
-    def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, *upstream: Tensor | None) -> None:
+    def grad(
+        self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, d_logprob: Tensor, d_entropy: Tensor | None
+    ) -> None:
         logits, grad_logits = self._memory(chunk)
-        self.head.kernels.logprob_grad_(*self._tile(logits, rows), *upstream, grad_logits)
+        self.head.kernels.logprob_grad_(
+            *self._tile(logits, rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy, grad_logits
+        )
+        torch.logical_not(seen_rows(d_logprob, d_entropy), out=self.unseen[chunk.in_group])
 
     def finish(self, group: list[_Chunk], hidden: Tensor, index: Tensor) -> None:
         hidden_RD = operand(hidden[index])
+        hidden_RD.masked_fill_(self.unseen[: len(index)].unsqueeze(1), 0)  # 0 * nan, as in _ThreadTiles
         grad_logits = self.grad_logits[: group[-1].in_group.stop]
         if self.grads.hidden.numel():
             dtype = torch.float32 if self.head.group else self.grads.hidden.dtype  # shards are added in float32
@@ -180,9 +194,7 @@ def _linear_logprob_loss(
             if stats.entropy is not None:
                 entropy[index] = stats.entropy
             if any(needs_grad):
-                work.grad(
-                    chunk, rows, index, stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy
-                )  # fmt: skip
+                work.grad(chunk, rows, index, stats, d_logprob, d_entropy)
         if any(needs_grad):
             index = active_index[chunks[0].rows.start : chunks[-1].rows.stop]
             work.finish(chunks, hidden, index)

@@ -290,6 +290,12 @@ def empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_g
     )
 
 
+def seen_rows(grad_logprob: Tensor, grad_entropy: Tensor | None) -> Tensor:
+    """(R,) bool: the rows that the loss sees: not clipped, advantage not zero, not masked."""
+    seen = grad_logprob != 0
+    return seen if grad_entropy is None else seen | (grad_entropy != 0)
+
+
 class Gradients(NamedTuple):
     """Outputs of a backward pass in the inputs' dtypes, each empty if not needed."""
 

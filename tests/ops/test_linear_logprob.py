@@ -55,6 +55,19 @@ def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype
     return outputs + ([result.entropy.detach()] if entropy else []) + ([w.grad] if train_weight else [])
 
 
+def gradients_without_row_7(way: str, hidden: Tensor, weight: Tensor, target: Tensor, backend: str) -> list[Tensor]:
+    """[dhidden] and, unless the weight is frozen, [dweight] of a loss that does not see row 7."""
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(way != "frozen")
+    upstream = torch.ones(target.shape, device=target.device)
+    upstream[7] = 0
+    if way == "loss":
+        masked = lambda logprob, _, seen: torch.where(seen > 0, logprob, 0.0)  # noqa: E731
+        linear_logprob_loss(h, w, target, masked, upstream, backend=backend).loss.backward()
+    else:
+        linear_logprob(h, w, target, backend=backend).logprob.backward(upstream)
+    return [h.grad] if way == "frozen" else [h.grad, w.grad]
+
+
 def check(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, **how) -> None:
     """Errors are compared over several problems where one has few rows: a single number is right or wrong by luck."""
     problems = [make_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in range(-(-64 // T))]

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from rlft_fast import ops
 from tests.numerics import assert_no_further_from_truth
+from tests.ops.test_linear_logprob import gradients_without_row_7
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BACKENDS = ["native", "reference", *(["triton"] if find_spec("triton") else [])]
@@ -275,6 +276,17 @@ def test_bad_hidden_state(bad, train_weight, backend):
     for actual, expected in zip(compute(broken), compute(hidden), strict=True):
         assert not actual[3].isfinite().all()
         assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])  # autograd's 0 * nan is nan
+@pytest.mark.parametrize("way", ["recomputed", "frozen", "loss"])
+def test_bad_hidden_state_that_the_loss_does_not_see(way, backend):
+    hidden, weight, target, _ = make_problem(8, 16, 3000)
+    expected = gradients_without_row_7(way, hidden, weight, target, backend)
+    hidden[7] = torch.nan
+    for actual, good in zip(gradients_without_row_7(way, hidden, weight, target, backend), expected, strict=True):
+        assert torch.equal(actual, good)
+        assert actual.isfinite().all()
 
 
 @each_backend

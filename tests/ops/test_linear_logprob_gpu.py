@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
 from tests.numerics import assert_no_further_from_truth
-from tests.ops.test_linear_logprob import loss_problem, make_problem, ppo_clip, run
+from tests.ops.test_linear_logprob import gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,11 +35,16 @@ def cuda_problem(*shape: int, **how) -> tuple[Tensor, Tensor, Tensor, dict]:
 @pytest.mark.parametrize("logits", ["normal", "peaked", "flat", "low", "extreme"])
 @pytest.mark.parametrize(("T", "D", "V"), [(64, 64, 17), (300, 64, 5003), (1000, 576, 50257), (129, 896, 151936)])
 def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
-    problem = cuda_problem(T, D, V, logits=logits, dtype=dtype)
-    ours = run(partial(linear_logprob, backend=backend), *problem, dtype)
-    eager = run(reference.linear_logprob, *problem, dtype)
-    truth = run(reference.linear_logprob, *problem, torch.float64)
-    for o, e, t in zip(ours, eager, truth, strict=True):
+    # Of peaked rows few have an entropy at all, and those decide: more problems, or it is luck.
+    problems = [
+        cuda_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in range(8 if logits == "peaked" else 1)
+    ]
+
+    def results(function, dtype):
+        return [torch.cat(values) for values in zip(*(run(function, *p, dtype) for p in problems), strict=True)]
+
+    ours, eager = results(partial(linear_logprob, backend=backend), dtype), results(reference.linear_logprob, dtype)
+    for o, e, t in zip(ours, eager, results(reference.linear_logprob, torch.float64), strict=True):
         assert o.isfinite().all()
         assert_no_further_from_truth(o, e, t)
 
@@ -147,16 +152,14 @@ def test_a_target_outside_the_vocabulary_gives_nan(backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_rows_without_upstream_gradient_add_nothing(dtype, backend):
+@pytest.mark.parametrize("way", ["recomputed", "frozen", "loss"])
+def test_rows_that_the_loss_does_not_see_add_nothing(way, dtype, backend):
     hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=dtype)
+    expected = gradients_without_row_7(way, hidden, weight, target, backend)
+    assert (expected[0][7] == 0).all()
     hidden[7] = torch.nan
-    hidden.requires_grad_()
-    logprob = linear_logprob(hidden, weight, target, backend=backend).logprob
-    upstream = torch.ones(300, device="cuda")
-    upstream[[3, 7]] = 0
-    logprob.backward(upstream)
-    assert (hidden.grad[[3, 7]] == 0).all()
-    assert hidden.grad.isfinite().all()
+    for actual, good in zip(gradients_without_row_7(way, hidden, weight, target, backend), expected, strict=True):
+        assert actual.equal(good)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
