@@ -97,19 +97,19 @@ sanitize: install
 	$(SANITIZED_PYTHON) -m pytest -o pythonpath= --capture=sys -m "not dist and not slow" \
 	  -k "not memory and not triton" tests/ops tests/data/test_planning.py
 
-# The CUDA kernels without a GPU: compiled for the CPU, where tests/cuda_emulator runs their threads, under the same
+# The tests marked gpu without a GPU: tests/cuda_emulator runs the threads of the CUDA kernels on the CPU, under the same
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
-	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin \
-	  -m "not dist and not slow" -k "not triton and not reference" tests/cuda_emulator/kernels.py \
-	  $(addprefix tests/ops/test_,packing.py grad_clip.py adamw.py linear_logprob.py linear_logprob_contract.py)
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin -m gpu \
+	  tests/cuda_emulator/kernels.py tests/ops
 
-$(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh | install
+$(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/device.cpp | install
 	@mkdir -p $(@D)
 	torch="$$($(BIN)/python -c 'import torch; print(torch.__path__[0])')"; \
 	$(CXX) -std=c++20 -fPIC -shared -fvisibility=hidden -Wall -Wno-unknown-pragmas -Wno-sign-compare $(SANITIZE) \
 	  -Itests/cuda_emulator -Icsrc -I$(CUDA_HOME)/include -I$$torch/include \
-	  -x c++ $(filter-out %/module.cu,$(wildcard csrc/cuda/*.cu)) -o $@ -L$$torch/lib -ltorch_cpu
+	  -x c++ $(filter-out %/module.cu,$(wildcard csrc/cuda/*.cu)) tests/cuda_emulator/device.cpp \
+	  -o $@ -L$$torch/lib -ltorch_cpu -lc10
 
 bench: install
 	$(PIP) --no-deps $(PEERS)

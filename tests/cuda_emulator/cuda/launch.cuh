@@ -1,5 +1,5 @@
 // CUDA's kernels on a CPU: stands in for csrc/cuda/launch.cuh, so that the kernels' own source, compiled by the host's
-// compiler, runs where there is no GPU. Slow, and true to what can go wrong in a kernel's logic:
+// compiler, runs where there is no GPU (device.py has the tensors). Slow, and true to what can go wrong in a kernel:
 //
 // - Every thread of a block is a fiber with its own stack. A warp runs until all its threads wait at a barrier of the
 //   block; then the next one runs. So a barrier that is missing shows as a wrong result in one order of warps, lanes and
@@ -33,10 +33,6 @@
 #define __shared__ static  // one block runs at a time
 #undef __launch_bounds__
 #define __launch_bounds__(...)
-
-// In the place of the kernels for CPUs.
-#undef STABLE_TORCH_LIBRARY_IMPL
-#define STABLE_TORCH_LIBRARY_IMPL(ns, key, m) _STABLE_TORCH_LIBRARY_IMPL(ns, CPU, m, C10_UID)
 
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;

@@ -1,0 +1,153 @@
+"""A CUDA device where there is none: tensors that say ``cuda:0``, with their elements on the CPU.
+
+Everything above the kernels takes them for a GPU's, so its code for GPUs runs. PyTorch's own operators compute on the
+CPU; the project's are the emulated CUDA kernels. What a GPU refuses is refused: tensors of two devices in one operator.
+What would wait for it raises under ``torch.cuda.set_sync_debug_mode("error")``.
+"""
+
+import ctypes
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# Before torch asks, once and for all, whether there is a GPU.
+ctypes.CDLL(str(Path(find_spec("torch").origin).parent / "lib/libtorch_cpu.so"))
+ctypes.CDLL(os.environ["RLFT_EMULATED_KERNELS"])
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+aten = torch.ops.aten
+_RETURN_TO_HOST = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+_SIZE_FROM_DEVICE = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default}
+_COPIES = {aten._to_copy.default, aten.copy_.default}
+_raise_on_sync = False
+
+
+class CudaTensor(Tensor):
+    """Wraps the CPU tensor that holds its elements."""
+
+    elements: Tensor
+
+    @staticmethod
+    def __new__(cls, elements: Tensor) -> "CudaTensor":
+        return Tensor._make_wrapper_subclass(
+            cls, elements.shape, strides=elements.stride(), storage_offset=elements.storage_offset(),
+            dtype=elements.dtype, device=DEVICE,
+        )  # fmt: skip
+
+    def __init__(self, elements: Tensor) -> None:
+        self.elements = elements
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"CudaTensor({self.elements})"
+
+    def tolist(self) -> list[Any]:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+class CudaDevice(TorchDispatchMode):
+    """While it is entered, operators that are asked for a CUDA tensor make one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator as a machine with a GPU runs it."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    on_device = [x for x in tensors if isinstance(x, CudaTensor)]
+    asked_for = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+    if not on_device and asked_for != "cuda":
+        return func(*args, **kwargs)
+    if func.namespace == "rlft_fast" and (python := _python_implementation(func)) is not None:
+        with CudaDevice():
+            return python(*args, **kwargs)
+    if func.namespace == "aten" and func._can_decompose():  # inside of a custom operator nothing has taken it apart
+        with CudaDevice():
+            return func.decompose(*args, **kwargs)
+    result_on_device = asked_for == "cuda" or (asked_for is None and bool(on_device))
+    if func is aten.copy_.default:
+        result_on_device = isinstance(args[0], CudaTensor)
+    if func not in _COPIES and any(x.dim() and not isinstance(x, CudaTensor) for x in tensors):
+        raise RuntimeError(f"{func}: expected all tensors to be on one device, got cuda:0 and cpu")
+    if _raise_on_sync and _waits(func, args, kwargs, len(on_device) == len(tensors) and result_on_device):
+        raise RuntimeError(f"{func} waits for the device")
+
+    owner = {id(x.elements): x for x in on_device}
+    args, kwargs = tree_map(lambda x: x.elements if isinstance(x, CudaTensor) else x, (args, kwargs))
+    if asked_for == "cuda":
+        kwargs["device"] = torch.device("cpu")
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    result = _compute(func, args, kwargs)
+
+    def returned(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return owner[id(x)] if id(x) in owner else CudaTensor(x) if result_on_device else x
+
+    return tree_map(returned, result)
+
+
+def _python_implementation(func: Any) -> Any:
+    """Of an operator that `torch.library.custom_op` made; its body runs operators of its own."""
+    definition = torch._library.custom_ops.OPDEFS.get(f"{func.namespace}::{func._schema.name.split('::')[-1]}")
+    return None if definition is None else definition._init_fn
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool) -> bool:
+    if func in _COPIES:
+        non_blocking = kwargs.get("non_blocking", args[2] if func is aten.copy_.default and len(args) > 2 else False)
+        return not stays and not non_blocking
+    by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
+        x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    )
+    return func in _RETURN_TO_HOST or func in _SIZE_FROM_DEVICE or by_mask
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.namespace == "rlft_fast":
+        return func._op_dk(torch.DispatchKey.CUDA, *args, **kwargs)
+    if func is aten.mm.dtype_out:  # which CPUs do not have: narrow operands, float32 sums
+        a, b, dtype = args
+        _check_widening(a, b, dtype, kwargs["out"])
+        return torch.mm(a.float(), b.float(), out=kwargs["out"])
+    if func is aten.addmm.dtype_out:
+        start, a, b, dtype = args
+        _check_widening(a, b, dtype, kwargs["out"])
+        assert start.dtype in (dtype, a.dtype), "self dtype must match either out_dtype or mat1 dtype"
+        return torch.addmm(start.float(), a.float(), b.float(), out=kwargs["out"])
+    return func(*args, **kwargs)
+
+
+def _check_widening(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    assert a.dtype == b.dtype
+    assert out.dtype == dtype
+    assert dtype == a.dtype or (dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16))
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    global _raise_on_sync
+    _raise_on_sync = mode == "error"
+
+
+def install() -> None:
+    """Makes torch and the project believe in the device. For a process that does nothing else."""
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the CPU, then moved
+    torch.cuda.is_available = lambda: True
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
+    from rlft_fast.ops import _library, backends
+
+    _library.has_cuda_kernels = backends.has_cuda_kernels = True
