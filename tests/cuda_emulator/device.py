@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-_RETURN_TO_HOST = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-_SIZE_FROM_DEVICE = {aten.nonzero.default, aten.masked_select.default, aten._unique2.default}
+_WAIT = {  # for a value, or for the size of their result
+    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
+    aten.masked_select.default, aten._unique2.default,
+}  # fmt: skip
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _raise_on_sync = False
 
@@ -111,7 +113,7 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool
     by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )
-    return func in _RETURN_TO_HOST or func in _SIZE_FROM_DEVICE or by_mask
+    return by_mask or func in _WAIT
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

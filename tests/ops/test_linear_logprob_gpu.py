@@ -36,9 +36,8 @@ def cuda_problem(*shape: int, **how) -> tuple[Tensor, Tensor, Tensor, dict]:
 @pytest.mark.parametrize(("T", "D", "V"), [(64, 64, 17), (300, 64, 5003), (1000, 576, 50257), (129, 896, 151936)])
 def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
     # Of peaked rows few have an entropy at all, and those decide: more problems, or it is luck.
-    problems = [
-        cuda_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in range(8 if logits == "peaked" else 1)
-    ]
+    seeds = range(8 if logits == "peaked" and V < 10_000 else 1)
+    problems = [cuda_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in seeds]
 
     def results(function, dtype):
         return [torch.cat(values) for values in zip(*(run(function, *p, dtype) for p in problems), strict=True)]

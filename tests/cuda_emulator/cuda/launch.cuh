@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -112,19 +113,16 @@ inline Block block;
   std::abort();
 }
 
-// Returns the generation in which the threads met.
-inline unsigned meet(Meeting& meeting) {
-  Fiber& self = *block.running;
-  const unsigned generation = meeting.generation;
+inline void meet(Meeting& meeting) {
   if (++meeting.arrived == meeting.expected) {
     meeting.arrived = 0;
     ++meeting.generation;
-    return generation;
+    return;
   }
+  Fiber& self = *block.running;
   self.waits_for = &meeting;
-  self.waits_in = generation;
+  self.waits_in = meeting.generation;
   Context::change(self.context, block.scheduler);
-  return generation;
 }
 
 // What a fiber does for ever: one thread of a block, and then of the next.
