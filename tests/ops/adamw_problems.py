@@ -1,11 +1,8 @@
 """Parameters, gradients and the formula that the tests of FusedAdamW share."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
 NARROW = [torch.bfloat16, torch.float16]
 # Scalar, empty, shorter than a vector, not a multiple of one, and longer than a piece (16 Ki) and a chunk (32 Ki).
 SHAPES = [(), (0,), (3,), (129, 7), (70_001,)]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
+from tests.devices import DEVICES, requires_gpu
 from tests.launches import count_launches
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.adamw_problems import (
-    DEVICES,
     NARROW,
     OPTIONS,
     SHAPES,
@@ -22,7 +22,6 @@ from tests.ops.adamw_problems import (
     bits,
     random_tensors,
     reference,
-    requires_gpu,
     take_steps,
 )
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rlft_fast.ops import FusedAdamW
+from tests.devices import DEVICES
 from tests.ops.adamw_problems import (
-    DEVICES,
     NARROW,
     OPTIONS,
     SHAPES,

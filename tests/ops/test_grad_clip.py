@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlft_fast.ops.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
+from tests.devices import DEVICES, requires_gpu
 from tests.distributed import run_distributed
 from tests.launches import count_launches
 
-requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # The usual one, the ones with kernels or branches of their own, and one that takes the general path.
 NORM_TYPES = [2.0, 1.0, math.inf, 3.5]

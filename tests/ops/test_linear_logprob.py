@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rlft_fast import ops
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference, support_logprob
+from tests.devices import DEVICES
 from tests.distributed import run_distributed
 from tests.numerics import assert_no_further_from_truth
 
@@ -110,13 +111,14 @@ def test_bfloat16_statistics_are_float32():
     assert result.logprob.dtype == result.entropy.dtype == F32
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=40, deadline=None)
 @given(
     T=st.integers(0, 40), D=st.integers(1, 40), V=st.integers(1, 3000), softcap=st.sampled_from([None, 2.0, 30.0]),
     scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(),
     workspace_mib=st.sampled_from([1, 64]), ignored=st.floats(0, 1), seed=st.integers(0, 5),
 )  # fmt: skip
-def test_any_shape_and_option(T, D, V, softcap, scale, bias, per_token, workspace_mib, ignored, seed):
+def test_any_shape_and_option(device, T, D, V, softcap, scale, bias, per_token, workspace_mib, ignored, seed):
     hidden, weight, target, _ = make_problem(T, D, V, seed=seed)
     target[torch.rand(T) < ignored] = -100
     options: dict[str, Any] = {"softcap": softcap, "logit_scale": scale, "temperature": 0.7}
@@ -124,12 +126,11 @@ def test_any_shape_and_option(T, D, V, softcap, scale, bias, per_token, workspac
         options["bias_V"] = torch.randn(V)
     if per_token:
         options["temperature"] = torch.rand(T) + 0.5
-    ours = run(
-        lambda *a, **k: linear_logprob(*a, workspace_mib=workspace_mib, **k), hidden, weight, target, options, F32
-    )
     truth = run(reference.linear_logprob, hidden, weight, target, options, torch.float64)
-    for o, t in zip(ours, truth, strict=True):
-        torch.testing.assert_close(o.double(), t, rtol=2e-4, atol=2e-5)
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    problem = (hidden.to(device), weight.to(device), target.to(device), {**options, "workspace_mib": workspace_mib})
+    for o, t in zip(run(linear_logprob, *problem, F32), truth, strict=True):
+        torch.testing.assert_close(o.cpu().double(), t, rtol=2e-4, atol=2e-5)
 
 
 def test_optional_statistics():

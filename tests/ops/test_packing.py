@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlft_fast.ops import packing
+from tests.devices import DEVICES, requires_gpu
 
-requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
 # One dtype per element size (1, 2, 4, 8 bytes), and both 2-byte floats because their fill values differ.
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64]
 # Empty batch; one token; only empty sequences; empty ones at both ends and between; a long one beside short ones, with
