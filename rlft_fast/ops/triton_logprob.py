@@ -398,6 +398,7 @@ def fused_stats(
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
 
 _GEMM_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
+_GEMM_SCHEDULE = {"GROUP": 8, "num_warps": 8, "num_stages": 3}
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
@@ -415,8 +416,7 @@ def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: 
     row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_rows_kernel[(row_blocks * column_blocks,)](
         a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
-        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0, **shape, GROUP=8, num_warps=8,
-        num_stages=3,
+        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0, **shape, **_GEMM_SCHEDULE,
     )  # fmt: skip
 
 
@@ -433,6 +433,6 @@ def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
     shape = _GEMM_TILES[a.element_size()]
     row_blocks, column_blocks = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_columns_kernel[(row_blocks * column_blocks,)](
-        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks, **shape,
-        GROUP=8, num_warps=8, num_stages=3,
+        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks,
+        **shape, **_GEMM_SCHEDULE,
     )  # fmt: skip

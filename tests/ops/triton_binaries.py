@@ -49,14 +49,10 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     rows, columns, dim = 64, 4096, 128
     logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
     hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
-    target, per_row, count = (
-        torch.zeros(rows, dtype=torch.int64),
-        torch.zeros(8, rows),
-        torch.zeros((), dtype=torch.int32),
-    )
-    maximum, sum_exp, a, b, target_logit, *_ = per_row
+    target, count = torch.zeros(rows, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
+    maximum, sum_exp, a, b, target_logit, inv_temperature = torch.zeros(6, rows)
     shift, squares = (a, b) if everything else (None, None)
-    options = (torch.zeros(columns) if everything else None, per_row[6], 5.0 if everything else 0.0, 1.0)
+    options = (torch.zeros(columns) if everything else None, inv_temperature, 5.0 if everything else 0.0, 1.0)
     problem = (logits, target, 0, *options)
     triton_logprob.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit)
     triton_logprob.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
