@@ -116,8 +116,8 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 
 // out (+)= a @ b. Below autograd, which the threads of a parallel region have switched on.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
-  STABLE_TORCH_ERROR_CODE_CHECK(accumulate ? aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1)
-                                           : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
+  TORCH_ERROR_CODE_CHECK(accumulate ? aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1)
+                                    : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
 }
 
 struct Chunk {

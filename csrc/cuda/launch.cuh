@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <torch/csrc/stable/macros.h>
 
 #include <algorithm>
 #include <cstdint>
