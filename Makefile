@@ -101,7 +101,7 @@ sanitize: install
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
 	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin -m gpu \
-	  tests/cuda_emulator/kernels.py tests/ops
+	  tests/cuda_emulator/kernels.py tests/cuda_emulator/report.py tests/ops
 
 $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/device.cpp | install
 	@mkdir -p $(@D)

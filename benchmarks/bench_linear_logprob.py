@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ways
-from benchmarks.harness import DEVICE, Results, Variant, clock, reason
+from benchmarks.harness import DEVICE, Results, Variant, clock, reason, synchronised
 from benchmarks.ways import DTYPE, OURS, Problem, Way
 
 # T, D, V of SmolLM2-135M, and of Qwen3-8B
@@ -168,7 +168,7 @@ def test_linear_logprob(benchmark, task: str, way: str, variation: str | None) -
     if name in unavailable:
         pytest.skip(unavailable[name])
     benchmark.group = title(task, variation)
-    outputs = benchmark.pedantic(variants[name].run, rounds=2, warmup_rounds=1)
+    outputs = benchmark.pedantic(synchronised(variants[name].run), rounds=2, warmup_rounds=1)
     if variation is None:
         for output, expected in zip(outputs, _expected(task), strict=True):
             assert (output - expected).norm() < (1e-4 if DEVICE.type == "cpu" else 2e-2) * expected.norm()
@@ -178,4 +178,4 @@ def test_linear_logprob(benchmark, task: str, way: str, variation: str | None) -
 def test_floor(benchmark, name: str) -> None:
     benchmark.group = "floor"
     (variant,) = floor_variants(SMALL_SHAPE, {name: [(SMALL_SHAPE[0], 2048)]})
-    benchmark.pedantic(variant.run, rounds=2, warmup_rounds=1)
+    benchmark.pedantic(synchronised(variant.run), rounds=2, warmup_rounds=1)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench_adamw, bench_linear_logprob, bench_packing, bench_planning, fastest, scaling
+from benchmarks import (
+    bench_adamw,
+    bench_grad_norm,
+    bench_linear_logprob,
+    bench_packing,
+    bench_planning,
+    fastest,
+    scaling,
+)
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
@@ -33,14 +41,14 @@ and dW.
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. On the CPU, threads and bfloat16 are compared at a quarter of the rows, each beside the
 bare float32 GEMMs on as many threads, which are what bfloat16 runs on there. `pytest benchmarks` checks that all ways
-of a task compute the same numbers. Packing is held against a copy of as many bytes, clipping and AdamW against torch's
-`clip_grad_norm_` and fused `AdamW`."""
+of a task compute the same numbers. Packing and the norm are held against a copy of as many bytes, clipping and AdamW
+against torch's `clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
     "system. Memory is the resident set's, in fresh memory (`VmHWM`, reset before).",
-    "cuda": "Times are the device's, by events, with a cold L2 cache; inputs are bfloat16. Memory is what torch's "
-    "allocator has handed out. The bare GEMMs write bfloat16.",
+    "cuda": "Times are the device's, by events, with a cold L2 cache and the host ahead; inputs are bfloat16. Memory "
+    "is what torch's allocator has handed out. The bare GEMMs write bfloat16.",
 }
 
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
@@ -54,6 +62,9 @@ FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
 MAX_RATIO = {"no grad": 1.12} if DEVICE.type == "cpu" else {"no grad": 1.10, "forward + backward": 1.12}
 DEFAULT_MAX_RATIO = 1.15
 SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # a GPU's GEMMs are so fast there that what is between them decides
+SMALL_SUITES = [bench_packing.suite, bench_grad_norm.suite, bench_adamw.suite]
+if DEVICE.type == "cpu":
+    SMALL_SUITES.append(bench_planning.suite)  # the host's work, on any machine
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -91,7 +102,9 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
         ways = results.ways(task)
         if peers := [(name, m) for name, m in ways.items() if not name.startswith(OURS)]:
             name, peer = peers[0]
-            yield Bar(f"{task}: fastest peer ({name}) / ours", peer.median_s / ways[OURS].median_s, 1, at_most=False)
+            ours, outer = ways[OURS], inputs_outputs_mib(shape)
+            yield Bar(f"{task}: fastest peer ({name}) / ours", peer.median_s / ours.median_s, 1, at_most=False)
+            yield Bar(f"{task}: memory in all / that peer's", (outer + ours.extra_mib) / (outer + peer.extra_mib), 1)
     for task in ("forward + backward", "PPO loss"):
         half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
         yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
@@ -109,10 +122,15 @@ def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
     yield Bar("backward: half of the gradient zero / all", (silent - forward) / (full - forward), 0.6)
     if shape == bench_linear_logprob.FULL_SHAPE:
         ours = results[f"PPO loss | {OURS}"]
-        num_tokens, dim, vocab = shape
-        inputs_outputs = 2 * 2 * dim * (num_tokens + vocab) / 2**30
         yield Bar("PPO loss", 1e3 * ours.median_s, 60, unit=" ms")
-        yield Bar("PPO loss: memory in all", ours.extra_mib / 1024 + inputs_outputs, 6, unit=" GiB")
+        memory_gib = (inputs_outputs_mib(shape) + ours.extra_mib) / 1024
+        yield Bar("PPO loss: memory in all", memory_gib, 6, unit=" GiB")
+
+
+def inputs_outputs_mib(shape: tuple[int, int, int]) -> float:
+    """Of a loss: hidden states, weight, and the gradients of both."""
+    num_tokens, dim, vocab = shape
+    return 2 * DTYPE.itemsize * dim * (num_tokens + vocab) / 2**20
 
 
 def packing_bars(results: Results) -> Iterator[Bar]:
@@ -132,11 +150,18 @@ def planning_bars(results: Results) -> Iterator[Bar]:
     yield Bar("plan: fullest micro-batch / token cap", fullest, 1)
 
 
+def norm_bars(results: Results) -> Iterator[Bar]:
+    if DEVICE.type == "cuda":
+        ways = results.ways(bench_grad_norm.TASK)
+        share = ways[bench_grad_norm.COPY].median_s / ways[OURS].median_s
+        yield Bar(f"{bench_grad_norm.TASK}: share of memcpy's bandwidth", share, 0.85, at_most=False)
+
+
 def adamw_bars(results: Results) -> Iterator[Bar]:
     for task in bench_adamw.MODELS:
         ways = results.ways(task)
         speedup = ways[bench_adamw.FUSED].median_s / ways[OURS].median_s
-        yield Bar(f"{task}: torch's fused / ours", speedup, 1, at_most=False)
+        yield Bar(f"{task}: torch's fused / ours", speedup, 1 if DEVICE.type == "cpu" else 1.2, at_most=False)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -188,7 +213,7 @@ def scaling_table(results: Results) -> str:
 
 def small_table(results: Results) -> str:
     rows = [
-        (name.replace(" |", ":"), f"{1e3 * m.median_s:.1f} ± {1e3 * m.iqr_s:.1f}")
+        (name.replace(" |", ":"), f"{1e3 * m.median_s:.3g} ± {1e3 * m.iqr_s:.2g}")
         for name, m in results.measured.items()
     ]
     return table(("what", "time, ms"), rows)
@@ -207,7 +232,9 @@ def sections(
         *parts,
         "## Floor: bare GEMMs by chunk",
         scan_table(scan),
-        "## Packing, planning and AdamW",
+        "## Packing, gradient norm, AdamW and planning"
+        if DEVICE.type == "cpu"
+        else "## Packing, gradient norm and AdamW",
         small_table(small),
     ]
 
@@ -231,8 +258,10 @@ def main() -> None:
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
     scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
-    small = clock([*bench_packing.suite(), *bench_planning.suite(), *bench_adamw.suite()], Results(), rounds=9)
-    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *planning_bars(small), *adamw_bars(small)]
+    small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), rounds=9)
+    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *norm_bars(small), *adamw_bars(small)]
+    if DEVICE.type == "cpu":
+        bars += planning_bars(small)
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
         device_method=DEVICE_METHOD[DEVICE.type],

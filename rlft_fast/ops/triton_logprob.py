@@ -311,6 +311,8 @@ def _multiply_columns_kernel(
 
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
 
+_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # as nvcc fuses a * b + c; Triton 3.10 stops doing so by default
+
 
 def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale) -> tuple:
     return (
@@ -328,7 +330,7 @@ def logprob_stats_(
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, sum_exp, shift, squares, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        BLOCK=BLOCK, num_warps=8,
+        BLOCK=BLOCK, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -342,7 +344,7 @@ def logprob_grad_(
     _grad_kernel[grid](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, log_sum, entropy, grad_logprob, grad_entropy, out, out.stride(0),
-        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
+        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None, BLOCK=BLOCK, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -355,7 +357,7 @@ def logprob_frozen_(
     _frozen_kernel[(logits.shape[0],)](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, sum_exp, target_logit, sum_others, target_slope, accumulator, accumulator.shape[1], out,
-        out.stride(0), HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, BLOCK=BLOCK, num_warps=8,
+        out.stride(0), HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, BLOCK=BLOCK, **_LAUNCH,
     )  # fmt: skip
 
 
@@ -386,7 +388,7 @@ def fused_stats(
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), weight.stride(0), target, bias, inv_temperature,
         int(inv_temperature.shape[0] != 1), softcap, scale, tiles_per_split, *partial, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, num_warps=8, num_stages=3,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **_LAUNCH, num_stages=3,
     )  # fmt: skip
     parts = Sums(*partial, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
@@ -398,7 +400,7 @@ def fused_stats(
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
 
 _GEMM_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
-_GEMM_SCHEDULE = {"GROUP": 8, "num_warps": 8, "num_stages": 3}
+_GEMM_SCHEDULE = {"GROUP": 8, "num_stages": 3, **_LAUNCH}
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:

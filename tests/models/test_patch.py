@@ -192,6 +192,9 @@ def test_autocast():
 # ---- sharded ---------------------------------------------------------------------------------------------------------
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+
+
 def check_sharded(rank: int, name: str, own_unit: bool) -> None:
     """Rank r trains on sequence r; the mean over ranks is the mean over the batch."""
     inputs, mesh = batch(), init_device_mesh("cpu", (2,))
@@ -204,10 +207,10 @@ def check_sharded(rank: int, name: str, own_unit: bool) -> None:
     for unit in ([model.lm_head] if own_unit else []) + [*model.model.layers, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     own = {key: value[rank : rank + 1] for key, value in inputs.items()}
-    gathered, original = [], dist.all_gather_single
-    dist.all_gather_single = lambda *args, **kwargs: gathered.append(1) or original(*args, **kwargs)
+    gathered, original = [], getattr(dist, GATHER)
+    setattr(dist, GATHER, lambda *args, **kwargs: gathered.append(1) or original(*args, **kwargs))
     result = model(**own, logprob_targets=targets[rank : rank + 1])
-    dist.all_gather_single = original
+    setattr(dist, GATHER, original)
     assert len(gathered) == len(model.model.layers) + 1 + 2 * own_unit  # once per unit; a head of its own twice
     torch.testing.assert_close(result.logprob, logprob[rank : rank + 1], rtol=0, atol=1e-5)
     result.logprob.sum().backward()
