@@ -17,6 +17,7 @@ PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
+OLDEST    := $(CURDIR)/build/oldest
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 CUDA_HOME ?= /usr/local/cuda
@@ -25,12 +26,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo methods test test-slow test-vllm crash-test lint cuda sanitize emulate
-.PHONY: bench bench-engine bench-step clean
+.PHONY: help install install-vllm demo methods test test-slow test-vllm test-oldest crash-test lint cuda sanitize
+.PHONY: emulate bench bench-engine bench-step clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | crash-test | lint | cuda | sanitize | emulate"
-	@echo "     bench | bench-engine | bench-step | methods | clean"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-oldest | crash-test | lint | cuda"
+	@echo "     sanitize | emulate | bench | bench-engine | bench-step | methods | clean"
 
 install: $(BUILT)
 
@@ -72,6 +73,24 @@ test-slow: install
 test-vllm: install-vllm
 	$(BIN)/python -m pytest -m vllm
 
+# With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
+# torch is the one for CUDA. PYTHONSAFEPATH, here and below, keeps the folder that Python starts in, and with it the usual
+# build, off the path.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python setup.py -q build --build-base $(OLDEST)/build --build-lib $(OLDEST)/built
+	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
+	$(OLDEST)/bin/python -m pytest -o pythonpath= -m "not slow and not vllm and not dist" \
+	  tests/ops tests/models tests/engine tests/data/test_batch.py tests/rl tests/rollout/test_hf.py
+
+$(OLDEST)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
+	  project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  wanted = project['dependencies'] + project['optional-dependencies']['lora']; \
+	  print(*(each.replace('>=', '==') for each in wanted))") \
+	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark hypothesis
+	@touch $@
+
 # kill -9 at 50 random moments of a saving run of two processes; minutes.
 crash-test: install
 	$(BIN)/python -m tests.crash_test
@@ -87,9 +106,8 @@ cuda: install
 	@test -f rlft_fast/_C_cuda.abi3.so || { echo "no nvcc found: the CUDA kernels were not compiled"; exit 1; }
 	$(BIN)/python -m pytest tests/test_build.py
 
-# The tests of the compiled CPU code under AddressSanitizer and UBSan, in a build of its own. PYTHONSAFEPATH keeps the
-# folder that Python starts in, and with it the usual build, off the path. Left out is what weighs memory, which here is
-# mostly the sanitizer's, what starts processes, and Triton's interpreter.
+# The tests of the compiled CPU code under AddressSanitizer and UBSan, in a build of its own. Left out is what weighs
+# memory, which here is mostly the sanitizer's, what starts processes, and Triton's interpreter.
 sanitize: install
 	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" CXXFLAGS="$(SANITIZE)" \
 	$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib

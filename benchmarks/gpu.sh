@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 part=${1:-all}
 output=${2:-benchmarks/results}
 mkdir -p "$output"
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
 status=0
 
 run() {  # run NAME SECONDS COMMAND...

@@ -116,10 +116,11 @@ def weigh(variants: Sequence[Variant]) -> Results:
         variants: what to run, with unique names.
     """
     results = Results()
-    for variant in variants:
-        _attempt(variant, seconds_of, results)
-        if (extra_bytes := _attempt(variant, extra_bytes_of, results)) is not None:
-            results.measured[variant.name] = Measurement(extra_bytes)
+    with _cheap_collection():
+        for variant in variants:
+            _attempt(variant, seconds_of, results)
+            if (extra_bytes := _attempt(variant, extra_bytes_of, results)) is not None:
+                results.measured[variant.name] = Measurement(extra_bytes)
     return results
 
 
@@ -132,7 +133,7 @@ def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_r
         rounds: runs per variant.
         peer_rounds: runs per peer, spread evenly over the rounds; None for as many as everyone.
     """
-    with recycled_memory() if DEVICE.type == "cpu" else nullcontext():
+    with _cheap_collection(), recycled_memory() if DEVICE.type == "cpu" else nullcontext():
         for number in range(rounds):
             for variant in variants:
                 count = peer_rounds if variant.peer and peer_rounds else rounds
@@ -141,6 +142,17 @@ def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_r
                     if seconds is not None:
                         results.measured.setdefault(variant.name, Measurement()).seconds.append(seconds)
     return results
+
+
+@contextmanager
+def _cheap_collection() -> Iterator[None]:
+    """Inside, collecting garbage passes over what was there before, so that every sample can start without any."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number], results: Results) -> Number | None:

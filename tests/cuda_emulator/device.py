@@ -1,8 +1,9 @@
 """A CUDA device where there is none: tensors that say ``cuda:0``, with their elements on the CPU.
 
 Everything above the kernels takes them for a GPU's, so its code for GPUs runs. PyTorch's own operators compute on the
-CPU; the project's are the emulated CUDA kernels. What a GPU refuses is refused: tensors of two devices in one operator.
-What would wait for it raises under ``torch.cuda.set_sync_debug_mode("error")``.
+CPU; the project's are the emulated CUDA kernels, and Triton's interpreter runs the Triton kernels. What a GPU refuses
+is refused: tensors of two devices in one operator. What would wait for it raises under
+``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 import ctypes
@@ -15,7 +16,11 @@ from typing import Any
 ctypes.CDLL(str(Path(find_spec("torch").origin).parent / "lib/libtorch_cpu.so"))
 ctypes.CDLL(os.environ["RLFT_EMULATED_KERNELS"])
 
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
@@ -85,7 +90,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{func} waits for the device")
 
     owner = {id(x.elements): x for x in on_device}
-    args, kwargs = tree_map(lambda x: x.elements if isinstance(x, CudaTensor) else x, (args, kwargs))
+    args, kwargs = _elements((args, kwargs))
     if asked_for == "cuda":
         kwargs["device"] = torch.device("cpu")
     if kwargs.get("pin_memory"):
@@ -98,6 +103,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return owner[id(x)] if id(x) in owner else CudaTensor(x) if result_on_device else x
 
     return tree_map(returned, result)
+
+
+def _elements(values: Any) -> Any:
+    return tree_map(lambda x: x.elements if isinstance(x, CudaTensor) else x, values)
 
 
 def _python_implementation(func: Any) -> Any:
@@ -153,3 +162,19 @@ def install() -> None:
     from rlft_fast.ops import _library, backends
 
     _library.has_cuda_kernels = backends.has_cuda_kernels = True
+    _interpret_triton()
+
+
+def _interpret_triton() -> None:
+    """Lets Triton's interpreter have the elements, and the values of bfloat16: its dot multiplies their bits."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+    launch, dot = GridExecutor.__call__, InterpreterBuilder.create_dot
+
+    def widened(x: TensorHandle) -> TensorHandle:
+        if not x.dtype.is_bf16():
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+
+    GridExecutor.__call__ = lambda self, *args, **kwargs: launch(self, *_elements(args), **_elements(kwargs))
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
