@@ -24,7 +24,7 @@ NOT_EMULATED = {
     "same_bits_every_run": "takes minutes",
 }
 # Triton's interpreter is slow. What it computes with float32 it computes without a GPU, too (test_triton_logprob.py).
-NOT_INTERPRETED = {"5003", "dtype0", "None-dtype1", "frozen_weight[peaked"}
+NOT_INTERPRETED = {"5003", "dtype0", "None-dtype1"}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,6 @@
 """linear_logprob and linear_logprob_loss against their float64 definition, and their contracts."""
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -30,8 +31,10 @@ def make_problem(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch
     weight = torch.randn(V, D, generator=g) / D**0.5
     target = torch.randint(0, V, (T,), generator=g)
     options: dict[str, Any] = {}
-    if logits == "peaked":  # softmax(target) -> 1
-        weight[target] += 4 * hidden
+    if logits == "peaked":  # the target has 0.9 of the mass, nearly all, or in every eighth row all of it
+        margin_T = torch.empty(T).uniform_(1.5, 2.5, generator=g) * math.log(V)
+        margin_T[::8] *= 10
+        hidden += (margin_T / weight[target].square().sum(-1))[:, None] * weight[target]
     elif logits == "flat":
         weight *= 1e-3
     elif logits == "low":  # everything far below 0: a maximum that starts at 0 underflows
