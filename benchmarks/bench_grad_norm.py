@@ -27,7 +27,7 @@ def sizes() -> np.ndarray:
 
 
 def make_parameters() -> list[nn.Parameter]:
-    """Without values of their own worth a look; every second gradient is bfloat16, the others float32."""
+    """Every second gradient is bfloat16, the others float32; what the parameters hold does not matter."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     parameters = []
     for index, size in enumerate(sizes().tolist()):

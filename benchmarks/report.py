@@ -232,9 +232,7 @@ def sections(
         *parts,
         "## Floor: bare GEMMs by chunk",
         scan_table(scan),
-        "## Packing, gradient norm, AdamW and planning"
-        if DEVICE.type == "cpu"
-        else "## Packing, gradient norm and AdamW",
+        "## Other operators",
         small_table(small),
     ]
 

@@ -115,11 +115,12 @@ def test_waits_for_nothing_when_the_active_rows_are_known(backend):
 
 
 def test_captured_in_a_cuda_graph():
-    hidden, weight, target, _ = cuda_problem(100, 64, 5003, dtype=BF16)
+    hidden, weight, target, _ = cuda_problem(300, 64, 5003, dtype=BF16)
     index = torch.arange(300, device="cuda")
     score = partial(linear_logprob, active_index=index, return_entropy=True)
     expected = score(hidden, weight, target)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         score(hidden, weight, target)
     torch.cuda.current_stream().wait_stream(stream)
