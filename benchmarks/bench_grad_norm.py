@@ -8,16 +8,16 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.harness import DEVICE, Variant, synchronised
+from benchmarks.harness import COPY, DEVICE, Variant, copy_of, synchronised
 from benchmarks.ways import OURS
 from rlft_fast.ops import grad_norm
 
 NUM_TENSORS = 2000
 NUM_ELEMENTS = 30_000_000 if DEVICE.type == "cpu" else 1_500_000_000
 TASK = f"norm of {NUM_TENSORS:,} gradients"
-COPY, TORCH = "copy", "torch, foreach"
+TORCH = "torch, foreach"
 
 
 def sizes() -> np.ndarray:
@@ -43,10 +43,10 @@ def suite() -> list[Variant]:
     parameters = make_parameters()
     gradients = [parameter.grad for parameter in parameters]
     moved = torch.ones(sum(g.nbytes for g in gradients) // 2, dtype=torch.uint8, device=DEVICE)
-    ways: dict[str, Callable[[], Tensor]] = {
+    ways: dict[str, Callable[[], object]] = {
         OURS: partial(grad_norm, parameters),
         TORCH: partial(nn.utils.get_total_norm, gradients, foreach=True),
-        COPY: partial(torch.empty_like(moved).copy_, moved),
+        COPY: copy_of(moved),
     }
     return [Variant(TASK, way, run) for way, run in ways.items()]
 

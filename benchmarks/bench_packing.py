@@ -6,13 +6,12 @@ A copy of as many bytes is the fastest that a memory-bound operator can be.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DEVICE, Variant, synchronised
+from benchmarks.harness import COPY, DEVICE, Variant, copy_of, synchronised
 from benchmarks.ways import DTYPE, OURS
 from rlft_fast.ops import packing
 
@@ -21,7 +20,6 @@ B, L, D = (64, 2048, 576) if DEVICE.type == "cpu" else (64, 4096, 4096)
 OPERATORS = ("unpad", "pad")
 MICRO_BATCHES = 10  # of a step: one alone takes no longer than what the first call in cold caches does besides
 STEP = (f"unpad {MICRO_BATCHES} micro-batches", f"pad {MICRO_BATCHES} micro-batches")
-COPY = "copy"
 ONE_BY_ONE = "one call per tensor"
 NONZERO = "nonzero + gather"
 
@@ -55,8 +53,7 @@ def operator_suite() -> list[Variant]:
     }
     variants = []
     for task, (operator, moved) in operators.items():
-        existing = torch.zeros_like(moved)
-        ways = {OURS: operator, COPY: partial(_copy, existing, moved)}
+        ways = {OURS: operator, COPY: copy_of(moved)}
         variants += [Variant(task, way, run) for way, run in ways.items()]
     return variants
 
@@ -113,11 +110,6 @@ def micro_batch() -> dict[str, Tensor]:
     values = {name: torch.randn(B, L, generator=generator) for name in ("old_logprob", "ref_logprob", "advantage")}
     loss_mask = torch.rand(B, L, generator=generator) < 0.8
     return {name: tensor.to(DEVICE) for name, tensor in (ids | values | {"loss_mask": loss_mask}).items()}
-
-
-def _copy(destination: Tensor, source: Tensor) -> None:
-    """Returns nothing: the destination is no output, it is there before."""
-    destination.copy_(source)
 
 
 def _repeated(run: Callable[[], object]) -> Callable[[], object]:

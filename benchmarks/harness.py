@@ -232,6 +232,19 @@ def synchronised(run: Callable[[], object]) -> Callable[[], object]:
     return wait
 
 
+COPY = "copy"
+
+
+def copy_of(source: Tensor) -> Callable[[], None]:
+    """Copies into memory that is there before, and so returns nothing: the destination is no output."""
+    destination = torch.zeros_like(source)
+
+    def copy() -> None:
+        destination.copy_(source)
+
+    return copy
+
+
 def extra_bytes_of(run: Callable[[], object]) -> int:
     """Peak bytes beyond inputs and outputs of one run."""
     gc.collect()

@@ -21,7 +21,7 @@ from benchmarks import (
 )
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
-from benchmarks.harness import DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
+from benchmarks.harness import COPY, DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
 from benchmarks.plot import save_plot
 from benchmarks.ways import DTYPE, OURS
 from rlft_fast.ops.backends import device_name, dtype_name
@@ -133,14 +133,19 @@ def inputs_outputs_mib(shape: tuple[int, int, int]) -> float:
     return 2 * DTYPE.itemsize * dim * (num_tokens + vocab) / 2**20
 
 
-def packing_bars(results: Results) -> Iterator[Bar]:
-    for task in bench_packing.OPERATORS:
+def bandwidth_bars(results: Results) -> Iterator[Bar]:
+    tasks, least = bench_packing.OPERATORS, 0.7
+    if DEVICE.type == "cuda":
+        tasks, least = (*bench_packing.OPERATORS, bench_grad_norm.TASK), 0.85
+    for task in tasks:
         ways = results.ways(task)
-        share = ways[bench_packing.COPY].median_s / ways[OURS].median_s
-        yield Bar(f"{task}: share of memcpy's bandwidth", share, 0.7 if DEVICE.type == "cpu" else 0.85, at_most=False)
+        share = ways[COPY].median_s / ways[OURS].median_s
+        yield Bar(f"{task}: share of memcpy's bandwidth", share, least, at_most=False)
 
 
 def planning_bars(results: Results) -> Iterator[Bar]:
+    if DEVICE.type == "cuda":
+        return
     slowest = max(m.median_s for m in results.ways("plan").values())
     yield Bar("plan of 100,000 sequences", slowest, bench_planning.MAX_SECONDS, unit=" s")
     qualities = [bench_planning.reported_quality(cost) for cost in (bench_planning.TOKENS, bench_planning.QWEN3_8B)]
@@ -148,13 +153,6 @@ def planning_bars(results: Results) -> Iterator[Bar]:
     yield Bar("plan: imbalance of ranks", 100 * imbalance, 100 * bench_planning.MAX_IMBALANCE, unit=" %")
     fullest = max(float(q["largest"]) for q in qualities)
     yield Bar("plan: fullest micro-batch / token cap", fullest, 1)
-
-
-def norm_bars(results: Results) -> Iterator[Bar]:
-    if DEVICE.type == "cuda":
-        ways = results.ways(bench_grad_norm.TASK)
-        share = ways[bench_grad_norm.COPY].median_s / ways[OURS].median_s
-        yield Bar(f"{bench_grad_norm.TASK}: share of memcpy's bandwidth", share, 0.85, at_most=False)
 
 
 def adamw_bars(results: Results) -> Iterator[Bar]:
@@ -257,9 +255,7 @@ def main() -> None:
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
     scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
     small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), rounds=9)
-    bars = [*linear_logprob_bars(results, shape), *packing_bars(small), *norm_bars(small), *adamw_bars(small)]
-    if DEVICE.type == "cpu":
-        bars += planning_bars(small)
+    bars = [*linear_logprob_bars(results, shape), *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
         device_method=DEVICE_METHOD[DEVICE.type],

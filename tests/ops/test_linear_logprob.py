@@ -24,13 +24,15 @@ from tests.numerics import assert_no_further_from_truth
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def make_problem(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, seed: int = 0):
+def make_problem(
+    T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, seed: int = 0, device: str = "cpu"
+):
     """(hidden, weight, target, options) whose logits have a certain character."""
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(T, D, generator=g)
     weight = torch.randn(V, D, generator=g) / D**0.5
     target = torch.randint(0, V, (T,), generator=g)
-    options: dict[str, Any] = {}
+    options: dict[str, Tensor] = {}
     if logits == "peaked":  # the target has 0.9 of the mass, nearly all, or in every eighth row all of it
         margin_T = torch.empty(T).uniform_(1.5, 2.5, generator=g) * math.log(V)
         margin_T[::8] *= 10
@@ -41,7 +43,8 @@ def make_problem(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch
         options["bias_V"] = torch.full((V,), -150.0)
     elif logits == "extreme":
         weight *= 10
-    return hidden.to(dtype), weight.to(dtype), target, options
+    options = {name: value.to(device) for name, value in options.items()}
+    return hidden.to(device, dtype), weight.to(device, dtype), target.to(device), options
 
 
 def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype, *, train_weight=True, entropy=True):
@@ -72,15 +75,19 @@ def gradients_without_row_7(way: str, hidden: Tensor, weight: Tensor, target: Te
     return [h.grad] if way == "frozen" else [h.grad, w.grad]
 
 
-def check(T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, **how) -> None:
+def check(
+    T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, device: str = "cpu",
+    backend: str = "auto", **how,
+) -> None:  # fmt: skip
     """Errors are compared over several problems where one has few rows: a single number is right or wrong by luck."""
-    problems = [make_problem(T, D, V, logits=logits, dtype=dtype, seed=seed) for seed in range(-(-64 // T))]
+    make = partial(make_problem, T, D, V, logits=logits, dtype=dtype, device=device)
+    problems = [make(seed=seed) for seed in range(-(-64 // T))]
 
     def results(function, dtype):
         runs = [run(function, *problem, dtype, **how) for problem in problems]
         return [torch.cat(values) for values in zip(*runs, strict=True)]
 
-    ours, eager = results(linear_logprob, dtype), results(reference.linear_logprob, dtype)
+    ours, eager = results(partial(linear_logprob, backend=backend), dtype), results(reference.linear_logprob, dtype)
     for o, e, t in zip(ours, eager, results(reference.linear_logprob, torch.float64), strict=True):
         assert o.isfinite().all()
         assert_no_further_from_truth(o, e, t)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
 from tests.numerics import assert_no_further_from_truth
-from tests.ops.test_linear_logprob import gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
+from tests.ops.test_linear_logprob import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +24,7 @@ def _full_float32():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def cuda_problem(*shape: int, **how) -> tuple[Tensor, Tensor, Tensor, dict]:
-    hidden, weight, target, options = make_problem(*shape, **how)
-    return hidden.cuda(), weight.cuda(), target.cuda(), {k: v.cuda() for k, v in options.items()}
+cuda_problem = partial(make_problem, device="cuda")
 
 
 # V: below a block, odd, several blocks with a ragged end, a real vocabulary. T: one row, and no multiple of a tile.
@@ -35,7 +33,7 @@ def cuda_problem(*shape: int, **how) -> tuple[Tensor, Tensor, Tensor, dict]:
 @pytest.mark.parametrize("logits", ["normal", "peaked", "flat", "low", "extreme"])
 @pytest.mark.parametrize(("T", "D", "V"), [(64, 64, 17), (300, 64, 5003), (1000, 576, 50257), (129, 896, 151936)])
 def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
-    check_against_pytorch(backend, T, D, V, logits, dtype)
+    check(T, D, V, logits=logits, dtype=dtype, device="cuda", backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -43,17 +41,8 @@ def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("logits", ["normal", "peaked"])
 def test_frozen_weight(logits, entropy, dtype, backend):
-    check_against_pytorch(backend, 129, 128, 5003, logits, dtype, train_weight=False, entropy=entropy)
-
-
-def check_against_pytorch(backend: str, T: int, D: int, V: int, logits: str, dtype: torch.dtype, **how: bool) -> None:
-    problem = cuda_problem(T, D, V, logits=logits, dtype=dtype)
-    ours = run(partial(linear_logprob, backend=backend), *problem, dtype, **how)
-    eager = run(reference.linear_logprob, *problem, dtype, **how)
-    truth = run(reference.linear_logprob, *problem, torch.float64, **how)
-    for o, e, t in zip(ours, eager, truth, strict=True):
-        assert o.isfinite().all()
-        assert_no_further_from_truth(o, e, t)
+    how = {"train_weight": False, "entropy": entropy}
+    check(129, 128, 5003, logits=logits, dtype=dtype, device="cuda", backend=backend, **how)
 
 
 def loss_results(function, problem, dtype) -> list[Tensor]:
