@@ -25,6 +25,10 @@ MINIMUM_TORCH = (2, 11)
 # 0xMMmm000000000000: the oldest torch the binaries must load in. Decimal 11 is 0x0b.
 TARGET_VERSION = f"-DTORCH_TARGET_VERSION=0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000ULL"
 CUDA_ARCHITECTURES = ("80", "90a", "100")
+# macOS wants to be told that the interpreter has Python's symbols, and always keeps the libraries that it is given.
+SHARED, KEEP_LIBRARIES = (
+    ("-shared -undefined dynamic_lookup", "") if sys.platform == "darwin" else ("-shared", "-Wl,--no-as-needed")
+)
 PTX_ARCHITECTURE = "90"  # for GPUs newer than the list; 90a and 100 carry no forward-compatible PTX
 
 
@@ -73,7 +77,7 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
     )
     lines = [
         f"rule cxx\n  command = {cxx} -MMD -MF $out.d {common} $flags -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-        f"rule link\n  command = {cxx} -shared $in -o $out $libs {os.environ.get('LDFLAGS', '')}",
+        f"rule link\n  command = {cxx} {SHARED} $in -o $out $libs {os.environ.get('LDFLAGS', '')}",
     ]
 
     def library(name: str, rule: str, sources: list[str], flags: str, libs: str) -> None:
@@ -83,7 +87,7 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
             lines.append(f"build {compiled[-1]}: {rule} {source}\n  flags = {flags}")
         lines.append(f"build {outputs[name]}: link {' '.join(compiled)}\n  libs = {libs}")
 
-    torch_libs = f"-L{torch / 'lib'} -Wl,--no-as-needed -ltorch_cpu -ltorch"
+    torch_libs = f"-L{torch / 'lib'} {KEEP_LIBRARIES} -ltorch_cpu -ltorch"
     library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
     library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
     if "_C_cuda" in outputs:
@@ -96,8 +100,10 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
             "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"
         )
         # cudart is linked statically: the library then depends on the driver alone, not on torch's CUDA major.
+        # NVIDIA's installer puts it into lib64, conda and pip into lib.
         # torch's CUDA symbols stay undefined here and are found in the torch that loads the library.
-        cuda_libs = f"{torch_libs} -L{Path(nvcc).resolve().parents[1] / 'lib64'} -lcudart_static -ldl -lrt -lpthread"
+        cudart = " ".join(f"-L{Path(nvcc).resolve().parents[1] / folder}" for folder in ("lib64", "lib"))
+        cuda_libs = f"{torch_libs} {cudart} -lcudart_static -ldl -lrt -lpthread"
         library("_C_cuda", "nvcc", glob(f"{ROOT}/csrc/cuda/*.cu"), f"{stable} -DUSE_CUDA", cuda_libs)
     return "\n".join(lines) + "\n"
 
