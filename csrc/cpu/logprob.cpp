@@ -50,6 +50,7 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
                   "target must be a contiguous int64 tensor with one entry per row of logits");
   STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == rows,
                   "inv_temperature must hold one value, or one per row of logits");
+  STD_TORCH_CHECK(!bias.has_value() || bias->is_contiguous(), "bias must be contiguous");
   return {
       .logits = static_cast<const float*>(logits.const_data_ptr()),
       .out = static_cast<float*>(logits.mutable_data_ptr()),

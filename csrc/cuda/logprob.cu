@@ -317,6 +317,7 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2, "logits must be a float32 tile");
   STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.is_contiguous(),
                   "target must be a contiguous int64 tensor");
+  STD_TORCH_CHECK(!bias.has_value() || bias->is_contiguous(), "bias must be contiguous");
   return {
       .logits = floats(logits),
       .rows = logits.size(0),

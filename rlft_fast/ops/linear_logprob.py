@@ -22,7 +22,7 @@ from rlft_fast.ops.checks import (
 )
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.tiled_loss import compiled_handle, loss_functions
-from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, rebase_targets
+from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, padded_columns, rebase_targets
 
 
 def linear_logprob(
@@ -169,7 +169,8 @@ def linear_logprob_loss(
         vocab_group: see there.
         backend: see there.
         workspace_mib: see there; whole rows of logits must fit. None for 64 on the CPU; on a GPU for the
-            dlogits of all rows, or as much as the float32 accumulator of dweight takes that is then not needed.
+            dlogits of all rows, or as much as the float32 accumulator of dweight takes that is then not needed, but no
+            less than a GiB.
 
     Returns:
         ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
@@ -246,12 +247,17 @@ def _needs_grad(*inputs: Tensor | None) -> list[bool]:
 
 
 def _loss_workspace_mib(hidden: Tensor, weight: Tensor) -> int:
-    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare."""
+    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare.
+
+    The accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these
+    would move it eleven times. So a GiB of dlogits there may be in any case.
+    """
     if not hidden.is_cuda:
         return 64
-    chunk_bytes = 4 * GPU_LOGIT_ROWS * weight.shape[0]
-    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * weight.shape[0]
-    return -(-(chunk_bytes + min(grad_bytes, 4 * weight.numel())) // 2**20)
+    distance = padded_columns(weight.shape[0])
+    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
+    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
+    return -(-(chunk_bytes + min(grad_bytes, max(4 * weight.numel(), 2**30))) // 2**20)
 
 
 def _local_targets(target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None) -> Tensor:

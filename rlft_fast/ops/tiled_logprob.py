@@ -27,8 +27,6 @@ from torch import Tensor
 
 from rlft_fast.ops.threshold import THRESHOLD_BYTES_PER_LOGIT, keep_above_
 from rlft_fast.ops.tiles import (
-    GPU_TILE_COLUMNS,
-    TILE_COLUMNS,
     Gradients,
     Head,
     Rows,
@@ -40,6 +38,7 @@ from rlft_fast.ops.tiles import (
     multiply,
     operand,
     per_token_results,
+    rounded_columns,
     row_chunks,
     scatter_gradients,
     seen_rows,
@@ -57,12 +56,12 @@ def _forward_chunk(head: Head, rows: Rows, columns: int, sums: Sums) -> Stats:
             head.softcap, head.scale, *sums,
         )  # fmt: skip
         return sums.finish(head)
-    scratch = rows.hidden_RD.new_empty(rows.hidden_RD.shape[0] * columns, dtype=torch.float32)
     num_rows = rows.hidden_RD.shape[0]
+    scratch = rows.hidden_RD.new_empty(num_rows, columns, dtype=torch.float32)
     # One GEMM for forward and backward: errors of its rounding cancel in p - 1 only if they are the same ones.
     count = scratch.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
     for tile, weight, bias in head.tiles(columns):
-        z = scratch[: num_rows * weight.shape[0]].view(num_rows, -1)
+        z = scratch[:, : weight.shape[0]]
         head.multiply_rows(rows.hidden_RD, weight.T, z, count)
         transform = (bias, rows.inv_temperature, head.softcap, head.scale)
         if rows.threshold is not None:
@@ -124,10 +123,9 @@ def _linear_logprob_backward(
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
-    most_columns = GPU_TILE_COLUMNS if hidden.is_cuda else TILE_COLUMNS
     beside = 0 if threshold is None else THRESHOLD_BYTES_PER_LOGIT
     fitting = workspace_mib * 2**20 // ((Tile.bytes_per_logit(hidden) + beside) * max(num_rows, 1))
-    columns = max(min(fitting, most_columns), 1)
+    columns = rounded_columns(fitting, hidden)
     memory = Tile(rows, columns)
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
     for tile, weight_tile, bias_tile in head.tiles(columns):

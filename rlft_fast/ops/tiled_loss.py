@@ -24,6 +24,7 @@ from rlft_fast.ops.tiles import (
     in_huge_pages,
     multiply,
     operand,
+    padded_columns,
     per_token_results,
     rounded_rows,
     row_chunks,
@@ -98,7 +99,8 @@ class _LargeGemms:
     def __init__(self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
         self.head, self.grads = head, grads
         self.weight = operand(head.weight_VD)
-        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // head.vocab)
+        distance = padded_columns(head.vocab)
+        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // distance)
         self.groups = [
             [
                 _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
@@ -106,15 +108,17 @@ class _LargeGemms:
             ]
             for group in row_chunks(num_rows, group_limit, hidden)
         ]
-        self.grad_logits = hidden.new_empty(min(group_limit, num_rows), head.vocab, dtype=self.weight.dtype)
+        memory = hidden.new_empty(min(group_limit, num_rows), distance, dtype=self.weight.dtype)
+        self.grad_logits = memory[:, : head.vocab]
         self.logits = None  # results replace them
         if self.weight.dtype != torch.float32:
-            self.logits = hidden.new_empty(min(limit, num_rows), head.vocab, dtype=torch.float32)
+            memory = hidden.new_empty(min(limit, num_rows), distance, dtype=torch.float32)
+            self.logits = memory[:, : head.vocab]
         self.unseen = hidden.new_empty(min(group_limit, num_rows), dtype=torch.bool)
         self.sums = grads.accumulators(in_float=len(self.groups) > 1)
 
     def _limits(self, like: Tensor, column_bytes: int) -> tuple[int, int]:
-        """Most rows of a chunk and of a group, in so many bytes per column of the logits."""
+        """Most rows of a chunk and of a group, in so many bytes per column."""
         if self.weight.dtype == torch.float32:
             limit = rounded_rows(column_bytes // 4, like)
             return limit, limit

@@ -23,6 +23,7 @@ THREAD_TILE_COLUMNS = 496
 # On a GPU the wider a tile, the less often dhidden is read and written; a multiple of kBlock in csrc/cuda/logprob.cu.
 GPU_TILE_COLUMNS = 16384
 _GPU_COLUMN_MULTIPLE = 2048
+_ALIGNED_COLUMNS = 64  # 128 bytes of bfloat16: a line of the cache, and more than TMA and any vector asks for
 # Rows of logits at a time in the loss: enough for a full GEMM of the vocabulary, and little beside dlogits of all rows.
 GPU_LOGIT_ROWS = 512
 _ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
@@ -82,7 +83,7 @@ def operand(x: Tensor) -> Tensor:
 
 
 def float_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(torch.float32)
+    return None if bias is None else bias.to(torch.float32).contiguous()
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
@@ -109,11 +110,9 @@ class Tile:
     """Memory for the logits of a tile, and for what replaces them as an operand of the next GEMM."""
 
     def __init__(self, rows: Rows, columns: int) -> None:
-        num_rows = rows.target_R.shape[0]
-        dtype = rows.hidden_RD.dtype
-        self.logits = rows.hidden_RD.new_empty(num_rows * columns, dtype=torch.float32)
-        self.results = self.logits if dtype == torch.float32 else self.logits.new_empty(num_rows * columns, dtype=dtype)
-        self.num_rows = num_rows
+        shape, dtype = (rows.target_R.shape[0], columns), rows.hidden_RD.dtype
+        self.logits = rows.hidden_RD.new_empty(shape, dtype=torch.float32)
+        self.results = self.logits if dtype == torch.float32 else self.logits.new_empty(shape, dtype=dtype)
 
     @staticmethod
     def bytes_per_logit(like: Tensor) -> int:
@@ -121,10 +120,19 @@ class Tile:
         return 4 if dtype == torch.float32 else 4 + dtype.itemsize
 
     def views(self, columns: int) -> tuple[Tensor, Tensor]:
-        """(R, columns) logits and results; the same memory where operands are float32."""
-        shape = self.num_rows, columns
-        size = self.num_rows * columns
-        return self.logits[:size].view(shape), self.results[:size].view(shape)
+        """(R, columns) logits and results; the same memory where operands are float32.
+
+        A narrow tile keeps the distance of the rows: they begin where vectors of elements may.
+        """
+        return self.logits[:, :columns], self.results[:, :columns]
+
+
+def padded_columns(columns: int) -> int:
+    """Distance of rows of so many columns, in elements, at which each begins where vectors of elements may.
+
+    Without it, at an odd vocabulary, a vendor's GEMM neither reads nor writes more than one or two elements at a time.
+    """
+    return -(-columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
 def tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, int]:
@@ -132,9 +140,15 @@ def tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, in
     logits = workspace_mib * 2**20 // 4
     if not like.is_cuda:
         return rounded_rows(logits // TILE_COLUMNS, like), TILE_COLUMNS
-    columns = min(logits // max(num_rows, 1), GPU_TILE_COLUMNS) // _GPU_COLUMN_MULTIPLE * _GPU_COLUMN_MULTIPLE
-    columns = max(columns, _GPU_COLUMN_MULTIPLE)
+    columns = max(rounded_columns(logits // max(num_rows, 1), like), _GPU_COLUMN_MULTIPLE)
     return rounded_rows(logits // columns, like), columns
+
+
+def rounded_columns(limit: int, like: Tensor) -> int:
+    """At most ``limit`` columns and those of the widest tile, at least one, and whole blocks where there is room."""
+    limit = max(min(limit, GPU_TILE_COLUMNS if like.is_cuda else TILE_COLUMNS), 1)
+    multiple = _GPU_COLUMN_MULTIPLE if like.is_cuda and limit >= _GPU_COLUMN_MULTIPLE else _ALIGNED_COLUMNS
+    return limit - limit % multiple if limit > multiple else limit
 
 
 def rounded_rows(limit: int, like: Tensor) -> int:
@@ -170,9 +184,12 @@ class Rows(NamedTuple):
     ) -> Rows:
         whole = index.shape[0] == hidden.shape[0]
         if whole and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
-            return Rows(operand(hidden), target.contiguous(), inv_temperature, threshold)
-        per_row = inv_temperature if inv_temperature.shape[0] == 1 else inv_temperature[index]
-        return Rows(operand(hidden[index]), target[index], per_row, None if threshold is None else threshold[index])
+            return Rows(operand(hidden).contiguous(), target.contiguous(), inv_temperature, threshold)
+        return Rows(
+            operand(hidden[index]).contiguous(), target[index],
+            inv_temperature if inv_temperature.shape[0] == 1 else inv_temperature[index],
+            None if threshold is None else threshold[index],
+        )  # fmt: skip
 
 
 class Stats(NamedTuple):

@@ -232,10 +232,36 @@ def test_strided_and_expanded_upstream_gradients():
     assert torch.equal(grads[2], grads[3])
 
 
-def test_transposed_inputs():
-    hidden, weight, target, _ = make_problem(12, 16, 300)
-    expected = linear_logprob(hidden, weight, target).logprob
-    assert torch.allclose(linear_logprob(hidden.T.contiguous().T, weight.T.contiguous().T, target).logprob, expected)
+# Column-major hidden states come from a convolution, such weights from GPT-2; V of several tiles, the last one ragged.
+@pytest.mark.parametrize("way", ["no grad", "forward + backward", "frozen head", "loss"])
+def test_layout_does_not_matter(way):
+    hidden, weight, target, _ = make_problem(12, 16, 5003)
+    bias = torch.randn(5003)
+
+    def results(hidden: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        h, w, b = hidden.detach().requires_grad_(), weight.detach(), bias.detach()
+        if way != "frozen head":
+            w.requires_grad_()
+            b.requires_grad_()
+        if way == "no grad":
+            with torch.no_grad():
+                return [linear_logprob(h, w, target, bias_V=b).logprob]
+        if way == "loss":
+            out = linear_logprob_loss(h, w, target, lambda logprob, _: -logprob, bias_V=b)
+            return [out.logprob, *torch.autograd.grad(out.loss, [h, w, b])]
+        out = linear_logprob(h, w, target, bias_V=b).logprob
+        return [out, *torch.autograd.grad(out.sum(), [x for x in (h, w, b) if x.requires_grad])]
+
+    def every_second(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+    expected = results(hidden, weight, bias)
+    for layout in (lambda x: x.t().contiguous().t(), every_second):
+        for ours, contiguous in zip(results(*map(layout, (hidden, weight, bias))), expected, strict=True):
+            torch.testing.assert_close(ours, contiguous)
+    if way == "no grad":
+        constant = linear_logprob(hidden, weight, target, bias_V=torch.ones(1).expand(5003)).logprob
+        torch.testing.assert_close(constant, linear_logprob(hidden, weight, target).logprob)
 
 
 @pytest.mark.parametrize("workspace_mib", [1, 64])  # chunks of different numbers of rows in each path, and one chunk

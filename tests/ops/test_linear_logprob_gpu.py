@@ -36,6 +36,34 @@ def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
     check(T, D, V, logits=logits, dtype=dtype, device="cuda", backend=backend)
 
 
+# An odd vocabulary, and numbers of rows whose tiles of 6 bytes per logit would be 5461 and 4228 columns wide.
+@pytest.mark.parametrize(("T", "workspace_mib"), [(1024, 32), (331, 8)])
+@pytest.mark.parametrize("train_weight", [False, True])
+def test_gemm_operands_are_aligned(train_weight, T, workspace_mib, monkeypatch):
+    """TMA and vectors of 16 bytes need it: a vendor's GEMM is several times slower without."""
+    operands = []
+    for name in ("mm", "addmm"):
+        function = getattr(torch, name)
+
+        def record(*matrices, function=function, out, **options):
+            if out.is_cuda:  # an emulated GPU's own multiplications are not meant
+                operands.extend([*matrices, out])
+            return function(*matrices, out=out, **options)
+
+        monkeypatch.setattr(torch, name, record)
+    hidden, weight, target, _ = cuda_problem(T, 64, 5003, dtype=BF16)
+    hidden.requires_grad_()
+    weight.requires_grad_(train_weight)
+    how = {"backend": "native", "workspace_mib": workspace_mib}
+    linear_logprob(hidden, weight, target, **how).logprob.sum().backward()
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: -logprob, **how).loss.backward()
+    assert len(operands) >= 3 * (3 if train_weight else 2)
+    for matrix in operands:
+        assert 1 in matrix.stride()
+        assert max(matrix.stride()) * matrix.element_size() % 16 == 0
+        assert matrix.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("entropy", [False, True])
