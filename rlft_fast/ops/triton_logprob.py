@@ -18,6 +18,8 @@ Deterministic: a row belongs to one program, or to one per vocabulary split, and
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -84,6 +86,15 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
     down = tl.where(m == -float("inf"), 0.0, m - finite_top)
     q = weight * (q + down * s) + tl.sum(tl.where(e == 0.0, 0.0, e * d), axis)
     return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
+
+
+@triton.jit
+def _tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """Row and column block of a program: neighbours walk down GROUP row blocks, so that both operands stay in L2."""
+    per_group = GROUP * column_blocks
+    first_row = program // per_group * GROUP
+    group = min(row_blocks - first_row, GROUP)
+    return first_row + program % per_group % group, program % per_group // group
 
 
 @triton.jit
@@ -194,27 +205,31 @@ def _frozen_kernel(
 
 @triton.jit
 def _fused_stats_kernel(
-    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, target_ptr, bias_ptr, inv_temperature_ptr,
-    inv_temperature_stride, softcap, scale, tiles_per_split, max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr,
+    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, bias_ptr,
+    inv_temperature_ptr, inv_temperature_stride, softcap, scale, row_blocks, splits, tiles_per_split,
+    max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # Programs with one split and neighbouring rows run side by side and read the same weight tiles, from L2.
-    first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
+    # Neighbours have few row blocks among them, which stay in L2 while the weights pass by.
+    row_block, split = _tile_of(tl.program_id(0), row_blocks, splits, GROUP)
+    first_row = row_block * ROWS
     i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     row_inside = i < rows
     inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
     target = tl.load(target_ptr + i, mask=row_inside, other=-1)
+    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
     q = tl.zeros((ROWS,), tl.float32)
     r = tl.zeros((ROWS,), tl.float32)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
+    d_offset = d[:, None] * weight_stride_d
     for tile in range(split * tiles_per_split, min((split + 1) * tiles_per_split, tl.cdiv(vocab, COLUMNS))):
         j = tile * COLUMNS + tl.arange(0, COLUMNS)
         column_inside = j < vocab
-        b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d[:, None]
+        b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d_offset
         a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
         b_block = tile_ptr
         tile_ptr += COLUMNS * weight_stride
@@ -224,16 +239,18 @@ def _fused_stats_kernel(
             b = _load_depth(b_block, b_offset, d[:, None], dim - k, EVEN)
             z = tl.dot(a, b, z, input_precision="ieee")
             a_block += DEPTH
-            b_block += DEPTH
+            b_block += DEPTH * weight_stride_d
         bias = 0.0
         if HAS_BIAS:
             bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
         x = _softmax_logits(z, bias, inv_temperature[:, None], softcap, scale, SOFTCAP)
-        x = tl.where(column_inside[None, :], x, -float("inf"))
-        hit = (j[None, :] == target[:, None]) & column_inside[None, :]
-        # A row's target is in one tile: the sum picks it.
-        target_logit = tl.sum(tl.where(hit, x, 0.0), 1)
-        tl.store(target_logit_ptr + i, target_logit, mask=row_inside & (tl.sum(hit.to(tl.int32), 1) > 0))
+        if COLUMNS < 256 or (tile + 1) * COLUMNS > vocab:  # the large tile has no registers to spare for the mask
+            x = tl.where(column_inside[None, :], x, -float("inf"))
+        # A row's target is in one tile: the sum picks it. Where that is, the row's numbers tell; to ask the tile would
+        # take twice the registers.
+        target_logit = tl.sum(tl.where(j[None, :] == target[:, None], x, 0.0), 1)
+        in_tile = (target >= tile * COLUMNS) & (target < (tile + 1) * COLUMNS)
+        tl.store(target_logit_ptr + i, target_logit, mask=row_inside & in_tile)
         m, s, q, r = _add_block(x, 1, m, s, q, r)
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
@@ -245,19 +262,10 @@ def _fused_stats_kernel(
 
 
 @triton.jit
-def _tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Row and column block of a program: neighbours walk down GROUP row blocks, so that both operands stay in L2."""
-    per_group = GROUP * column_blocks
-    first_row = program // per_group * GROUP
-    group = min(row_blocks - first_row, GROUP)
-    return first_row + program % per_group % group, program % per_group // group
-
-
-@triton.jit
 def _multiply_rows_kernel(
     a_ptr, b_ptr, out_ptr, count_ptr, columns, depth, a_stride, b_stride_k, b_stride_n, out_stride,
-    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, WHOLE_VECTORS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
     count = tl.load(count_ptr)
@@ -269,7 +277,10 @@ def _multiply_rows_kernel(
     i_inside, j_inside = i < count - row_block * ROWS, j < columns - column_block * COLUMNS
     # What lies outside reads row 0 instead, and is not stored: masks would take registers.
     a_offset = tl.where(i_inside, i, 0)[:, None] * a_stride + d[None, :]
-    b_offset = d[:, None] * b_stride_k + tl.where(j_inside, j, 0)[None, :] * b_stride_n
+    column = tl.where(j_inside, j, 0)
+    if WHOLE_VECTORS:  # eight neighbours are all inside or all outside, so they may be read at once
+        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+    b_offset = d[:, None] * b_stride_k + column[None, :] * b_stride_n
     a_block = a_ptr + first_row * a_stride
     b_block = b_ptr + first_column * b_stride_n
     z = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -281,9 +292,13 @@ def _multiply_rows_kernel(
         b_block += DEPTH * b_stride_k
     out = out_ptr + first_row * out_stride + first_column + i[:, None] * out_stride + j[None, :]
     inside = i_inside[:, None] & j_inside[None, :]
-    if ACCUMULATE:
-        z += tl.load(out, mask=inside, other=0.0)
-    tl.store(out, z.to(out_ptr.dtype.element_ty), mask=inside)
+    if ACCUMULATE and COLUMNS == 256:
+        # No other program adds here, so the sum is the same every time; to load it would take as many registers as z.
+        tl.atomic_add(out, z, mask=inside, sem="relaxed")
+    else:
+        if ACCUMULATE:
+            z += tl.load(out, mask=inside, other=0.0)
+        tl.store(out, z.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -314,6 +329,17 @@ def _multiply_columns_kernel(
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # as nvcc fuses a * b + c; Triton 3.10 stops doing so by default
 
 
+def _on_its_device(function):
+    """Launches on the device of the first argument; Triton alone takes the current one."""
+
+    @functools.wraps(function)
+    def launch(first: Tensor, *arguments, **options) -> None:
+        with torch.cuda.device_of(first):
+            function(first, *arguments, **options)
+
+    return launch
+
+
 def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale) -> tuple:
     return (
         logits, logits.stride(0), logits.shape[1], target, vocab_start, bias, inv_temperature,
@@ -321,6 +347,7 @@ def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale)
     )  # fmt: skip
 
 
+@_on_its_device
 def logprob_stats_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
@@ -334,6 +361,7 @@ def logprob_stats_(
     )  # fmt: skip
 
 
+@_on_its_device
 def logprob_grad_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, log_sum: Tensor, entropy: Tensor | None, grad_logprob: Tensor,
@@ -348,6 +376,7 @@ def logprob_grad_(
     )  # fmt: skip
 
 
+@_on_its_device
 def logprob_frozen_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, target_logit: Tensor, sum_others: Tensor, target_slope: Tensor,
@@ -361,22 +390,41 @@ def logprob_frozen_(
     )  # fmt: skip
 
 
+# ---- shapes of GEMMs ------------------------------------------------------------------------------------------------
+
+_SCHEDULE = {"GROUP": 16, "num_stages": 3, **_LAUNCH}
+# By the bytes of an operand's element: tiles that do not spill (tests/ops/test_triton_binaries.py compiles them all).
+# With the large one, for Hopper's tensor cores, which read their operands from shared memory, a GEMM reads its operands
+# from L2 half as often. Float32 is multiplied outside of the tensor cores, which takes many more registers.
+_LARGE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64}
+_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
+_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _tile_shape(operand: Tensor, shapes: dict[int, dict[str, int]], large: bool = True) -> dict[str, int]:
+    """A GEMM's tile, ``large`` where that is possible."""
+    large = large and operand.element_size() == 2 and is_hopper(operand.device)
+    return _LARGE if large else shapes[operand.element_size()]
+
+
 # ---- forward without logits -----------------------------------------------------------------------------------------
 
-# By the bytes of an operand's element: tiles that do not spill and fit into the shared memory of any GPU from sm_80 on
-# (tests/ops/test_triton_binaries.py compiles them all). Float32 is multiplied outside of the tensor cores, which takes
-# many more registers.
-_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
+@_on_its_device
 def fused_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    shape = _FUSED_TILES[hidden.element_size()]
+    plain = bias is shift is squares is None and softcap == 0
+    shape = _tile_shape(hidden, _FUSED_TILES, large=plain)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
@@ -384,11 +432,11 @@ def fused_stats(
     tiles_per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, tiles_per_split)
     partial = hidden.new_zeros(4, splits, num_rows, dtype=torch.float32)
-    _fused_stats_kernel[(row_blocks, splits)](
-        hidden, weight, num_rows, dim, vocab, hidden.stride(0), weight.stride(0), target, bias, inv_temperature,
-        int(inv_temperature.shape[0] != 1), softcap, scale, tiles_per_split, *partial, target_logit,
+    _fused_stats_kernel[(row_blocks * splits,)](
+        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, bias, inv_temperature,
+        int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, **_LAUNCH, num_stages=3,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **_SCHEDULE,
     )  # fmt: skip
     parts = Sums(*partial, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
@@ -399,10 +447,8 @@ def fused_stats(
 
 # ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
 
-_GEMM_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
-_GEMM_SCHEDULE = {"GROUP": 8, "num_stages": 3, **_LAUNCH}
 
-
+@_on_its_device
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
     """``out[:count] (+)= a[:count] @ b``, summed in float32; the rows of ``out`` behind are left as they are.
 
@@ -414,14 +460,16 @@ def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: 
         accumulate: add to ``out``.
     """
     (num_rows, depth), columns = a.shape, b.shape[1]
-    shape = _GEMM_TILES[a.element_size()]
+    shape = _tile_shape(a, _TILES)
     row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_rows_kernel[(row_blocks * column_blocks,)](
         a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
-        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0, **shape, **_GEMM_SCHEDULE,
+        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0,
+        WHOLE_VECTORS=columns % 8 == 0, **shape, **_SCHEDULE,
     )  # fmt: skip
 
 
+@_on_its_device
 def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
     """``out = a[:count].T @ b[:count]``, summed in float32 and rounded once.
 
@@ -432,9 +480,9 @@ def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
         count: () int32 on the device.
     """
     rows, columns = a.shape[1], b.shape[1]
-    shape = _GEMM_TILES[a.element_size()]
+    shape = _tile_shape(a, _TILES)
     row_blocks, column_blocks = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _multiply_columns_kernel[(row_blocks * column_blocks,)](
         a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks,
-        **shape, **_GEMM_SCHEDULE,
+        **shape, **_SCHEDULE,
     )  # fmt: skip

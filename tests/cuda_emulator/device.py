@@ -158,6 +158,8 @@ def install() -> None:
     torch.cuda._lazy_init = lambda: None
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda index: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
     from rlft_fast.ops import _library, backends
 

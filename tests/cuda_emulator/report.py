@@ -44,7 +44,6 @@ def test_report_holds_every_bar(monkeypatch, tmp_path):
         "cuda.memory_allocated": lambda: 0,
         "cuda.max_memory_allocated": lambda: 1 << 30,
         "cuda.get_device_name": lambda: "emulated",
-        "cuda.get_device_capability": lambda device=None: (9, 0),
         "Generator": lambda device="cpu": make_generator(),
     }.items():
         monkeypatch.setattr(f"torch.{name}", value)

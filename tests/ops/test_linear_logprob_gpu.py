@@ -232,3 +232,14 @@ def test_peak_memory(backend):
     step()
     extra = torch.cuda.max_memory_allocated() - before - outputs
     assert extra < 128 * 2**20 + 4 * T * D + 32 * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_device_than_the_current_one(backend):
+    problem = [x.cuda(0) for x in loss_problem(T=300, V=5003, dtype=BF16)]
+    linear = partial(linear_logprob_loss, backend=backend)
+    expected = loss_results(linear, problem, BF16)
+    for ours, same in zip(loss_results(linear, [x.cuda(1) for x in problem], BF16), expected, strict=True):
+        assert ours.device.index == 1
+        assert torch.equal(ours.cpu(), same.cpu())

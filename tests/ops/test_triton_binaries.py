@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-# The least shared memory that a block can have among GPUs of these architectures: sm_86, sm_89 and sm_120.
-SHARED_LIMIT = 99 * 1024
 KERNELS = {
     "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_multiply_rows_kernel",
     "_multiply_columns_kernel",
@@ -16,7 +14,7 @@ KERNELS = {
 
 
 @pytest.mark.slow  # a minute, until Triton's cache has them
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(capability):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -25,4 +23,4 @@ def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(capability):
     assert printed.returncode == 0, printed.stderr
     binaries = [json.loads(line) for line in printed.stdout.splitlines()]
     assert {binary["kernel"] for binary in binaries} == KERNELS
-    assert [b for b in binaries if b["stack"] or b["shared"] > SHARED_LIMIT] == []
+    assert [b for b in binaries if b["stack"] or b["shared"] > b["shared_limit"]] == []

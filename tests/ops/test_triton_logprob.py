@@ -61,6 +61,18 @@ def test_fused_forward_no_further_from_truth_than_pytorch(V):
     assert_no_further_from_truth(ours.entropy, eager.entropy, truth.entropy)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_layout_does_not_matter(grad):
+    hidden, weight, target = on_device(*make_problem(67, 100, 300)[:3])
+    results = []
+    for h, w in ((hidden, weight), (hidden.t().contiguous().t(), weight.t().contiguous().t())):
+        h, w = h.detach().requires_grad_(grad), w.detach().requires_grad_(grad)
+        logprob = triton_logprob(h, w, target).logprob
+        results.append([logprob, *(torch.autograd.grad(logprob.sum(), [h, w]) if grad else [])])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_frozen_weight(entropy):
     check(67, 24, 2100, logits="peaked", train_weight=False, entropy=entropy)

@@ -19,6 +19,8 @@ from triton.runtime import JITFunction, driver
 from rlft_fast.ops import triton_logprob
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# Bytes of shared memory that a block may have, by compute capability.
+SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 BINARIES: list[tuple[str, object]] = []  # (kernel, binary) of all launches
 
 
@@ -82,10 +84,12 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead_of_launch
     for capability in map(int, sys.argv[1:]):
         driver.set_active(Driver(capability))
+        triton_logprob.is_hopper = lambda device, capability=capability: capability == 90
         for dtype in (torch.bfloat16, torch.float32):
             for everything in (False, True):
                 call_all(dtype, everything)
                 for kernel, binary in BINARIES:
                     what = {"capability": capability, "kernel": kernel, "dtype": str(dtype), "everything": everything}
-                    print(json.dumps({**what, **resources(binary)}))
+                    limit = SHARED_LIMITS[capability]
+                    print(json.dumps({**what, **resources(binary), "shared_limit": limit}))
                 BINARIES.clear()
