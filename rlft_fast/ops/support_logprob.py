@@ -101,26 +101,45 @@ def _over_ids(
     temperature: float | Tensor, softcap: float | None, logit_scale: float, ignore_index: int, return_entropy: bool,
     return_sum_prob_squared: bool, workspace_mib: int,
 ) -> LinearLogprob:  # fmt: skip
-    kept_TK = support_TK >= 0
-    ids_TK = support_TK.where(kept_TK, 0)
+    active = target_T != ignore_index
+    ids_TK = support_TK.clamp(min=0)
     z = torch.ops.rlft_fast.support_logits(hidden_TD, weight_VD, ids_TK, workspace_mib)
     if bias_V is not None:
-        z = z + bias_V[ids_TK].float()
+        z = z + bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
+    z, zeros_T2 = _SeenRows.apply(z)
+    temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
     z = transform_logits(z, temperature, softcap, logit_scale)
-    active = target_T != ignore_index
-    # A row without any token would give nan, and nan gradients to all: it gets a finite one that nothing reads.
-    z = z.masked_fill(~kept_TK & (active & kept_TK.any(-1)).unsqueeze(-1), -torch.inf)
+    kept_TK = (support_TK >= 0) & (z != -torch.inf)
+    # A row without any token would give nan: it gets finite logits that nothing reads.
+    z = z.masked_fill(~kept_TK, -torch.inf).masked_fill(~kept_TK.any(-1, keepdim=True), 0)
     log_p = z.log_softmax(-1)
     is_target = kept_TK & (support_TK == target_T.unsqueeze(-1))
     zero = log_p.new_zeros(())
-    logprob = log_p.where(is_target, zero).sum(-1).masked_fill(~is_target.any(-1), -torch.inf)
+    logprob = log_p.where(is_target, zero).sum(-1).masked_fill(~is_target.any(-1), -torch.inf) + zeros_T2[:, 0]
     entropy = sum_prob_squared = None
     if return_entropy:
         finite = log_p.where(kept_TK, zero)
-        entropy = -(finite.exp() * finite).where(kept_TK, zero).sum(-1).where(active, zero)
+        entropy = (zeros_T2[:, 1] - (finite.exp() * finite).sum(-1)).where(active, zero)
     if return_sum_prob_squared:
         sum_prob_squared = log_p.detach().exp().square().where(kept_TK, zero).sum(-1).where(active, zero)
     return LinearLogprob(logprob.where(active, zero), entropy, sum_prob_squared)
+
+
+class _SeenRows(torch.autograd.Function):
+    """The logits, whose gradients are zero in rows that the loss does not see, whatever the steps behind make of them.
+
+    0 * nan is nan, and one such row would reach every gradient. Which rows are seen shows at zeros (T, 2) that are
+    added to logprob and entropy, and so have their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, z_TK):
+        return z_TK.view_as(z_TK), z_TK.new_zeros(z_TK.shape[0], 2)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad_TK, grad_T2 = grads
+        return grad_TK.masked_fill((grad_T2 == 0).all(-1, keepdim=True), 0)
 
 
 def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mib: int) -> None:
@@ -170,26 +189,39 @@ def _(hidden, weight, ids, workspace_mib):
 
 @torch.library.custom_op("rlft_fast::support_logits_backward", mutates_args=())
 def _support_logits_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int
+    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, needs_grad: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """(dhidden, dweight), added up in float32 and rounded once."""
-    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.contiguous_format)
+    """(dhidden, dweight), added up in float32 and rounded once; empty where not needed."""
+    grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
+    grad_weight.zero_()
+    seen = (grad != 0).any(-1, keepdim=True)
     chunks = _chunks(hidden, ids, workspace_mib)
-    for start in chunks:
-        rows = slice(start, start + chunks.step)
-        grad_hidden[rows] = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float()).squeeze(1).to(hidden.dtype)
-        parts = (grad[rows].unsqueeze(-1) * hidden[rows].float().unsqueeze(1)).flatten(0, 1)
-        if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
-            grad_weight.index_put_((ids[rows].flatten(),), parts, accumulate=True)
-        else:
-            grad_weight.index_add_(0, ids[rows].flatten(), parts)
+    with torch.autocast(hidden.device.type, enabled=False):  # which would narrow what is added up
+        for start in chunks:
+            rows = slice(start, start + chunks.step)
+            if needs_grad[0]:
+                grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
+                grad_hidden[rows] = grad_rows.squeeze(1).to(hidden.dtype)
+            if needs_grad[1]:
+                hidden_rows = hidden[rows].float().where(seen[rows], 0)  # 0 * nan is nan
+                parts = (grad[rows].unsqueeze(-1) * hidden_rows.unsqueeze(1)).flatten(0, 1)
+                if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
+                    grad_weight.index_put_((ids[rows].flatten(),), parts, accumulate=True)
+                else:
+                    grad_weight.index_add_(0, ids[rows].flatten(), parts)
     return grad_hidden, grad_weight.to(weight.dtype)
 
 
 @_support_logits_backward.register_fake
-def _(grad, hidden, weight, ids, workspace_mib):
-    return torch.empty_like(hidden), torch.empty_like(weight)
+def _(grad, hidden, weight, ids, workspace_mib, needs_grad):
+    return _empty_gradients(hidden, weight, needs_grad, weight.dtype)
+
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, needs_grad: list[bool], weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    sizes = [x.shape if needed else (0,) for x, needed in zip((hidden, weight), needs_grad, strict=True)]
+    return hidden.new_empty(sizes[0]), weight.new_empty(sizes[1], dtype=weight_dtype)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -198,7 +230,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    return *torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, ctx.workspace_mib), None, None
+    needs_grad = list(ctx.needs_input_grad[:2])
+    grads = torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, ctx.workspace_mib, needs_grad)
+    return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None
 
 
 _support_logits.register_autograd(_backward, setup_context=_save)

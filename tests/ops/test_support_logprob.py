@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlft_fast.ops import linear_logprob, reference, support_logprob
 from rlft_fast.ops.reference import transform_logits
@@ -149,6 +151,87 @@ def test_threshold_with_bad_rows_and_silent_rows():
     assert weight.grad.isfinite().all()
 
 
+def support_gradients(problem: tuple[Tensor, ...], seen: Tensor, **options) -> list[Tensor]:
+    """(dhidden, dweight, dbias) of logprob and entropy, with an upstream gradient that no row may cancel."""
+    hidden, weight, target, support = problem
+    bias = options.pop("bias_V", torch.linspace(-1, 1, V))
+    inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    result = support_logprob(*inputs[:2], target, support, bias_V=inputs[2], return_entropy=True, **options)
+    torch.autograd.backward([result.logprob, result.entropy], [seen, -seen])
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bad", [torch.nan, INF])
+def test_ids_with_bad_rows_and_silent_rows(bad, softcap):
+    """What counts for nothing leaves no trace, and what counts and is bad shows."""
+    hidden, weight, target, support = make_problem()
+    seen, temperature = torch.linspace(0.5, 2, T), torch.linspace(0.5, 2, T)
+    target[3], seen[5] = -100, 0
+    expected = support_gradients(make_problem(), seen.index_fill(0, torch.tensor([3, 5]), 0), softcap=softcap,
+                                 temperature=temperature)  # fmt: skip
+    hidden[[3, 5]], temperature[3] = bad, 0
+    actual = support_gradients((hidden, weight, target, support), seen, softcap=softcap, temperature=temperature)
+    for gradient, same in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, same)
+    seen[5] = 1
+    for gradient in support_gradients((hidden, weight, target, support), seen, temperature=temperature):
+        assert gradient.isnan().any()
+
+
+def test_a_bias_may_forbid_tokens():
+    """Of a row's kept ids, of all that an ignored row keeps, and of all that a row keeps."""
+    hidden, weight, target, support = make_problem()
+    support[:3] = torch.stack([torch.arange(12) + 12 * i for i in range(3)])
+    target[:3] = torch.tensor([1, -100, 30])
+    bias = torch.linspace(-1, 1, V)
+    bias[0] = bias[2:4] = bias[12:36] = -INF  # padding has the logit of token 0
+    without = torch.where(bias[support.clamp(min=0)] == -INF, -1, support)
+    options = {"return_entropy": True, "return_sum_prob_squared": True}
+    results = [support_logprob(hidden, weight, target, s, bias_V=bias, **options)[:3] for s in (support, without)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert results[0][0][2] == -INF
+    problems = [(hidden, weight, target, s) for s in (support, without)]
+    gradients = [support_gradients(problem, torch.ones(T), bias_V=bias) for problem in problems]
+    for actual, expected in zip(*gradients, strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, expected)
+
+
+class LargestResult(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
+
+
+def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
+    hidden, weight, target, support = make_problem()
+    both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    support_logprob(*both, target, support).logprob.sum().backward()
+    for frozen in (False, True):
+        inputs = hidden.clone().requires_grad_(frozen), weight.clone().requires_grad_(not frozen)
+        logprob = support_logprob(*inputs, target, support).logprob.sum()
+        with LargestResult() as largest:
+            logprob.backward()
+        assert (largest.numel < V * D) == frozen
+        for x, full in zip(inputs, both, strict=True):
+            assert x.grad is None if not x.requires_grad else torch.equal(x.grad, full.grad)
+
+
+def test_the_temperature_has_no_gradient():
+    temperature = torch.full((T,), 0.7, requires_grad=True)
+    hidden, weight, target, support = make_problem()
+    result = support_logprob(hidden, weight, target, support, temperature=temperature, return_entropy=True)
+    assert not result.logprob.requires_grad
+    assert not result.entropy.requires_grad
+
+
 def test_ratio_of_an_unchanged_policy_averages_one():
     """Importance weights of top-k samples: 1 over the support, and less on average over the whole vocabulary."""
     g = torch.Generator().manual_seed(0)
@@ -187,10 +270,20 @@ def test_ignored_rows_empty_supports_and_targets_outside():
 def test_bfloat16_statistics_are_float32():
     hidden, weight, target, support = make_problem()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    result = support_logprob(hidden, weight, target, support)
+    bias = torch.zeros(V, dtype=torch.bfloat16, requires_grad=True)
+    result = support_logprob(hidden, weight, target, support, bias_V=bias)
     assert result.logprob.dtype == torch.float32
     result.logprob.sum().backward()
     assert weight.grad.dtype == torch.bfloat16
+
+
+def test_gradients_of_a_bfloat16_bias_are_rounded_once():
+    """In bfloat16 a sum of halves would stop growing at 128."""
+    hidden, weight = torch.zeros(1000, D, dtype=torch.bfloat16), torch.zeros(V, D, dtype=torch.bfloat16)
+    bias = torch.zeros(V, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(1000, dtype=torch.int64)
+    support_logprob(hidden, weight, target, torch.arange(2).expand(1000, 2), bias_V=bias).logprob.sum().backward()
+    assert bias.grad[:3].tolist() == [500, -500, 0]
 
 
 def test_autocast_narrows_the_inputs_and_nothing_else():
@@ -200,7 +293,8 @@ def test_autocast_narrows_the_inputs_and_nothing_else():
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = support_logprob(cast(h), w if autocast else cast(w), target, support, return_entropy=True)
-        return [*out[:2], *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), [h, w])]
+            gradients = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), [h, w])  # there, too
+        return [*out[:2], *gradients]
 
     expected = compute(Tensor.bfloat16, autocast=False)
     for cast in (Tensor.float, Tensor.bfloat16):  # the latter: hidden states of a layer under autocast, and its weight
@@ -212,10 +306,14 @@ def test_opcheck_and_compile():
     hidden, weight, target, support = make_problem()
     hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(torch.ops.rlft_fast.support_logits, (hidden, weight, support.clamp(min=0), 1))
-    compiled = torch.compile(support_logprob, fullgraph=True)
-    torch.testing.assert_close(
-        compiled(hidden, weight, target, support).logprob, support_logprob(hidden, weight, target, support).logprob
-    )
+    constant = [torch.ones(support.shape), hidden.detach(), weight.detach(), support.clamp(min=0), 1]
+    torch.library.opcheck(torch.ops.rlft_fast.support_logits_backward, (*constant, [True, False]))
+    results = []
+    for function in (support_logprob, torch.compile(support_logprob, fullgraph=True)):
+        logprob = function(hidden, weight, target, support).logprob
+        results.append([logprob, *torch.autograd.grad(logprob.square().sum(), [hidden, weight])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
