@@ -85,7 +85,7 @@ class LogprobHead(nn.Module):
         Args:
             hidden: (*, D) final hidden states; converted to the dtype of the weight.
             target: (*) int64 next tokens, -100 where none is to be scored.
-            temperature: one number or a (*) tensor.
+            temperature: one number, also as a tensor of one element, or a (*) tensor.
             return_entropy: also the entropies, or hand them to ``loss_fn``.
             return_sum_prob_squared: also the sums of squared probabilities; not with ``loss_fn``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
@@ -95,7 +95,8 @@ class LogprobHead(nn.Module):
             active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
 
         Returns:
-            (*, V) logits, or statistics in the shape of ``target``.
+            (*, V) raw logits, as the ``lm_head`` gives them that this one replaces: soft-cap and scale are left to the
+            model around it. With ``target``, where both are applied, statistics in its shape.
 
         Raises:
             ValueError: shapes, devices or option values that do not fit.
@@ -103,6 +104,9 @@ class LogprobHead(nn.Module):
         hidden, weight = self._adapted(hidden.to(self.weight.dtype))
         if target is None:
             return linear(hidden, weight, self.bias)
+        if isinstance(temperature, Tensor) and temperature.numel() == 1:
+            temperature = temperature.reshape(()).expand(target.shape)
+        _check_rows(hidden, target, temperature, per_token, support)
         arguments = (hidden.flatten(0, -2), weight, target.flatten())
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy,
@@ -124,12 +128,39 @@ class LogprobHead(nn.Module):
         return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
 
 
+def _check_rows(
+    hidden: Tensor, target: Tensor, temperature: float | Tensor, per_token: tuple[Tensor, ...], support: Tensor | None
+) -> None:
+    """Raises where flattening would put the values of one token beside those of another."""
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (*, D): unsqueeze a single hidden state")
+    if isinstance(per_token, Tensor):
+        raise ValueError("per_token is a tensor, expected a tuple of tensors: pass per_token=(x,)")
+    tensors = {"target": target} | {f"per_token[{i}]": values for i, values in enumerate(per_token)}
+    if isinstance(temperature, Tensor):
+        tensors["temperature"] = temperature
+    if support is not None:
+        tensors["support"] = support
+    rows = tuple(hidden.shape[:-1])
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if (shape[:-1] if name == "support" else shape) != rows:
+            expected = f"{(*rows, 'K')} to hold ids" if name == "support" else f"{rows} to hold one value"
+            raise ValueError(f"{name} has shape {shape}, expected {expected} for each hidden state")
+
+
 def _support_logprob_loss(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, loss_fn: LossFunction, *per_token: Tensor, **options: Any
 ) -> LinearLogprobLoss:
     """`linear_logprob_loss` over a support, whose few logits can wait for the backward pass."""
     logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
-    loss_T = loss_fn(logprob, entropy, *per_token).where(target_T != IGNORE_INDEX, 0)
+    loss_T = loss_fn(logprob, entropy, *per_token)
+    if loss_T.shape != logprob.shape:  # `where` would count a reduced one once for every token
+        raise ValueError(
+            f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_T.shape)}: "
+            "do not reduce inside it"
+        )
+    loss_T = loss_T.where(target_T != IGNORE_INDEX, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
 

@@ -29,9 +29,9 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
 
         logprob_targets: (B, L) int64, the token to score at each position: ``input_ids`` one to the left. -100 where
             none is; such positions give 0, and their head costs nothing. With ``logits_to_keep=K`` (B, K).
-        temperature: sampling temperature, one number or (B, L).
+        temperature: sampling temperature, one number or a tensor in the shape of ``logprob_targets``.
         return_entropy: also the entropy of each position.
-        loss_fn, per_token: a per-token loss and the (B, L) tensors that it reads, see
+        loss_fn, per_token: a per-token loss and a tuple of the tensors that it reads, in the same shape, see
             :func:`rlft_fast.ops.linear_logprob_loss`; the model then returns a ``LinearLogprobLoss``.
 
     Soft-capping, logit scale and bias are those of the model; if its forward does anything else to the logits, the

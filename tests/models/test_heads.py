@@ -140,6 +140,45 @@ def test_head_keeps_the_shape_of_its_targets_and_leaves_out_ignored_ones():
     torch.testing.assert_close(result.entropy, -(log_p.exp() * log_p).sum(-1).where(active, 0), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("over_support", [False, True])
+def test_a_temperature_may_be_a_tensor_of_one_element(over_support):
+    torch.manual_seed(0)
+    head = LogprobHead(torch.nn.Linear(8, 31).weight, None, softcap=None, logit_scale=1.0, workspace_mib=1)
+    hidden, target = torch.randn(2, 3, 8), torch.randint(0, 31, (2, 3))
+    support = torch.arange(31).expand(2, 3, 31) if over_support else None
+    expected = head(hidden, target, temperature=0.5, support=support).logprob
+    for temperature in (torch.tensor(0.5), torch.tensor([0.5])):
+        assert torch.equal(head(hidden, target, temperature=temperature, support=support).logprob, expected)
+
+
+# All have as many elements as they should, so that flattening them would do.
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": torch.zeros(3, 2, dtype=torch.int64)}, r"target has shape \(3, 2\), expected \(2, 3\)"),
+        ({"target": torch.zeros(6, dtype=torch.int64)}, r"target has shape \(6,\), expected \(2, 3\)"),
+        ({"temperature": torch.ones(3, 2)}, r"temperature has shape \(3, 2\), expected \(2, 3\)"),
+        ({"per_token": (torch.ones(2, 3), torch.ones(3, 2))}, r"per_token\[1\] has shape \(3, 2\), expected \(2, 3\)"),
+        ({"per_token": torch.ones(2, 3)}, "expected a tuple of tensors"),
+        ({"support": torch.zeros(3, 2, 4, dtype=torch.int64)}, r"support has shape .* expected \(2, 3, 'K'\)"),
+        ({"hidden": torch.ones(8)}, r"hidden has shape \(8,\), expected \(\*, D\)"),
+    ],
+)
+def test_head_names_what_would_be_misaligned(change, message):
+    head = LogprobHead(torch.nn.Linear(8, 31).weight, None, softcap=None, logit_scale=1.0, workspace_mib=1)
+    arguments = {"hidden": torch.ones(2, 3, 8), "target": torch.zeros(2, 3, dtype=torch.int64)} | change
+    with pytest.raises(ValueError, match=message):
+        head(**arguments, loss_fn=lambda logprob, entropy, *per_token: -logprob)
+
+
+@pytest.mark.parametrize("support", [None, torch.zeros(2, 3, 1, dtype=torch.int64)])
+def test_a_reduced_loss_is_refused(support):
+    head = LogprobHead(torch.nn.Linear(8, 31).weight, None, softcap=None, logit_scale=1.0, workspace_mib=1)
+    target = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="one loss per token"):
+        head(torch.ones(2, 3, 8), target, support=support, loss_fn=lambda logprob, entropy: -logprob.mean())
+
+
 def test_head_shares_its_weight_with_the_model(tiny_model):
     tied = load_policy(tiny_model("llama-tied")).model
     assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight

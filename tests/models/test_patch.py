@@ -307,8 +307,13 @@ def test_what_a_call_with_targets_refuses():
         model(**inputs, logprob_targets=targets, labels=targets)
     with pytest.raises(ValueError, match="loss_fn needs logprob_targets"):
         model(**inputs, loss_fn=lambda logprob, _: logprob)
-    with pytest.raises(ValueError, match=r"target_T of shape \(14,\)"):
-        model(**inputs, logprob_targets=targets[:, 1:])
+    for bad in (targets[:, 1:], targets.T.contiguous()):
+        with pytest.raises(ValueError, match=r"target has shape .* expected \(2, 7\)"):
+            model(**inputs, logprob_targets=bad)
+    swapped = torch.ones(7, 2)
+    for options in ({"temperature": swapped}, {"loss_fn": torch.mul, "per_token": (swapped,)}):
+        with pytest.raises(ValueError, match=r"has shape \(7, 2\), expected \(2, 7\)"):
+            model(**inputs, logprob_targets=targets, **options)
     experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
     with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
         patch_lm_head(experts)(**inputs, logprob_targets=targets)
