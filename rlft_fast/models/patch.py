@@ -150,10 +150,22 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         options = {"temperature": temperature, "return_entropy": return_entropy}
         return head(hidden, logprob_targets, loss_fn=loss_fn, per_token=per_token, **options)
 
+    def reduce_ex(self, protocol: Any) -> Any:
+        reduced = model_class.__reduce_ex__(self, protocol)
+        if type(self) is not _patched_class(model_class):  # but one that FSDP2 or others made of it: theirs to do
+            return reduced
+        return _empty_patched, (model_class,), *reduced[2:]
+
     # generate() and transformers' Trainer read from the signature which keywords the model takes.
     own, new = (inspect.signature(function).parameters.values() for function in (model_class.forward, forward))
     added = [parameter for parameter in new if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     signature = inspect.Signature(sorted([*own, *added], key=lambda parameter: parameter.kind))
-    names = {"forward": forward, "__module__": model_class.__module__, "__doc__": model_class.__doc__}
+    names = {"forward": forward, "__reduce_ex__": reduce_ex, "__doc__": model_class.__doc__}
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    return type(model_class.__name__, (model_class,), names)
+    return type(model_class.__name__, (model_class,), names | {"__module__": model_class.__module__})
+
+
+def _empty_patched(model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """What unpickling fills: the patched class itself has the name of its original, and cannot be found by it."""
+    patched = _patched_class(model_class)
+    return patched.__new__(patched)

@@ -1,8 +1,11 @@
 """patch_lm_head on tiny random models, against their own logits."""
 
 import copy
+import io
+import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -167,9 +170,21 @@ def test_without_targets_nothing_changes(name, tmp_path):
     assert torch.equal(loaded(**inputs).logits, logits)
 
 
-def test_a_copy_computes_with_its_own_weights():
+def through_a_file(model: PreTrainedModel) -> PreTrainedModel:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+PICKLES = [partial(lambda p, model: pickle.loads(pickle.dumps(model, p)), protocol) for protocol in (0, 2, 5)]
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, through_a_file, *PICKLES])
+def test_a_copy_computes_with_its_own_weights(make_copy):
     model, inputs = patch_lm_head(build("tied")), batch()
-    reference = copy.deepcopy(model)
+    reference = make_copy(model)
+    assert type(reference) is type(model)
     targets = next_tokens(**inputs)
     before = model(**inputs, logprob_targets=targets).logprob
     with torch.no_grad():
