@@ -88,10 +88,24 @@ def fill_values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> 
         if tensor.dtype not in _FILLABLE:
             raise TypeError(f"{name} is {tensor.dtype}, expected a float, integer or bool: pad a view of such a dtype.")
     if not isinstance(value, dict):
-        return [float(value)] * len(tensors)
+        return [_fill_value(name, tensor.dtype, value) for name, tensor in tensors.items()]
     if unknown := value.keys() - tensors.keys():
         raise ValueError(f"value names {sorted(unknown)}, expected names of the packed tensors: {sorted(tensors)}.")
-    return [float(value.get(name, 0.0)) for name in tensors]
+    return [_fill_value(name, tensor.dtype, value.get(name, 0)) for name, tensor in tensors.items()]
+
+
+def _fill_value(name: str, dtype: torch.dtype, value: float) -> float:
+    """The value as the double that the kernels convert to `dtype`, where that gives the value again."""
+    if not dtype.is_floating_point and dtype != torch.bool:
+        limits = torch.iinfo(dtype)
+        if not (limits.min <= value <= limits.max and value == int(value)):
+            raise ValueError(
+                f"{name} is {dtype}, which cannot hold the value {value}: pass a whole number from {limits.min} to "
+                f"{limits.max}; of a dict of tensors each may have its own."
+            )
+        if int(value) != int(float(value)):
+            raise ValueError(f"{name} cannot be filled with {value}, which a double cannot hold: pass a smaller one.")
+    return float(value)
 
 
 def token_count(cu_seqlens: Tensor, num_tokens: int | None) -> int:

@@ -138,12 +138,13 @@ def pad(
         column_T: (T,) int32, as in `unpad`, below max_seqlen.
         padding_side: "right" or "left", without column_T.
         value: what the padding holds; for a dict of tensors one number for all, or a dict, in which 0 may be left out.
+            An integer tensor takes whole numbers of its range, as far as a double holds them.
 
     Returns:
         (B, max_seqlen, *), dtype and device of `packed`, or a dict of them.
 
     Raises:
-        ValueError: shapes, devices, names or contents do not fit together.
+        ValueError: shapes, devices, names or contents do not fit together, or value does not fit a dtype.
         TypeError: cu_seqlens or column_T is not int32, an entry is not a tensor, or has another dtype than those.
     """
     tensors = by_name(packed, "packed")

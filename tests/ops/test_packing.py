@@ -62,6 +62,27 @@ def test_pad_and_unpad_any_shape(lengths, slack, width, side):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_integers_are_filled_with_whole_numbers_of_their_range(dtype, device):
+    packed, limits = random((3,), dtype, device), torch.iinfo(dtype)
+    largest = min(limits.max, 2**63 - 1024)  # the largest int64 that is a double
+    for value in (limits.min, largest, 7.0):
+        padded = packing.pad(packed, cumulative([3], device), 4, value=value)
+        assert padded.tolist() == [[*packed.tolist(), value]]
+    for bad in (limits.min - 1, limits.max + 1, 0.5, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match=f"packed is {dtype}, which cannot hold the value {bad}"):
+            packing.pad(packed, cumulative([3], device), 4, value=bad)
+    with pytest.raises(ValueError, match=r"b is torch\.uint8, which cannot hold the value -1"):
+        packing.pad({"a": packed, "b": packed.byte()}, cumulative([3], device), 4, value={"b": -1})
+
+
+@pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1])
+def test_what_no_double_holds_is_refused(value):
+    with pytest.raises(ValueError, match=f"packed cannot be filled with {value}"):
+        packing.pad(torch.arange(3), cumulative([3]), 4, value=value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_payload_need_not_be_contiguous_or_aligned(device):
     cu_seqlens = cumulative([3, 5], device)
     transposed = random((4, 8), torch.float32, device).T
@@ -406,7 +427,7 @@ def test_masks_and_many_tensors_compile(device):
         (lambda x, cu: packing.pad(x, cu + 1, 4), ValueError, "does not start with 0"),
         (lambda x, cu: packing.pad(x, cumulative([3, -1, 3]), 4), ValueError, "must not decrease"),
         (lambda x, cu: packing.pad(x, cu, 4, padding_side="up"), ValueError, "expected 'right' or 'left'"),
-        (lambda x, cu: packing.pad(x.long(), cu, 4, value=float("inf")), ValueError, "non-finite"),
+        (lambda x, cu: packing.pad(x.long(), cu, 4, value=float("inf")), ValueError, "hold the value inf"),
         (lambda x, cu: packing.pad(x.to("meta"), cu, 4), ValueError, "move both to one device"),
         (lambda x, cu: packing.unpad(x.view(1, 5, 2), cu), ValueError, "expected .B, L"),
         (lambda x, cu: packing.unpad(x.new_ones(2, 4), cu, num_tokens=4), ValueError, "ends at 5"),
