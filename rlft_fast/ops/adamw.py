@@ -103,6 +103,9 @@ class FusedAdamW(torch.optim.Optimizer):
             _check_scalar("found_inf", found_inf, parts[0].parameter.device)
         for group, parts in calls:
             _step(group, parts, coefficient, found_inf)
+        # Or a backward pass through weights that are no more would go unnoticed. 0.2 ms for 2000 parameters.
+        changed = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(changed)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -211,6 +211,22 @@ def test_closure():
     torch.testing.assert_close(parameter.detach(), torch.tensor([0.9, -1.9]))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+# Contiguous, and transposed.
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.T])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_pass_through_weights_that_are_no_more_raises(dtype, view, device):
+    parameter = nn.Parameter(view(random_tensors([(3, 4)], dtype, device)[0]))
+    bystander = nn.Parameter(parameter.detach().clone())
+    optimizer = FusedAdamW([parameter, bystander])
+    losses = [p.square().sum() for p in (parameter, bystander)]
+    losses[0].backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+    losses[1].backward()  # it had no gradient, and did not change
+
+
 def test_result_does_not_depend_on_the_number_of_threads():
     results, threads = [], torch.get_num_threads()
     for count in (1, 2, 3):

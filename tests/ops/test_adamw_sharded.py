@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -24,6 +24,7 @@ def two_processes(rank: int) -> None:
         fully_sharded_model(rank, dtype)
     mixed_placements(rank)
     mesh = init_device_mesh("cpu", (2,))
+    backward_through_old_weights(mesh)
     bad = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     bad.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(ValueError, match=r"gradient 0 .* placements .*Partial.* redistribute"):
@@ -90,6 +91,15 @@ def mixed_placements(rank: int) -> None:
     for mine, other in zip(ours, whole, strict=True):
         result = mine.full_tensor() if isinstance(mine, DTensor) else mine
         torch.testing.assert_close(result, other, rtol=1e-5, atol=1e-6)
+
+
+def backward_through_old_weights(mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    loss = weight.square().sum()
+    weight.grad = weight.detach().clone()
+    FusedAdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.dist
