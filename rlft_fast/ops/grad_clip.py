@@ -65,15 +65,12 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
         `ClipCoefficient` of two 0-d float32 tensors on the norm's device.
 
     Raises:
-        ValueError: max_norm is negative or nan.
+        ValueError: norm is not a 0-d tensor, or max_norm is negative or nan.
     """
-    limit = _limit(max_norm)
-    # One kernel where isfinite takes four; a norm is never negative, and nan is not less.
-    bad = (norm < math.inf).logical_not_()
-    if limit is None:
-        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), bad.float())
-    coefficient = (norm.float() + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
-    return ClipCoefficient(coefficient, bad.float())
+    if not isinstance(norm, Tensor) or norm.numel() != 1:
+        got = f"has shape {tuple(norm.shape)}" if isinstance(norm, Tensor) else f"is {norm!r}"
+        raise ValueError(f"norm {got}, expected a 0-d tensor: take it from grad_norm.")
+    return _coefficient(norm, _limit(max_norm))
 
 
 @torch.no_grad()
@@ -86,9 +83,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients in place so that their global norm is at most `max_norm`.
 
-    Drop-in for `torch.nn.utils.clip_grad_norm_` with three differences: DTensors of different meshes may be mixed;
-    gradients stay as they are where the norm is not finite (there they would all become nan); and max_norm = 0
-    measures without scaling (there it zeroes the gradients).
+    Drop-in for `torch.nn.utils.clip_grad_norm_` but for these differences. DTensors of different meshes may be mixed.
+    Gradients stay as they are where the norm is not finite (there they would all become nan). max_norm = 0 measures
+    without scaling (there it zeroes the gradients); a negative one is an error (there it flips their signs), as are
+    complex gradients and norm_type <= 0. A parameter listed twice counts once. Norm and coefficient are float32, for
+    float64 gradients as well.
 
     Args:
         parameters: a tensor or an iterable of tensors (a generator is consumed once), of which `.grad` is scaled.
@@ -110,7 +109,9 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient norm is {norm.item()}: skip this step, or pass error_if_nonfinite=False.")
     if limit is not None:
-        _scale_([g.local for g in gradients if g.local is not None], clip_coefficient(norm, limit).coefficient)
+        _scale_([g.local for g in gradients if g.local is not None], _coefficient(norm, limit).coefficient)
+        # The kernels leave it to us to tell graphs that need the gradients as they were.
+        torch.autograd.graph.increment_version([g.grad for g in gradients if g.grad is not None])
     return norm
 
 
@@ -119,6 +120,15 @@ def _limit(max_norm: float | None) -> float | None:
     if max_norm is not None and not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}, expected a positive number, or None, 0 or inf to measure only.")
     return None if max_norm in (None, 0, math.inf) else max_norm
+
+
+def _coefficient(norm: Tensor, limit: float | None) -> ClipCoefficient:
+    # One kernel where isfinite takes four; a norm is never negative, and nan is not less.
+    bad = (norm < math.inf).logical_not_()
+    if limit is None:
+        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), bad.float())
+    coefficient = (norm.float() + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
+    return ClipCoefficient(coefficient, bad.float())
 
 
 # ---- which gradients, and who else holds parts of them -----------------------------------------------------------
@@ -145,8 +155,10 @@ _Groups = dict[_Group, dist.ProcessGroup]
 
 
 class _Gradient(NamedTuple):
+    grad: Tensor | None
+    """None where the parameter has none."""
     local: Tensor | None
-    """This rank's part; None without a gradient."""
+    """This rank's part of it."""
     device: torch.device
     """Where its sum of |g|^p is reduced."""
     groups: _Groups
@@ -168,9 +180,9 @@ def _gradient(index: int, parameter: Tensor, shard_groups: Callable[..., _Groups
     # A rank without this gradient still has to join the all-reduce of those that have it.
     layout = parameter if grad is None else grad
     if not isinstance(layout, DTensor):
-        return _Gradient(grad, layout.device, {})
+        return _Gradient(grad, grad, layout.device, {})
     local = None if grad is None else layout.to_local()
-    return _Gradient(local, _mesh_device(layout), shard_groups(layout.device_mesh, layout.placements))
+    return _Gradient(grad, local, _mesh_device(layout), shard_groups(layout.device_mesh, layout.placements))
 
 
 def _check_gradient(index: int, grad: Tensor) -> None:
@@ -284,11 +296,13 @@ def _combine(powers: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    for group in _by_device_and_dtype([tensor for tensor in tensors if is_dense(tensor)]).values():
-        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
+    dense, gappy = [], []
     for tensor in tensors:
-        if not is_dense(tensor):
-            tensor.mul_(coefficient.to(tensor.device))
+        (dense if is_dense(tensor) else gappy).append(tensor)
+    for group in _by_device_and_dtype(dense).values():
+        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
+    for tensor in gappy:
+        tensor.mul_(coefficient.to(tensor.device))
 
 
 _Kind = tuple[torch.device, torch.dtype]

@@ -221,6 +221,18 @@ def test_gradient_need_not_be_contiguous(view, device):
     torch.testing.assert_close(storage, original)
 
 
+# In one piece, in another order, and with gaps.
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.T, lambda x: x[:, ::2]])
+def test_a_graph_that_needs_the_gradient_as_it_was_sees_that_it_changed(view):
+    gradient, factor = view(torch.ones(6, 8)), torch.ones((), requires_grad=True)
+    product = (gradient * factor).sum()
+    clip_grad_norm_(parameter(gradient), math.inf)
+    product.backward(retain_graph=True)
+    clip_grad_norm_(parameter(gradient), 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_norm_of_an_expanded_gradient():
     assert grad_norm(gradient_only(torch.full((1, 5), 2.0).expand(4, 5))).item() == pytest.approx(math.sqrt(80))
 
@@ -295,6 +307,12 @@ def test_bad_input_is_named(gradient, arguments, error, message):
     assert torch.equal(good, torch.ones(2))
 
 
+@pytest.mark.parametrize(("norm", "got"), [(3.0, r"is 3\.0"), (torch.ones(2), r"has shape \(2,\)")])
+def test_a_norm_that_is_none_is_named(norm, got):
+    with pytest.raises(ValueError, match=f"norm {got}, expected a 0-d tensor: take it from grad_norm"):
+        clip_coefficient(norm, 1.0)
+
+
 # ---- sharded gradients: the norm and the scaled values are those of the unsharded gradients -------------------------
 
 
@@ -347,6 +365,12 @@ def two_processes(rank: int) -> None:
         norm = clip_grad_norm_([broken], 1e-3, norm_type)
         assert not norm.isfinite()
         assert torch.equal(broken.grad.to_local().nan_to_num(), before.nan_to_num())
+
+    gradient, factor = distribute_tensor(a.clone(), mesh, [Shard(0)]), torch.ones((), requires_grad=True)
+    product = (gradient * factor).sum()
+    clip_grad_norm_(parameter(gradient), 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
     partial = parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     with pytest.raises(ValueError, match=r"gradient 0 .* placement .*P.* on mesh dimension shard"):
