@@ -59,7 +59,8 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _check_settings(self.defaults | param_group)
+        if isinstance(param_group, dict):  # else the base class says so
+            _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -115,13 +116,17 @@ class FusedAdamW(torch.optim.Optimizer):
             ValueError: the groups do not fit, use options that this class lacks, or a tensor has another shape.
         """
         states: dict[Tensor, dict[str, Tensor]] = {}
-        # Registered last, so it sees what all other hooks made of the state dict, before anything is loaded.
-        handle = self.register_load_state_dict_pre_hook(lambda _, final: states.update(self._loaded_states(final)))
+        # After all other hooks before, so it sees what they made of the state dict, and before all others after, which
+        # may change what was loaded: the base class has rounded it to the parameters' dtypes.
+        handles = [
+            self.register_load_state_dict_pre_hook(lambda _, final: states.update(self._loaded_states(final))),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(states), prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        self.state.update(states)  # the base class has rounded them to the parameters' dtypes
+            for handle in handles:
+                handle.remove()
 
     def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
         for group in state_dict["param_groups"]:
@@ -215,7 +220,7 @@ def _check_settings(group: dict[str, Any]) -> None:
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr has shape {tuple(lr.shape)}, expected a number: pass a float or a 0-d tensor.")
-    if not isinstance(lr, Tensor) and not lr >= 0:
+    if not lr >= 0:
         raise ValueError(f"lr is {lr}, expected 0 or more.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas are {betas}, expected two numbers in [0, 1), such as (0.9, 0.999).")

@@ -96,6 +96,24 @@ def test_hooks_see_and_change_what_is_loaded():
         assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"], torch.full((5,), 7.0))
 
 
+def test_what_a_hook_puts_into_the_state_stays_there():
+    optimizer = FusedAdamW(as_parameters(random_tensors([(5,), (3,)], torch.bfloat16)))
+    take_steps(optimizer, 1)
+    first, second = optimizer.param_groups[0]["params"]
+    expected = optimizer.state[second]["exp_avg"].clone()
+    seen = []
+
+    def replace(loaded: FusedAdamW) -> None:
+        seen.append(loaded.state[first]["exp_avg"].dtype)
+        loaded.state[first]["exp_avg"] = torch.full((5,), 7.0)
+
+    optimizer.register_load_state_dict_post_hook(replace)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert seen == [torch.float32]
+    assert torch.equal(optimizer.state[first]["exp_avg"], torch.full((5,), 7.0))
+    assert torch.equal(optimizer.state[second]["exp_avg"], expected)
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +122,8 @@ def test_hooks_see_and_change_what_is_loaded():
     [
         ({"lr": -1.0}, r"lr is -1\.0"),
         ({"lr": math.nan}, "lr is nan"),
+        ({"lr": torch.tensor(-1.0)}, r"lr is -1\.0"),
+        ({"lr": torch.tensor(math.nan)}, "lr is nan"),
         ({"lr": torch.ones(2)}, r"lr has shape \(2,\)"),
         ({"betas": (0.9, 1.0)}, r"betas are \(0\.9, 1\.0\)"),
         ({"betas": (-0.1, 0.9)}, r"betas are \(-0\.1, 0\.9\)"),
@@ -123,6 +143,11 @@ def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [parameter], **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_that_is_no_dict_is_named():
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        FusedAdamW([nn.Parameter(torch.ones(2))]).add_param_group([nn.Parameter(torch.ones(2))])
 
 
 @pytest.mark.parametrize(
