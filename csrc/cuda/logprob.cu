@@ -6,9 +6,11 @@
 //   logprob_grad_     4 read, 2 or 4 written (dlogits in the dtype of the GEMM that follows)
 //   logprob_frozen_   4 read twice, the second time mostly from L2, 2 or 4 written; 8 per element of the accumulator
 //
-// One exp per logit (two in frozen) hides behind the loads. A block owns a row, or kBlock columns of it in grad, where
-// nothing is reduced. A thread holds eight columns of a block; the block's maximum is found first and every exp taken
-// once, against it, then the block is merged into the row, which all threads carry in registers.
+// One exp per logit (two in frozen) hides behind the loads, as long as little else is done per logit: a thread issues
+// the loads of its 32 columns of a block at once, the block's maximum is found first and every exp taken once, against
+// it, then the block is merged into the row, which all threads carry in registers. What only some problems need (a
+// bias, a softcap, the target's column) is asked once per block. A block of threads owns a row, or, in grad, where
+// nothing is reduced, kGradBlock columns of it.
 //
 // Deterministic: shuffles and warps are added in one order, blocks of kBlock columns from left to right. So a row has
 // the same bits whether its columns arrive in one launch or in tiles, as long as the tiles are multiples of kBlock.
@@ -24,10 +26,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVector = 4;                         // floats of one 16-byte access
-constexpr int kPerThread = 8;                      // two of them
-constexpr int64_t kBlock = kThreads * kPerThread;  // columns; _GPU_COLUMN_MULTIPLE in ops/tiles.py
-constexpr float kMinExponent = -87.0f;             // exp(-87) is the smallest normal float
+constexpr int kVector = 4;  // floats of one 16-byte access
+// Columns that a thread holds, and that a block of threads does; _GPU_BLOCK in ops/tiles.py.
+constexpr int kPerThread = 32, kBlock = kThreads * kPerThread;
+constexpr int kGradPerThread = 8, kGradBlock = kThreads * kGradPerThread;
+constexpr float kMinExponent = -87.0f;  // exp(-87) is the smallest normal float
 
 struct Tile {
   const float* logits;  // (R, C), row stride `stride`
@@ -39,6 +42,8 @@ struct Tile {
   const float* bias;               // (C,) or null
   float softcap;                   // 0: none
   float scale;
+
+  __device__ bool plain() const { return bias == nullptr && softcap <= 0; }
 };
 
 struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
@@ -69,9 +74,9 @@ struct Row {
         target(tile.target[r] - tile.vocab_start) {}
 };
 
-// Column of this thread's k-th element in the block that starts at `begin`: neighbouring threads read 16 bytes each.
-__device__ int64_t column_of(int64_t begin, int k) {
-  return begin + (k / kVector) * (kThreads * kVector) + threadIdx.x * kVector + k % kVector;
+// This thread's k-th column of a block: neighbouring threads read 16 bytes each.
+__device__ int column_of(int k) {
+  return (k / kVector) * (kThreads * kVector) + static_cast<int>(threadIdx.x) * kVector + k % kVector;
 }
 
 __device__ float softmax_logit(const Tile& tile, float z, int64_t column, float inv_temperature) {
@@ -89,11 +94,24 @@ __device__ float slope_of(const Tile& tile, float x, float inv_temperature) {
 }
 
 // The logits that the softmax sees; -inf beyond the end.
-template <bool kAligned>
-__device__ void load_block(const Tile& tile, const Row& row, int64_t begin, float (&x)[kPerThread]) {
+template <bool kAligned, int kCount>
+__device__ void load_block(const Tile& tile, const Row& row, int64_t begin, float (&x)[kCount]) {
+  if (kAligned && tile.plain() && begin + kThreads * kCount <= tile.columns) {
+    const float4* words = reinterpret_cast<const float4*>(row.logits + begin);
+    float4 word[kCount / kVector];
 #pragma unroll
-  for (int k = 0; k < kPerThread; k += kVector) {
-    const int64_t column = column_of(begin, k);
+    for (int v = 0; v < kCount / kVector; ++v) word[v] = words[v * kThreads + threadIdx.x];
+    const float factor = tile.scale * row.inv_temperature;
+#pragma unroll
+    for (int v = 0; v < kCount / kVector; ++v) {
+      x[v * kVector] = word[v].x * factor, x[v * kVector + 1] = word[v].y * factor;
+      x[v * kVector + 2] = word[v].z * factor, x[v * kVector + 3] = word[v].w * factor;
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; k += kVector) {
+    const int64_t column = begin + column_of(k);
     float z[kVector];
     if (kAligned && column + kVector <= tile.columns) {
       const float4 word = *reinterpret_cast<const float4*>(row.logits + column);
@@ -109,6 +127,16 @@ __device__ void load_block(const Tile& tile, const Row& row, int64_t begin, floa
   }
 }
 
+// Calls f(k) if column `begin` + column_of(k) of this thread is the row's target: few blocks have it.
+template <int kCount, class F>
+__device__ void at_target(const Tile& tile, const Row& row, int64_t begin, const F& f) {
+  const int64_t at = row.target - begin;
+  if (at < 0 || at >= kThreads * kCount || row.target >= tile.columns) return;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k)
+    if (column_of(k) == static_cast<int>(at)) f(k);
+}
+
 template <class Out>
 struct alignas(sizeof(Out) * kVector) Word {
   Out element[kVector];
@@ -118,11 +146,11 @@ __device__ void convert(float value, float& out) { out = value; }
 __device__ void convert(float value, __nv_bfloat16& out) { out = __float2bfloat16_rn(value); }
 __device__ void convert(float value, __half& out) { out = __float2half_rn(value); }
 
-template <bool kAligned, class Out>
-__device__ void store_block(const float (&value)[kPerThread], int64_t begin, int64_t columns, Out* row) {
+template <bool kAligned, int kCount, class Out>
+__device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t columns, Out* row) {
 #pragma unroll
-  for (int k = 0; k < kPerThread; k += kVector) {
-    const int64_t column = column_of(begin, k);
+  for (int k = 0; k < kCount; k += kVector) {
+    const int64_t column = begin + column_of(k);
     Word<Out> word;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) convert(value[k + i], word.element[i]);
@@ -219,9 +247,7 @@ __device__ void add_columns(const Tile& tile, const Row& row, float* target_logi
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     float x[kPerThread];
     load_block<kAligned>(tile, row, begin, x);
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k)
-      if (column_of(begin, k) == row.target && row.target < tile.columns) *target_logit = x[k];
+    at_target<kPerThread>(tile, row, begin, [&](int k) { *target_logit = x[k]; });
     stats.merge(block_stats<kEntropy, kSquares>(x, shared));
   }
 }
@@ -243,23 +269,24 @@ __global__ __launch_bounds__(kThreads) void stats_kernel(Tile tile, StatsOut out
 
 template <bool kEntropy, bool kAligned, class Out>
 __global__ __launch_bounds__(kThreads) void grad_kernel(Tile tile, Upstream upstream, Out* out, int64_t out_stride) {
-  const int64_t blocks = (tile.columns + kBlock - 1) / kBlock;
-  const int64_t r = blockIdx.x / blocks, begin = blockIdx.x % blocks * kBlock;
+  const unsigned blocks = static_cast<unsigned>((tile.columns + kGradBlock - 1) / kGradBlock);
+  const int64_t r = blockIdx.x / blocks, begin = static_cast<int64_t>(blockIdx.x % blocks) * kGradBlock;
   const Row row(tile, r);
   const float max = upstream.max[r], log_sum = upstream.log_sum[r], g = upstream.grad_logprob[r];
   const float h = kEntropy ? upstream.grad_entropy[r] : 0.0f, entropy = kEntropy ? upstream.entropy[r] : 0.0f;
-  float dz[kPerThread] = {};
+  float dz[kGradPerThread] = {};
   if (g != 0 || h != 0) {  // else 0 even where a logit is nan: a bad row that the loss does not see stays out
-    float x[kPerThread];
+    float x[kGradPerThread];
     load_block<kAligned>(tile, row, begin, x);
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
+    for (int k = 0; k < kGradPerThread; ++k) {
       const float log_p = (x[k] - max) - log_sum;
       const float finite = log_p < kMinExponent ? kMinExponent : log_p;  // 0 * -inf would be nan
       dz[k] = -expf(log_p) * (kEntropy ? g + h * (finite + entropy) : g);
-      if (column_of(begin, k) == row.target) dz[k] += g;
-      dz[k] *= slope_of(tile, x[k], row.inv_temperature);
     }
+    at_target<kGradPerThread>(tile, row, begin, [&](int k) { dz[k] += g; });
+#pragma unroll
+    for (int k = 0; k < kGradPerThread; ++k) dz[k] *= slope_of(tile, x[k], row.inv_temperature);
   }
   store_block<kAligned>(dz, begin, tile.columns, out + r * out_stride);
 }
@@ -278,14 +305,15 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     float x[kPerThread];
     load_block<kAligned>(tile, row, begin, x);
+    at_target<kPerThread>(tile, row, begin, [&](int k) {
+      frozen.target_slope[r] = slope_of(tile, x[k], row.inv_temperature);
+      x[k] = -INFINITY;
+    });
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
-      const float slope = slope_of(tile, x[k], row.inv_temperature);
-      const bool hit = column_of(begin, k) == row.target && row.target < tile.columns;
-      if (hit) frozen.target_slope[r] = slope;
-      const float e = hit ? 0.0f : expf(x[k] - shift);
+      const float e = expf(x[k] - shift);
       others.exp += e;
-      x[k] = e == 0.0f ? 0.0f : e * slope;
+      x[k] = e == 0.0f ? 0.0f : e * slope_of(tile, x[k], row.inv_temperature);
     }
     store_block<kAligned>(x, begin, tile.columns, out + r * out_stride);
   }
@@ -363,7 +391,7 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
   if (tile.rows == 0) return;
   const Launcher launch(logits);
   const Upstream upstream{floats(max), floats(log_sum), floats(entropy), floats(grad_logprob), floats(grad_entropy)};
-  const int64_t blocks = tile.rows * ((tile.columns + kBlock - 1) / kBlock);
+  const int64_t blocks = tile.rows * ((tile.columns + kGradBlock - 1) / kGradBlock);
   dispatch_among<float, __half, __nv_bfloat16>(grad_logits.scalar_type(), [&]<class Out>(Out*) {
     auto* out = static_cast<Out*>(grad_logits.mutable_data_ptr());
     with_bool(grad_entropy.has_value(), [&](auto has_entropy) {

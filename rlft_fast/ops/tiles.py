@@ -20,8 +20,10 @@ from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
 # multiples of kBlock in csrc/cpu/logprob_rows.cpp, so that all paths add in one order.
 TILE_COLUMNS = 1984
 THREAD_TILE_COLUMNS = 496
-# On a GPU the wider a tile, the less often dhidden is read and written; a multiple of kBlock in csrc/cuda/logprob.cu.
+# On a GPU the wider a tile, the less often dhidden is read and written. Forward passes add blocks of kBlock columns
+# (csrc/cuda/logprob.cu), and take whole ones, so that they all add in one order.
 GPU_TILE_COLUMNS = 16384
+_GPU_BLOCK = 8192
 _GPU_COLUMN_MULTIPLE = 2048
 _ALIGNED_COLUMNS = 64  # 128 bytes of bfloat16: a line of the cache, and more than TMA and any vector asks for
 # Rows of logits at a time in the loss: enough for a full GEMM of the vocabulary, and little beside dlogits of all rows.
@@ -140,7 +142,7 @@ def tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, in
     logits = workspace_mib * 2**20 // 4
     if not like.is_cuda:
         return rounded_rows(logits // TILE_COLUMNS, like), TILE_COLUMNS
-    columns = max(rounded_columns(logits // max(num_rows, 1), like), _GPU_COLUMN_MULTIPLE)
+    columns = min(max(logits // max(num_rows, 1) // _GPU_BLOCK * _GPU_BLOCK, _GPU_BLOCK), GPU_TILE_COLUMNS)
     return rounded_rows(logits // columns, like), columns
 
 
