@@ -9,7 +9,7 @@ from benchmarks.fastest import entries, write
 from benchmarks.harness import Measurement, Results
 from benchmarks.ways import backend_way
 from rlft_fast.ops import linear_logprob
-from rlft_fast.ops.backends import KINDS, MEASUREMENTS, fastest, read_measurements, resolve_backend
+from rlft_fast.ops.backends import KINDS, MEASUREMENTS, dtype_name, fastest, read_measurements, resolve_backend
 
 SHAPE = (8192, 4096, 151936)
 
@@ -34,6 +34,21 @@ def test_nearest_measurement_decides(tmp_path):
     assert chosen(entries, (8192, 1370, 151936)) == "native"
     assert chosen(entries, (1, 4096, 1)) == "native"
     assert chosen(entries, (10**6, 64, 10**6)) == "triton"
+
+
+def test_measurements_decide_in_a_compiled_graph():
+    measured = [entry(SHAPE, 10, 12), entry((16384, 896, 151936), 9, 7)]
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def columns(x):
+        kind = "no grad"
+        return x * (
+            1 if fastest(measured, "cuda 9.0", dtype_name(torch.bfloat16), kind, (4000, 151936)) == "native" else 2
+        )
+
+    assert columns(torch.ones(2)).tolist() == [1, 1]
+    assert chosen(measured, (4000, 151936)) == "native"  # without the number of tokens
+    assert chosen(measured, (900, 151936)) == "triton"
 
 
 def test_measurements_of_other_things_do_not_count():
