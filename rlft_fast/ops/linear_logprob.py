@@ -21,7 +21,7 @@ from rlft_fast.ops.checks import (
     looks_at,
 )
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.tiled_loss import compiled_handle, loss_functions
+from rlft_fast.ops.tiled_loss import hold, release
 from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, padded_columns, rebase_targets
 
 
@@ -157,7 +157,9 @@ def linear_logprob_loss(
         target_T: (T,) int64 vocabulary ids; rows equal to ``ignore_index`` add nothing to the loss.
         loss_fn: ``loss_fn(logprob, entropy, *per_token) -> (R,)``, called once per chunk of R rows with the rows'
             float32 log-probabilities, entropies (None unless ``return_entropy``) and slices of ``per_token``. Plain
-            PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only.
+            PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only: ``per_token`` and what
+            ``loss_fn`` closes over get none. Under ``torch.compile`` a function or a callable object; another one
+            compiles again, so numbers that change are better in ``per_token``.
         *per_token: (T,) tensors handed to ``loss_fn`` in slices.
         bias_V: as in :func:`linear_logprob`, like all options below.
         temperature: see there.
@@ -215,17 +217,11 @@ def linear_logprob_loss(
     group = "" if vocab_group is None else vocab_group.group_name
     options = (softcap or 0.0, logit_scale, backend, group, workspace_mib, return_entropy)
     needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
-    if torch.compiler.is_compiling():
-        results = torch.ops.rlft_fast.linear_logprob_loss(
-            *inputs, list(per_token), compiled_handle(loss_fn), *options, needs_grad
-        )
-    else:
-        handle = id(loss_fn)
-        loss_functions[handle] = loss_fn
-        try:
-            results = torch.ops.rlft_fast.linear_logprob_loss(*inputs, list(per_token), handle, *options, needs_grad)
-        finally:
-            del loss_functions[handle]
+    handle = hold(loss_fn)
+    try:
+        results = torch.ops.rlft_fast.linear_logprob_loss(*inputs, list(per_token), handle, *options, needs_grad)
+    finally:
+        release(handle)
     loss, logprob, entropy = results[:3]
     return LinearLogprobLoss(loss, logprob.detach(), entropy.detach() if return_entropy else None)
 

@@ -5,6 +5,9 @@ Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabul
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +36,36 @@ from rlft_fast.ops.tiles import (
 )
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
+_handles = count()
+
+
+def hold(loss_fn: LossFunction) -> int:
+    """A new handle. That of a compiled graph lives as long as the process, as the graph may."""
+    if torch.compiler.is_compiling():
+        _guard(loss_fn)
+    return _new_handle(loss_fn)
+
+
+def release(handle: int) -> None:
+    if not torch.compiler.is_compiling():
+        del loss_functions[handle]
 
 
 @torch.compiler.assume_constant_result
-def compiled_handle(loss_fn: LossFunction) -> int:
-    """A handle that lives as long as the process, as the compiled graph that holds it may."""
-    handle = id(loss_fn)
+def _new_handle(loss_fn: LossFunction) -> int:
+    handle = next(_handles)
     loss_functions[handle] = loss_fn
     return handle
+
+
+def _guard(loss_fn: LossFunction) -> None:
+    """Has another function, which may be the same code with another closure, compile again."""
+    if isinstance(loss_fn, (partial, MethodType)):
+        raise ValueError(
+            "torch.compile takes a function or a callable object as loss_fn, not a functools.partial or a bound "
+            "method, which are new objects each time: hand numbers that change as per_token tensors"
+        )
+    id(loss_fn)  # dynamo guards on it
 
 
 # ---- two ways to cut the work --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -412,6 +413,58 @@ def test_compiles_to_one_graph():
         grads.append((h.grad, w.grad))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def weighted(weight: float):
+    def loss(logprob: Tensor, _, factor: float = weight) -> Tensor:
+        return -logprob * factor * weight
+
+    return loss
+
+
+class Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, logprob: Tensor, _) -> Tensor:
+        return -logprob * self.weight**2
+
+
+@pytest.mark.parametrize("make", [weighted, Weighted])
+def test_another_loss_function_compiles_again(make):
+    """The same code with another closure, default or attribute must not be the first one for good."""
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(h: Tensor, loss_fn) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    for loss_fn in map(make, (1.0, 2.0, 3.0)):
+        expected = linear_logprob_loss(hidden, weight, target, loss_fn).loss
+        for _ in range(2):  # an eager call in between leaves the graph its function
+            torch.testing.assert_close(step(hidden, loss_fn), expected)
+            linear_logprob_loss(hidden, weight, target, loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [partial(weighted(2.0), factor=2.0), Weighted(2.0).__call__])
+def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    def step(h: Tensor) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="not a functools.partial or a bound method"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
+
+
+def test_threads_share_a_loss_function():
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    expected = linear_logprob_loss(hidden, weight, target, weighted(1.0)).loss
+    shared = weighted(1.0)
+    with ThreadPoolExecutor(4) as pool:
+        losses = pool.map(lambda _: linear_logprob_loss(hidden, weight, target, shared).loss, range(1000))
+    assert all(loss == expected for loss in losses)
 
 
 # ---- sharded vocabulary ---------------------------------------------------------------------------------------------
