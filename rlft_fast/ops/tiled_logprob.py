@@ -242,10 +242,26 @@ def _save_jacobian(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
+# An op without a derivative of its own: through the jacobian, a constant to autograd, there would be a wrong one.
+@torch.library.custom_op("rlft_fast::linear_logprob_frozen_backward", mutates_args=())
+def _linear_logprob_frozen_backward(jacobian: Tensor, grad_logprob: Tensor) -> Tensor:
+    """dhidden, the product in float32: half precision does not hold every upstream gradient."""
+    upstream = grad_logprob.unsqueeze(-1)
+    grad_hidden = torch.empty_like(jacobian)
+    torch.mul(jacobian, upstream, out=grad_hidden)
+    return grad_hidden.masked_fill_(upstream == 0, 0)
+
+
+@_linear_logprob_frozen_backward.register_fake
+def _(jacobian, grad_logprob):
+    return torch.empty_like(jacobian)
+
+
 def _frozen_backward(ctx, grad_logprob, _grad_jacobian):
+    if grad_logprob is None:
+        return (None,) * 10
     (jacobian,) = ctx.saved_tensors
-    upstream = grad_logprob.unsqueeze(-1).to(jacobian.dtype)
-    return ((jacobian * upstream).masked_fill_(upstream == 0, 0), *[None] * 9)
+    return torch.ops.rlft_fast.linear_logprob_frozen_backward(jacobian, grad_logprob), *[None] * 9
 
 
 _linear_logprob_frozen.register_autograd(_frozen_backward, setup_context=_save_jacobian)

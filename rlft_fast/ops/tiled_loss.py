@@ -272,9 +272,14 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (*[None] * 6, [None] * ctx.num_per_token, *[None] * 8)
+    # A CPU multiplies by a () tensor in float32, a GPU rounds it to bfloat16 first but for one of dimension (1,), which
+    # would cost a CPU float32 copies.
+    scale = grad_loss.reshape(1) if grad_loss.is_cuda else grad_loss
     # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
     # therefore raises autograd's "modified by an inplace operation".
-    grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
+    grads = tuple(grad.mul_(scale) for grad in ctx.saved_tensors)
     d_hidden, d_weight, _, _, d_bias = scatter_gradients(grads, ctx.needs, num_inputs=5)
     return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 8)
 

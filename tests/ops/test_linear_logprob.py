@@ -354,6 +354,59 @@ def test_second_backward_is_an_error_not_a_wrong_number():
         loss.backward()
 
 
+class NoGradient(torch.autograd.Function):
+    """Hands on a value, and None backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+# What each way of computing calls what comes out of it: the loss as a value of one call.
+WAYS = {
+    "recomputed": lambda h, w, y: linear_logprob(h, w.requires_grad_(), y).logprob,
+    "frozen": lambda h, w, y: linear_logprob(h, w, y).logprob,
+    "loss": lambda h, w, y: linear_logprob_loss(h, w.requires_grad_(), y, lambda logprob, _: logprob).loss,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_upstream_gradient(way):
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    NoGradient.apply(WAYS[way](hidden.requires_grad_(), weight, target)).sum().backward()
+    assert hidden.grad is None or (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_backward_is_an_error_not_a_wrong_number(way):
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    hidden.requires_grad_()
+    value = WAYS[way](hidden, weight, target).square().sum()
+    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.autograd.grad(grad.square().sum(), hidden)
+
+
+# 1 / 3001, as of the mean over a batch, is no bfloat16; 1e-7 and 1e5 are no float16, though the gradients are.
+@pytest.mark.parametrize("way", ["frozen", "loss"])
+@pytest.mark.parametrize(
+    ("dtype", "upstream"), [(BF16, 1 / 3001), (torch.float16, 1e-7), (torch.float16, 1e5)], ids=str
+)
+def test_upstream_gradients_are_not_rounded(dtype, upstream, way):
+    hidden, weight, target, _ = make_problem(64, 16, 200, dtype=dtype)
+    weight *= 0.05 if upstream > 1 else 30
+    (WAYS[way](hidden.requires_grad_(), weight, target).sum() * upstream).backward()
+    h = hidden.detach().double().requires_grad_()
+    (reference.linear_logprob(h, weight.detach().double(), target).logprob.sum() * upstream).backward()
+    # Signed like the gradient, errors of single roundings cancel, and that of the upstream gradient does not.
+    error = ((hidden.grad.double() - h.grad) * h.grad.sign()).sum() / h.grad.abs().sum()
+    assert abs(error) < (0.02 if upstream == 1e-7 else 2e-4)
+
+
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
@@ -372,6 +425,7 @@ def test_opcheck(requires_grad):
         namespace.linear_logprob, (*op_arguments(requires_grad, ""), True, True, True), test_utils=tests
     )
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
+    torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))
 
 
 def test_opcheck_epilogues():
@@ -403,8 +457,9 @@ def test_compiles_to_one_graph():
 
     def step(h: Tensor, w: Tensor) -> Tensor:
         result = linear_logprob(h * 1.0, w, target, return_entropy=True)
+        frozen = linear_logprob(h * 1.0, weight, target)
         fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage)
-        return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss
+        return ((result.logprob + frozen.logprob) * advantage).sum() + result.entropy.sum() + 2 * fused.loss
 
     grads = []
     for function in (step, torch.compile(step, fullgraph=True)):
