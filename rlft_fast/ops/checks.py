@@ -16,7 +16,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_inputs(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, temperature: float | Tensor,
-    softcap: float | None, ignore_index: int, workspace_mib: int | None, **others: Tensor | None,
+    softcap: float | None, ignore_index: int, workspace_mib: int | None, *, sharded: bool = False,
+    **others: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError or TypeError where the inputs do not fit each other.
 
@@ -29,6 +30,8 @@ def check_inputs(
         softcap: positive, or None.
         ignore_index: target of rows that need no temperature.
         workspace_mib: positive, or None.
+        sharded: whether other ranks hold rows of the weight: whether this one does is then :func:`check_shards`'s, or
+            the others would wait for it.
         **others: further tensors by name, which have to be on the same device.
     """
     tensors = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "target_T": target_T, "bias_V": bias_V, **others}
@@ -37,6 +40,8 @@ def check_inputs(
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     _check_plain(present)
     _check_shapes(hidden_TD, weight_VD, target_T, bias_V)
+    if weight_VD.shape[0] == 0 and not sharded:
+        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
     _check_dtypes(hidden_TD, weight_VD, target_T, bias_V)
     for name, tensor in present.items():
         if tensor.device != hidden_TD.device:
@@ -65,8 +70,6 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
             f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
             "flatten batched hidden states to two dimensions"
         )
-    if weight.shape[0] == 0:
-        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
     if target.shape != hidden.shape[:1]:
         raise ValueError(
             f"expected target_T of shape {tuple(hidden.shape[:1])} to match hidden_TD, got {tuple(target.shape)}"
@@ -103,12 +106,30 @@ def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index
         raise ValueError(f"temperature must be positive, got {float(temperature[row])} in row {row}")
 
 
-def check_row_fits(weight: Tensor, workspace_mib: int) -> None:
+def check_shards(shapes: list[list[int]]) -> None:
+    """Raises ValueError, and on all ranks, where the shards of a vocabulary, [V, D, T] of each, are not those of one.
+
+    Args:
+        shapes: of all ranks, in their order.
+    """
+    if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        raise ValueError(
+            f"the ranks of vocab_group disagree: their (V, D) shards and T are {shapes} as [V, D, T]; all need the "
+            "same hidden size and the same tokens"
+        )
+    if not all(vocab for vocab, *_ in shapes):
+        raise ValueError(
+            f"a rank of vocab_group has no rows of the weight: they hold {[vocab for vocab, *_ in shapes]}, and each "
+            "needs at least one"
+        )
+
+
+def check_row_fits(vocab: int, workspace_mib: int) -> None:
     """Raises ValueError where one row of float32 logits is larger than the workspace."""
-    row_bytes = 4 * weight.shape[0]
+    row_bytes = 4 * vocab
     if row_bytes > workspace_mib * 2**20:
         raise ValueError(
-            f"workspace_mib={workspace_mib} cannot hold one row of logits ({weight.shape[0]} float32, {row_bytes} "
+            f"workspace_mib={workspace_mib} cannot hold one row of logits ({vocab} float32, {row_bytes} "
             f"bytes): pass at least {-(-row_bytes // 2**20)}"
         )
 

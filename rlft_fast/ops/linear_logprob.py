@@ -15,14 +15,16 @@ from rlft_fast.ops.backends import resolve_backend
 from rlft_fast.ops.checks import (
     check_active_index,
     check_inputs,
-    check_row_fits,
+    check_shards,
     check_targets,
     check_threshold,
     looks_at,
 )
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.tiled_loss import hold, release
-from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, padded_columns, rebase_targets
+from rlft_fast.ops.tiles import rebase_targets
+
+_SHARDED_VOCAB = 2**17  # each rank knows its own V, and all need the same backend: they reduce as often as it has chunks
 
 
 def linear_logprob(
@@ -88,7 +90,7 @@ def linear_logprob(
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
     check_inputs(
         hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
-        threshold_T=threshold_T, active_index=active_index,
+        sharded=vocab_group is not None, threshold_T=threshold_T, active_index=active_index,
     )  # fmt: skip
     check_threshold(threshold_T, target_T)
     check_active_index(active_index, target_T, ignore_index)
@@ -101,7 +103,7 @@ def linear_logprob(
     only_hidden = needs_grad == [True, False, False] and not any(asked_for.values())
     freezes = only_hidden and vocab_group is None and threshold_T is None
     kind = "no grad" if not any(needs_grad) else "frozen head" if freezes else "forward + backward"
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0])
+    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
     backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, kind, shape, vocab_group)
     if backend == "reference":
         check_targets(target_T, weight_VD.shape[0], ignore_index)
@@ -112,7 +114,7 @@ def linear_logprob(
     if workspace_mib is None:
         workspace_mib = 256 if hidden_TD.is_cuda else 64
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
+    target_T, _ = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     if backend == "triton" and kind == "no grad" and threshold_T is None:
         backend = "triton_fused"  # backward needs the logits of its own GEMM, or rounding errors do not cancel
@@ -191,6 +193,7 @@ def linear_logprob_loss(
         softcap,
         ignore_index,
         workspace_mib,
+        sharded=vocab_group is not None,
         active_index=active_index,
     )
     check_active_index(active_index, target_T, ignore_index)
@@ -200,7 +203,7 @@ def linear_logprob_loss(
                 f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
                 f"got {tuple(values.shape)} on {values.device}"
             )
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0])
+    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
     backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, "loss", shape, vocab_group)
     if backend == "reference":
         check_targets(target_T, weight_VD.shape[0], ignore_index)
@@ -208,14 +211,11 @@ def linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
-    if workspace_mib is None:
-        workspace_mib = _loss_workspace_mib(hidden_TD, weight_VD)
-    check_row_fits(weight_VD, workspace_mib)
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
+    target_T, shards = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     group = "" if vocab_group is None else vocab_group.group_name
-    options = (softcap or 0.0, logit_scale, backend, group, workspace_mib, return_entropy)
+    options = (softcap or 0.0, logit_scale, backend, group, shards, workspace_mib, return_entropy)
     needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
     handle = hold(loss_fn)
     try:
@@ -242,34 +242,18 @@ def _needs_grad(*inputs: Tensor | None) -> list[bool]:
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 
-def _loss_workspace_mib(hidden: Tensor, weight: Tensor) -> int:
-    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare.
-
-    The accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these
-    would move it eleven times. So a GiB of dlogits there may be in any case.
-    """
-    if not hidden.is_cuda:
-        return 64
-    distance = padded_columns(weight.shape[0])
-    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
-    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
-    return -(-(chunk_bytes + min(grad_bytes, max(4 * weight.numel(), 2**30))) // 2**20)
-
-
-def _local_targets(target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None) -> Tensor:
-    """Targets as rows of this rank's weight, checked."""
+def _local_targets(
+    target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Targets as rows of this rank's weight, checked, and [V, D, T] of all ranks."""
     if group is None:
         check_targets(target_T, weight_VD.shape[0], ignore_index)
-        return target_T
-    local_T, shapes = rebase_targets(target_T, weight_VD, group)
+        return target_T, None
+    local_T, shards = rebase_targets(target_T, weight_VD, group)
     if looks_at(target_T):
-        if (shapes[:, 1:] != shapes[0, 1:]).any():
-            raise ValueError(
-                f"the ranks of vocab_group disagree: their (V, D) shards and T are {shapes.tolist()} as [V, D, T]; all "
-                "need the same hidden size and the same tokens"
-            )
-        check_targets(target_T, int(shapes[:, 0].sum()), ignore_index)
-    return local_T
+        check_shards(shards.tolist())
+        check_targets(target_T, int(shards[:, 0].sum()), ignore_index)
+    return local_T, shards
 
 
 def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:

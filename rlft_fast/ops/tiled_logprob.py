@@ -50,7 +50,7 @@ from rlft_fast.ops.tiles import (
 
 def _forward_chunk(head: Head, rows: Rows, columns: int, sums: Sums) -> Stats:
     """Statistics of one chunk, tile by tile in the same memory."""
-    if head.backend == "triton_fused":
+    if head.backend == "triton_fused" and head.vocab:
         head.kernels.fused_stats(
             rows.hidden_RD, operand(head.weight_VD), rows.target_R, float_bias(head.bias_V), rows.inv_temperature,
             head.softcap, head.scale, *sums,

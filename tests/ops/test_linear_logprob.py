@@ -295,6 +295,10 @@ def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advan
     return loss if entropy is None else loss - 0.1 * entropy
 
 
+def weighted_by(logprob: Tensor, _, weight: Tensor) -> Tensor:
+    return -logprob * weight
+
+
 def loss_problem(T=300, D=64, V=5003, dtype=F32):
     hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype)
     target[::7] = -100
@@ -561,6 +565,48 @@ def check_vocab_group(rank: int, world_size: int) -> None:
         linear_logprob(hidden[:rows], weight[own], target[:rows], vocab_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="gather the weight"):
         linear_logprob(hidden, weight[own], target, vocab_group=dist.group.WORLD, backend="reference")
+
+
+def check_uneven_shards(rank: int, sizes: list[int]) -> None:
+    """Two MiB hold one row of the larger shard's logits and four of the smaller's: both reduce row by row."""
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    own = slice(bounds[rank], bounds[rank + 1])
+    hidden, weight, target, _ = make_problem(8, 4, sum(sizes))
+    advantage = torch.linspace(-1, 1, 8)
+
+    def results(rows: slice, compiles: bool = False, **group) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        call = torch.compile(linear_logprob_loss, fullgraph=True, backend="aot_eager", disable=not compiles)
+        fused = call(h, w, target, weighted_by, advantage, workspace_mib=2, active_index=torch.arange(8), **group)
+        fused.loss.backward()
+        out = linear_logprob(h, w, target, workspace_mib=1, **group).logprob
+        return [fused.loss.detach(), fused.logprob, out.detach(), h.grad, w.grad]
+
+    expected = results(slice(None))
+    for compiles in (False, True):
+        actual = results(own, compiles, vocab_group=dist.group.WORLD)
+        for ours, whole in zip(actual, [*expected[:-1], expected[-1][own]], strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def check_shards_that_all_ranks_refuse(rank: int) -> None:
+    hidden, target = torch.randn(2, 1), torch.zeros(2, dtype=torch.int64)
+    options = {"vocab_group": dist.group.WORLD, "workspace_mib": 1}
+    for sizes, message in (([300_000, 5], "cannot hold one row of logits .300000"), ([10, 0], r"they hold \[10, 0\]")):
+        with pytest.raises(ValueError, match=message):
+            linear_logprob_loss(hidden, torch.randn(sizes[rank], 1), target, weighted_by, torch.ones(2), **options)
+    with pytest.raises(ValueError, match=r"they hold \[10, 0\]"):
+        linear_logprob(hidden, torch.randn([10, 0][rank], 1), target, **options)
+
+
+@pytest.mark.dist
+def test_uneven_shards():
+    run_distributed(check_uneven_shards, 2, [400_000, 120_000])
+
+
+@pytest.mark.dist
+def test_shards_that_all_ranks_refuse():
+    run_distributed(check_shards_that_all_ranks_refuse, 2)
 
 
 @pytest.mark.dist
