@@ -15,6 +15,9 @@ from rlft_fast.ops.backends import resolve_backend
 from rlft_fast.ops.checks import (
     check_active_index,
     check_inputs,
+    check_no_tangent,
+    check_number,
+    check_per_token,
     check_shards,
     check_targets,
     check_threshold,
@@ -24,7 +27,8 @@ from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFuncti
 from rlft_fast.ops.tiled_loss import hold, release
 from rlft_fast.ops.tiles import rebase_targets
 
-_SHARDED_VOCAB = 2**17  # each rank knows its own V, and all need the same backend: they reduce as often as it has chunks
+# What "auto" looks up where the vocabulary is sharded: backends reduce at different points, and V differs among ranks.
+_SHARDED_VOCAB = 2**17
 
 
 def linear_logprob(
@@ -92,6 +96,7 @@ def linear_logprob(
         hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
         sharded=vocab_group is not None, threshold_T=threshold_T, active_index=active_index,
     )  # fmt: skip
+    check_number("logit_scale", logit_scale)
     check_threshold(threshold_T, target_T)
     check_active_index(active_index, target_T, ignore_index)
     asked_for = {
@@ -111,6 +116,7 @@ def linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, **asked_for,
         )  # fmt: skip
+    check_no_tangent(hidden_TD, weight_VD, bias_V)
     if workspace_mib is None:
         workspace_mib = 256 if hidden_TD.is_cuda else 64
     active_index = _active_index(target_T, ignore_index, active_index)
@@ -197,12 +203,8 @@ def linear_logprob_loss(
         active_index=active_index,
     )
     check_active_index(active_index, target_T, ignore_index)
-    for i, values in enumerate(per_token):
-        if values.shape != target_T.shape or values.device != target_T.device:
-            raise ValueError(
-                f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
-                f"got {tuple(values.shape)} on {values.device}"
-            )
+    check_number("logit_scale", logit_scale)
+    check_per_token(per_token, target_T)
     shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
     backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, "loss", shape, vocab_group)
     if backend == "reference":
@@ -211,6 +213,7 @@ def linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
+    check_no_tangent(hidden_TD, weight_VD, bias_V)
     active_index = _active_index(target_T, ignore_index, active_index)
     target_T, shards = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.checks import check_row_fits, check_shards
+from rlft_fast.ops.checks import check_losses, check_row_fits, check_shards
 from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
     GPU_LOGIT_ROWS,
@@ -279,11 +279,7 @@ def _differentiate(
         logprob = stats.logprob.detach().requires_grad_()
         entropy = None if stats.entropy is None else stats.entropy.detach().requires_grad_()
         loss_R = loss_fn(logprob, entropy, *per_token)
-        if loss_R.shape != logprob.shape:
-            raise ValueError(
-                f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_R.shape)}: "
-                "do not reduce inside it"
-            )
+        check_losses(loss_R, logprob)
         variables = [logprob] if entropy is None else [logprob, entropy]
         if not loss_R.requires_grad:
             return loss_R, torch.zeros_like(stats.logprob), None

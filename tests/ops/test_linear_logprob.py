@@ -512,7 +512,7 @@ def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
     def step(h: Tensor) -> Tensor:
         return linear_logprob_loss(h, weight, target, loss_fn).loss
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="not a functools.partial or a bound method"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not a functools\.partial or a bound method"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
     assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
 
@@ -670,8 +670,22 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H.int(), W.int(), Y), {}, TypeError, "int32"),
         ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
         ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": torch.inf}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": 1e-39}, ValueError, "temperature must be positive, from 1.2e-38 to 8.5e"),
+        ((H, W, Y), {"temperature": None}, ValueError, "temperature must be a number, got None"),
+        ((H, W, Y), {"temperature": torch.tensor(1.0)}, ValueError, r"got \(\); one for all is a float"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1, 1, torch.inf])}, ValueError, "got inf in row 3"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1e-40, 1, 1])}, ValueError, "positive.* in row 1"),
+        ((H, W, Y), {"softcap": 1e-46}, ValueError, "softcap must be from 1.2e-38"),
+        ((H, W, Y), {"softcap": "30"}, ValueError, "softcap must be a number, got '30'"),
+        ((H, W, Y), {"logit_scale": None}, ValueError, "logit_scale must be a number, got None"),
+        ((H, W, Y), {"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
+        ((H, W, Y), {"workspace_mib": 2.0}, ValueError, "workspace_mib must be an int, got 2.0"),
+        ((H, W, Y.numpy()), {}, ValueError, "target_T must be a torch.Tensor, got ndarray"),
+        ((H, W, None), {}, ValueError, "target_T must be a torch.Tensor, got NoneType"),
+        ((H, W, Y), {"active_index": [0, 1]}, ValueError, "active_index must be a torch.Tensor, got list"),
         ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
-        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive, got 0.0 in row 2"),
+        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive.* got 0.0 in row 2"),
         ((H, W, Y), {"softcap": torch.inf}, ValueError, "softcap"),
         ((H, W, Y), {"bias_V": torch.zeros(10, dtype=torch.int64)}, TypeError, "bias_V must be floating point"),
         ((H[0], W, Y), {}, ValueError, r"got \(8,\)"),
@@ -693,11 +707,37 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
 
 
-def test_rows_without_a_target_need_no_temperature():
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_rows_without_a_target_need_no_temperature(backend):
     hidden, weight, target, _ = make_problem(4, 8, 30)
     target[2] = -100
-    result = linear_logprob(hidden, weight, target, temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    assert result.logprob.equal(linear_logprob(hidden, weight, target).logprob)
+
+    def results(temperature) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options: dict[str, Any] = {"temperature": temperature, "return_entropy": True, "backend": backend}
+        out = linear_logprob(h, w, target, **options)
+        fused = linear_logprob_loss(h, w, target, ppo_clip, torch.zeros(4), torch.ones(4), **options)
+        return [out.logprob, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + fused.loss, [h, w])]
+
+    for actual, expected in zip(results(torch.tensor([1.0, 1.0, 0.0, 1.0])), results(1.0), strict=True):
+        assert actual.equal(expected)
+
+
+def test_float64_stays_float64():
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    result = linear_logprob(hidden.double(), weight.double(), target)
+    assert result.logprob.equal(reference.linear_logprob(hidden.double(), weight.double(), target).logprob)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_is_refused(way):
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    with torch.autograd.forward_ad.dual_level():
+        hidden = torch.autograd.forward_ad.make_dual(hidden, hidden)
+        with pytest.raises(ValueError, match=r"\(4, 8\) input carries a tangent.*backend='reference'"):
+            WAYS[way](hidden, weight, target)
+        result = linear_logprob(hidden, weight, target, backend="reference")
+        assert torch.autograd.forward_ad.unpack_dual(result.logprob).tangent.any()
 
 
 def check_sharded_tensors(rank: int) -> None:
@@ -735,9 +775,19 @@ def test_target_outside_the_vocabulary(bad_target):
         linear_logprob(H, W, torch.tensor([0, 1, bad_target, 2]))
 
 
-def test_bad_loss_function():
-    with pytest.raises(ValueError, match="one loss per token"):
-        linear_logprob_loss(H, W, Y, lambda logprob, _: logprob.sum())
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("loss", "got"), [(Tensor.sum, r"got \(\)"), (lambda _: 1.0, "got float"), (lambda x: (x, x), "got tuple")]
+)
+def test_bad_loss_function(loss, got, backend):
+    with pytest.raises(ValueError, match=rf"one loss per token, a \(4,\) tensor; {got}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _: loss(logprob), backend=backend)
+
+
+@pytest.mark.parametrize("values", [None, [0.0] * 4])
+def test_bad_values_per_token(values):
+    with pytest.raises(ValueError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, values)
     with pytest.raises(ValueError, match=r"per_token\[0\]"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
 
