@@ -58,7 +58,7 @@ def linear_logprob(
     are cast as ``torch.nn.functional.linear`` casts them.
 
     Args:
-        hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
+        hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
         weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
             backward together cost two GEMMs instead of four.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
@@ -155,9 +155,10 @@ def linear_logprob_loss(
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
     Each chunk of rows computes its statistics, calls ``loss_fn`` under autograd on those few numbers, turns its logits
-    into their gradients in place and finishes its part of all gradients; the backward pass only scales them. Fits
-    whatever is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Losses that couple
-    tokens (sequence-level ratios) use :func:`linear_logprob`.
+    into their gradients in place and finishes its part of all gradients; the backward pass only scales them, in place,
+    so that a second one raises. Fits whatever is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties,
+    entropy bonuses. Losses that couple tokens (sequence-level ratios), and float16 with a loss scale, which would come
+    after the gradients are rounded, use :func:`linear_logprob`.
 
     Args:
         hidden_TD: (T, D) final hidden states.
