@@ -77,7 +77,7 @@ def _automatic(
     has_native: bool, has_triton: bool, device: torch.device, dtype: torch.dtype, kind: str, shape: Shape
 ) -> str:
     if device.type != "cuda":
-        return "native" if has_native else "reference"
+        return "native" if has_native and dtype != torch.float64 else "reference"
     if dtype == torch.float64 or not (has_native or has_triton):
         return "reference"
     if has_native and has_triton:

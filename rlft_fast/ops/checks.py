@@ -3,20 +3,25 @@
 Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
 """
 
-import math
 import os
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST = torch.finfo(torch.float32).tiny  # of the numbers that kernels divide by: its inverse is finite
+_RANGE = f"from {_SMALLEST:.1e} to {1 / _SMALLEST:.1e}"
 
 
 def check_inputs(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, temperature: float | Tensor,
-    softcap: float | None, ignore_index: int, workspace_mib: int | None, **others: Tensor | None,
+    softcap: float | None, ignore_index: int, workspace_mib: int | None, *, sharded: bool = False,
+    **others: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError or TypeError where the inputs do not fit each other.
 
@@ -29,27 +34,77 @@ def check_inputs(
         softcap: positive, or None.
         ignore_index: target of rows that need no temperature.
         workspace_mib: positive, or None.
+        sharded: whether other ranks hold rows of the weight: whether this one does is then :func:`check_shards`'s, or
+            the others would wait for it.
         **others: further tensors by name, which have to be on the same device.
     """
     tensors = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "target_T": target_T, "bias_V": bias_V, **others}
     if isinstance(temperature, Tensor):
         tensors["temperature"] = temperature
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    needed = ("hidden_TD", "weight_VD", "target_T")
+    present: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in needed}
+    check_number("ignore_index", ignore_index, Integral)
     _check_plain(present)
     _check_shapes(hidden_TD, weight_VD, target_T, bias_V)
+    if weight_VD.shape[0] == 0 and not sharded:
+        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
     _check_dtypes(hidden_TD, weight_VD, target_T, bias_V)
     for name, tensor in present.items():
         if tensor.device != hidden_TD.device:
             raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden_TD.device}; move them together")
     _check_temperature(temperature, target_T, ignore_index)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, or None for no soft-capping; got {softcap}")
-    if workspace_mib is not None and workspace_mib < 1:
-        raise ValueError(f"workspace_mib must be at least 1, got {workspace_mib}")
+    if softcap is not None:
+        check_number("softcap", softcap)
+        if not _SMALLEST <= softcap <= 1 / _SMALLEST:
+            raise ValueError(f"softcap must be {_RANGE}, or None for no soft-capping; got {softcap}")
+    if workspace_mib is not None:
+        check_number("workspace_mib", workspace_mib, Integral)
+        if workspace_mib < 1:
+            raise ValueError(f"workspace_mib must be at least 1, got {workspace_mib}")
 
 
-def _check_plain(tensors: dict[str, Tensor]) -> None:
+def check_number(name: str, value: Any, kind: type = Real) -> None:
+    """Raises ValueError for what is not a number, or with ``Integral`` not a whole one."""
+    symbolic = (torch.SymInt,) if kind is Integral else (torch.SymInt, torch.SymFloat)
+    if not isinstance(value, (kind, *symbolic)):
+        expected = "an int" if kind is Integral else "a number"
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
+    """Raises ValueError for what is no tensor of one value per token."""
+    for i, values in enumerate(per_token):
+        expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{expected}, got {type(values).__name__}")
+        if values.shape != target_T.shape or values.device != target_T.device:
+            raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
+
+
+def check_losses(loss: Any, logprob: Tensor) -> None:
+    """Raises ValueError for what a ``loss_fn`` must not return."""
+    got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if got != tuple(logprob.shape):
+        raise ValueError(
+            f"loss_fn must return one loss per token, a {tuple(logprob.shape)} tensor; got {got}: do not reduce "
+            "inside it"
+        )
+
+
+def check_no_tangent(*tensors: Tensor | None) -> None:
+    """Raises ValueError in forward-mode differentiation, which would take the result for a constant."""
+    for tensor in () if torch.compiler.is_compiling() else tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"the {tuple(tensor.shape)} input carries a tangent, and the fused ops have no forward-mode "
+                "derivative: use backward, or backend='reference'"
+            )
+
+
+def _check_plain(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor. Under FSDP2 call "
@@ -65,8 +120,6 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
             f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
             "flatten batched hidden states to two dimensions"
         )
-    if weight.shape[0] == 0:
-        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
     if target.shape != hidden.shape[:1]:
         raise ValueError(
             f"expected target_T of shape {tuple(hidden.shape[:1])} to match hidden_TD, got {tuple(target.shape)}"
@@ -89,26 +142,49 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 
 def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index: int) -> None:
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
+        check_number("temperature", temperature)
+        if not _SMALLEST <= temperature <= 1 / _SMALLEST:
             raise ValueError(
-                f"temperature must be positive, got {temperature}; greedy decoding has no log-probabilities"
+                f"temperature must be positive, {_RANGE}, got {temperature}; greedy decoding has no log-probabilities"
             )
         return
     if temperature.shape != target.shape:
         raise ValueError(
-            f"a temperature tensor must have one value per token {tuple(target.shape)}, got {tuple(temperature.shape)}"
+            f"a temperature tensor must have one value per token {tuple(target.shape)}, got "
+            f"{tuple(temperature.shape)}; one for all is a float"
         )
-    if looks_at(temperature) and not (good := (temperature > 0) | (target == ignore_index)).all():
+    if not looks_at(temperature):
+        return
+    good = ((temperature >= _SMALLEST) & (temperature <= 1 / _SMALLEST)) | (target == ignore_index)
+    if not good.all():
         row = int(good.logical_not().nonzero()[0])
-        raise ValueError(f"temperature must be positive, got {float(temperature[row])} in row {row}")
+        raise ValueError(f"temperature must be positive, {_RANGE}, got {float(temperature[row])} in row {row}")
 
 
-def check_row_fits(weight: Tensor, workspace_mib: int) -> None:
+def check_shards(shapes: list[list[int]]) -> None:
+    """Raises ValueError, and on all ranks, where the shards of a vocabulary, [V, D, T] of each, are not those of one.
+
+    Args:
+        shapes: of all ranks, in their order.
+    """
+    if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        raise ValueError(
+            f"the ranks of vocab_group disagree: their (V, D) shards and T are {shapes} as [V, D, T]; all need the "
+            "same hidden size and the same tokens"
+        )
+    if not all(vocab for vocab, *_ in shapes):
+        raise ValueError(
+            f"a rank of vocab_group has no rows of the weight: they hold {[vocab for vocab, *_ in shapes]}, and each "
+            "needs at least one"
+        )
+
+
+def check_row_fits(vocab: int, workspace_mib: int) -> None:
     """Raises ValueError where one row of float32 logits is larger than the workspace."""
-    row_bytes = 4 * weight.shape[0]
+    row_bytes = 4 * vocab
     if row_bytes > workspace_mib * 2**20:
         raise ValueError(
-            f"workspace_mib={workspace_mib} cannot hold one row of logits ({weight.shape[0]} float32, {row_bytes} "
+            f"workspace_mib={workspace_mib} cannot hold one row of logits ({vocab} float32, {row_bytes} "
             f"bytes): pass at least {-(-row_bytes // 2**20)}"
         )
 

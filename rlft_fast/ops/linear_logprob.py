@@ -15,14 +15,20 @@ from rlft_fast.ops.backends import resolve_backend
 from rlft_fast.ops.checks import (
     check_active_index,
     check_inputs,
-    check_row_fits,
+    check_no_tangent,
+    check_number,
+    check_per_token,
+    check_shards,
     check_targets,
     check_threshold,
     looks_at,
 )
 from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.tiled_loss import compiled_handle, loss_functions
-from rlft_fast.ops.tiles import GPU_LOGIT_ROWS, padded_columns, rebase_targets
+from rlft_fast.ops.tiled_loss import hold, release
+from rlft_fast.ops.tiles import rebase_targets
+
+# What "auto" looks up where the vocabulary is sharded: backends reduce at different points, and V differs among ranks.
+_SHARDED_VOCAB = 2**17
 
 
 def linear_logprob(
@@ -52,7 +58,7 @@ def linear_logprob(
     are cast as ``torch.nn.functional.linear`` casts them.
 
     Args:
-        hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
+        hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
         weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
             backward together cost two GEMMs instead of four.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
@@ -88,8 +94,9 @@ def linear_logprob(
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
     check_inputs(
         hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
-        threshold_T=threshold_T, active_index=active_index,
+        sharded=vocab_group is not None, threshold_T=threshold_T, active_index=active_index,
     )  # fmt: skip
+    check_number("logit_scale", logit_scale)
     check_threshold(threshold_T, target_T)
     check_active_index(active_index, target_T, ignore_index)
     asked_for = {
@@ -101,7 +108,7 @@ def linear_logprob(
     only_hidden = needs_grad == [True, False, False] and not any(asked_for.values())
     freezes = only_hidden and vocab_group is None and threshold_T is None
     kind = "no grad" if not any(needs_grad) else "frozen head" if freezes else "forward + backward"
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0])
+    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
     backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, kind, shape, vocab_group)
     if backend == "reference":
         check_targets(target_T, weight_VD.shape[0], ignore_index)
@@ -109,10 +116,11 @@ def linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, **asked_for,
         )  # fmt: skip
+    check_no_tangent(hidden_TD, weight_VD, bias_V)
     if workspace_mib is None:
         workspace_mib = 256 if hidden_TD.is_cuda else 64
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
+    target_T, _ = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     if backend == "triton" and kind == "no grad" and threshold_T is None:
         backend = "triton_fused"  # backward needs the logits of its own GEMM, or rounding errors do not cancel
@@ -147,9 +155,10 @@ def linear_logprob_loss(
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
     Each chunk of rows computes its statistics, calls ``loss_fn`` under autograd on those few numbers, turns its logits
-    into their gradients in place and finishes its part of all gradients; the backward pass only scales them. Fits
-    whatever is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Losses that couple
-    tokens (sequence-level ratios) use :func:`linear_logprob`.
+    into their gradients in place and finishes its part of all gradients; the backward pass only scales them, in place,
+    so that a second one raises. Fits whatever is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties,
+    entropy bonuses. Losses that couple tokens (sequence-level ratios), and float16 with a loss scale, which would come
+    after the gradients are rounded, use :func:`linear_logprob`.
 
     Args:
         hidden_TD: (T, D) final hidden states.
@@ -157,7 +166,9 @@ def linear_logprob_loss(
         target_T: (T,) int64 vocabulary ids; rows equal to ``ignore_index`` add nothing to the loss.
         loss_fn: ``loss_fn(logprob, entropy, *per_token) -> (R,)``, called once per chunk of R rows with the rows'
             float32 log-probabilities, entropies (None unless ``return_entropy``) and slices of ``per_token``. Plain
-            PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only.
+            PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only: ``per_token`` and what
+            ``loss_fn`` closes over get none. Under ``torch.compile`` a function or a callable object; another one
+            compiles again, so numbers that change are better in ``per_token``.
         *per_token: (T,) tensors handed to ``loss_fn`` in slices.
         bias_V: as in :func:`linear_logprob`, like all options below.
         temperature: see there.
@@ -189,16 +200,13 @@ def linear_logprob_loss(
         softcap,
         ignore_index,
         workspace_mib,
+        sharded=vocab_group is not None,
         active_index=active_index,
     )
     check_active_index(active_index, target_T, ignore_index)
-    for i, values in enumerate(per_token):
-        if values.shape != target_T.shape or values.device != target_T.device:
-            raise ValueError(
-                f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T, "
-                f"got {tuple(values.shape)} on {values.device}"
-            )
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0])
+    check_number("logit_scale", logit_scale)
+    check_per_token(per_token, target_T)
+    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
     backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, "loss", shape, vocab_group)
     if backend == "reference":
         check_targets(target_T, weight_VD.shape[0], ignore_index)
@@ -206,26 +214,18 @@ def linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
-    if workspace_mib is None:
-        workspace_mib = _loss_workspace_mib(hidden_TD, weight_VD)
-    check_row_fits(weight_VD, workspace_mib)
+    check_no_tangent(hidden_TD, weight_VD, bias_V)
     active_index = _active_index(target_T, ignore_index, active_index)
-    target_T = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
+    target_T, shards = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
     inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
     group = "" if vocab_group is None else vocab_group.group_name
-    options = (softcap or 0.0, logit_scale, backend, group, workspace_mib, return_entropy)
+    options = (softcap or 0.0, logit_scale, backend, group, shards, workspace_mib, return_entropy)
     needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
-    if torch.compiler.is_compiling():
-        results = torch.ops.rlft_fast.linear_logprob_loss(
-            *inputs, list(per_token), compiled_handle(loss_fn), *options, needs_grad
-        )
-    else:
-        handle = id(loss_fn)
-        loss_functions[handle] = loss_fn
-        try:
-            results = torch.ops.rlft_fast.linear_logprob_loss(*inputs, list(per_token), handle, *options, needs_grad)
-        finally:
-            del loss_functions[handle]
+    handle = hold(loss_fn)
+    try:
+        results = torch.ops.rlft_fast.linear_logprob_loss(*inputs, list(per_token), handle, *options, needs_grad)
+    finally:
+        release(handle)
     loss, logprob, entropy = results[:3]
     return LinearLogprobLoss(loss, logprob.detach(), entropy.detach() if return_entropy else None)
 
@@ -246,34 +246,18 @@ def _needs_grad(*inputs: Tensor | None) -> list[bool]:
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 
-def _loss_workspace_mib(hidden: Tensor, weight: Tensor) -> int:
-    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare.
-
-    The accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these
-    would move it eleven times. So a GiB of dlogits there may be in any case.
-    """
-    if not hidden.is_cuda:
-        return 64
-    distance = padded_columns(weight.shape[0])
-    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
-    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
-    return -(-(chunk_bytes + min(grad_bytes, max(4 * weight.numel(), 2**30))) // 2**20)
-
-
-def _local_targets(target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None) -> Tensor:
-    """Targets as rows of this rank's weight, checked."""
+def _local_targets(
+    target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Targets as rows of this rank's weight, checked, and [V, D, T] of all ranks."""
     if group is None:
         check_targets(target_T, weight_VD.shape[0], ignore_index)
-        return target_T
-    local_T, shapes = rebase_targets(target_T, weight_VD, group)
+        return target_T, None
+    local_T, shards = rebase_targets(target_T, weight_VD, group)
     if looks_at(target_T):
-        if (shapes[:, 1:] != shapes[0, 1:]).any():
-            raise ValueError(
-                f"the ranks of vocab_group disagree: their (V, D) shards and T are {shapes.tolist()} as [V, D, T]; all "
-                "need the same hidden size and the same tokens"
-            )
-        check_targets(target_T, int(shapes[:, 0].sum()), ignore_index)
-    return local_T
+        check_shards(shards.tolist())
+        check_targets(target_T, int(shards[:, 0].sum()), ignore_index)
+    return local_T, shards
 
 
 def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:

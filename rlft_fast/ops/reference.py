@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.checks import check_losses
+
 
 class LinearLogprob(NamedTuple):
     """Per token, (T,) each; what was not asked for is None. Logprob and entropy are differentiable."""
@@ -85,6 +87,8 @@ def linear_logprob(
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
     active = target_T != ignore_index
     hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # whatever stands there must not reach a gradient
+    if isinstance(temperature, Tensor):
+        temperature = temperature.where(active, 1)
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
     if threshold_T is not None:
         z = keep_above(z, threshold_T, target_T)
@@ -113,5 +117,7 @@ def linear_logprob_loss(
     """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
     ignore_index = options.get("ignore_index", -100)
     logprob, entropy, *_ = linear_logprob(hidden_TD, weight_VD, target_T, **options)
-    loss_T = loss_fn(logprob, entropy, *per_token).where(target_T != ignore_index, 0)
+    loss_T = loss_fn(logprob, entropy, *per_token)
+    check_losses(loss_T, logprob)
+    loss_T = loss_T.where(target_T != ignore_index, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())

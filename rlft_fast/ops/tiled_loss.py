@@ -5,11 +5,15 @@ Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabul
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.checks import check_losses, check_row_fits, check_shards
 from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
     GPU_LOGIT_ROWS,
@@ -33,14 +37,36 @@ from rlft_fast.ops.tiles import (
 )
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
+_handles = count()
+
+
+def hold(loss_fn: LossFunction) -> int:
+    """A new handle. That of a compiled graph lives as long as the process, as the graph may."""
+    if torch.compiler.is_compiling():
+        _guard(loss_fn)
+    return _new_handle(loss_fn)
+
+
+def release(handle: int) -> None:
+    if not torch.compiler.is_compiling():
+        del loss_functions[handle]
 
 
 @torch.compiler.assume_constant_result
-def compiled_handle(loss_fn: LossFunction) -> int:
-    """A handle that lives as long as the process, as the compiled graph that holds it may."""
-    handle = id(loss_fn)
+def _new_handle(loss_fn: LossFunction) -> int:
+    handle = next(_handles)
     loss_functions[handle] = loss_fn
     return handle
+
+
+def _guard(loss_fn: LossFunction) -> None:
+    """Has another function, which may be the same code with another closure, compile again."""
+    if isinstance(loss_fn, (partial, MethodType)):
+        raise ValueError(
+            "torch.compile takes a function or a callable object as loss_fn, not a functools.partial or a bound "
+            "method, which are new objects each time: hand numbers that change as per_token tensors"
+        )
+    id(loss_fn)  # dynamo guards on it
 
 
 # ---- two ways to cut the work --------------------------------------------------------------------------------------
@@ -56,9 +82,11 @@ class _Chunk(NamedTuple):
 class _ThreadTiles:
     """On the CPU: each thread takes whole tiles of a chunk, GEMMs and all. dlogits replace the logits."""
 
-    def __init__(self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+    def __init__(
+        self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int, widest: int
+    ) -> None:
         self.head, self.grads = head, grads
-        limit = rounded_rows(workspace_mib * 2**20 // (4 * head.vocab), hidden)
+        limit = rounded_rows(workspace_mib * 2**20 // (4 * widest), hidden)
         self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(num_rows, limit, hidden)]
         self.logits = in_huge_pages(hidden.new_empty(min(limit, num_rows) * head.vocab, dtype=torch.float32))
         self.sums = grads.accumulators(in_float=True)
@@ -96,11 +124,13 @@ class _LargeGemms:
     A group of all rows needs no float32 accumulator of dweight, which is as large as the dlogits of 2 D rows.
     """
 
-    def __init__(self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int) -> None:
+    def __init__(
+        self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int, widest: int
+    ) -> None:
         self.head, self.grads = head, grads
         self.weight = operand(head.weight_VD)
         distance = padded_columns(head.vocab)
-        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // distance)
+        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // padded_columns(widest))
         self.groups = [
             [
                 _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
@@ -172,15 +202,21 @@ class _LargeGemms:
 @torch.library.custom_op("rlft_fast::linear_logprob_loss", mutates_args=())
 def _linear_logprob_loss(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
-    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
-    return_entropy: bool, needs_grad: list[bool],
+    per_token: list[Tensor], loss_fn: int, softcap: float, scale: float, backend: str, group: str,
+    shards: Tensor | None, workspace_mib: int | None, return_entropy: bool, needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1)."""
+    """(loss (), logprob (T,), entropy (T,) or empty, dhidden, dweight, dbias for an upstream gradient of 1).
+
+    ``shards`` is what :func:`rebase_targets` gathers.
+    """
     hidden = hidden.detach()
+    widest = _widest(weight, shards)
+    workspace_mib = _default_workspace_mib(hidden, widest) if workspace_mib is None else workspace_mib
+    check_row_fits(widest, workspace_mib)
     head = Head(weight.detach(), float_bias(bias), softcap, scale, backend, group)
     grads = Gradients.allocate(hidden, weight, bias, needs_grad)
     algorithm = _ThreadTiles if backend == "native" and hidden.device.type == "cpu" else _LargeGemms
-    work = algorithm(head, grads, hidden, active_index.shape[0], workspace_mib)
+    work = algorithm(head, grads, hidden, active_index.shape[0], workspace_mib, widest)
     logprob, entropy, *_ = per_token_results(hidden, return_entropy, False, False)
     loss = hidden.new_zeros((), dtype=torch.float32)
     for chunks in work.groups:
@@ -206,6 +242,33 @@ def _linear_logprob_loss(
     return loss, logprob, entropy, grads.hidden, grads.weight, grads.bias
 
 
+def _widest(weight: Tensor, shards: Tensor | None) -> int:
+    """V of the largest shard, which sets the chunks: with its own, each rank would reduce another number of times.
+
+    The host needs it, and waits once: chunks that do not depend on V would break the bound on the workspace, and a
+    number kept from an earlier call be stale on the ranks whose own V did not change.
+    """
+    if shards is None:
+        return weight.shape[0]
+    shapes = shards.tolist()
+    check_shards(shapes)
+    return max(vocab for vocab, *_ in shapes)
+
+
+def _default_workspace_mib(hidden: Tensor, vocab: int) -> int:
+    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare.
+
+    The accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these
+    would move it eleven times. So a GiB of dlogits there may be in any case.
+    """
+    if not hidden.is_cuda:
+        return 64
+    distance = padded_columns(vocab)
+    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
+    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
+    return -(-(chunk_bytes + min(grad_bytes, max(4 * vocab * hidden.shape[1], 2**30))) // 2**20)
+
+
 def _differentiate(
     loss_fn: LossFunction, stats: Stats, per_token: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -216,11 +279,7 @@ def _differentiate(
         logprob = stats.logprob.detach().requires_grad_()
         entropy = None if stats.entropy is None else stats.entropy.detach().requires_grad_()
         loss_R = loss_fn(logprob, entropy, *per_token)
-        if loss_R.shape != logprob.shape:
-            raise ValueError(
-                f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_R.shape)}: "
-                "do not reduce inside it"
-            )
+        check_losses(loss_R, logprob)
         variables = [logprob] if entropy is None else [logprob, entropy]
         if not loss_R.requires_grad:
             return loss_R, torch.zeros_like(stats.logprob), None
@@ -232,7 +291,7 @@ def _differentiate(
 
 @_linear_logprob_loss.register_fake
 def _(hidden, weight, target, active_index, bias, inv_temperature, per_token, loss_fn, softcap, scale, backend, group,
-      workspace_mib, return_entropy, needs_grad):  # fmt: skip
+      shards, workspace_mib, return_entropy, needs_grad):  # fmt: skip
     scalar = hidden.new_empty((), dtype=torch.float32)
     logprob, entropy, *_ = per_token_results(hidden, return_entropy, False, False)
     return scalar, logprob, entropy, *empty_gradients(hidden, weight, bias, needs_grad)
@@ -247,11 +306,16 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (*[None] * 6, [None] * ctx.num_per_token, *[None] * 9)
+    # A CPU multiplies by a () tensor in float32, a GPU rounds it to bfloat16 first but for one of dimension (1,), which
+    # would cost a CPU float32 copies.
+    scale = grad_loss.reshape(1) if grad_loss.is_cuda else grad_loss
     # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
     # therefore raises autograd's "modified by an inplace operation".
-    grads = tuple(grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors)
+    grads = tuple(grad.mul_(scale) for grad in ctx.saved_tensors)
     d_hidden, d_weight, _, _, d_bias = scatter_gradients(grads, ctx.needs, num_inputs=5)
-    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 8)
+    return (d_hidden, d_weight, None, None, d_bias, None, [None] * ctx.num_per_token, *[None] * 9)
 
 
 _linear_logprob_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

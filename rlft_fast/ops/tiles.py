@@ -290,7 +290,7 @@ def _all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType =
 
 def rebase_targets(target: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Targets counted from this rank's first vocabulary id, and (N, 3) every rank's V, D and T; one collective."""
-    own = torch.tensor([*weight.shape, target.shape[0]], device=target.device)
+    own = torch.tensor([*weight.shape, target.shape[0]]).to(target.device, non_blocking=True)
     sizes = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(sizes, own, group=group)
     shapes = torch.stack(sizes)

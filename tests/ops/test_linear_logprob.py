@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -294,6 +295,10 @@ def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advan
     return loss if entropy is None else loss - 0.1 * entropy
 
 
+def weighted_by(logprob: Tensor, _, weight: Tensor) -> Tensor:
+    return -logprob * weight
+
+
 def loss_problem(T=300, D=64, V=5003, dtype=F32):
     hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype)
     target[::7] = -100
@@ -353,6 +358,59 @@ def test_second_backward_is_an_error_not_a_wrong_number():
         loss.backward()
 
 
+class NoGradient(torch.autograd.Function):
+    """Hands on a value, and None backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+# What each way of computing calls what comes out of it: the loss as a value of one call.
+WAYS = {
+    "recomputed": lambda h, w, y: linear_logprob(h, w.requires_grad_(), y).logprob,
+    "frozen": lambda h, w, y: linear_logprob(h, w, y).logprob,
+    "loss": lambda h, w, y: linear_logprob_loss(h, w.requires_grad_(), y, lambda logprob, _: logprob).loss,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_upstream_gradient(way):
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    NoGradient.apply(WAYS[way](hidden.requires_grad_(), weight, target)).sum().backward()
+    assert hidden.grad is None or (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_backward_is_an_error_not_a_wrong_number(way):
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    hidden.requires_grad_()
+    value = WAYS[way](hidden, weight, target).square().sum()
+    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.autograd.grad(grad.square().sum(), hidden)
+
+
+# 1 / 3001, as of the mean over a batch, is no bfloat16; 1e-7 and 1e5 are no float16, though the gradients are.
+@pytest.mark.parametrize("way", ["frozen", "loss"])
+@pytest.mark.parametrize(
+    ("dtype", "upstream"), [(BF16, 1 / 3001), (torch.float16, 1e-7), (torch.float16, 1e5)], ids=str
+)
+def test_upstream_gradients_are_not_rounded(dtype, upstream, way):
+    hidden, weight, target, _ = make_problem(64, 16, 200, dtype=dtype)
+    weight *= 0.05 if upstream > 1 else 30
+    (WAYS[way](hidden.requires_grad_(), weight, target).sum() * upstream).backward()
+    h = hidden.detach().double().requires_grad_()
+    (reference.linear_logprob(h, weight.detach().double(), target).logprob.sum() * upstream).backward()
+    # Signed like the gradient, errors of single roundings cancel, and that of the upstream gradient does not.
+    error = ((hidden.grad.double() - h.grad) * h.grad.sign()).sum() / h.grad.abs().sum()
+    assert abs(error) < (0.02 if upstream == 1e-7 else 2e-4)
+
+
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
@@ -371,6 +429,7 @@ def test_opcheck(requires_grad):
         namespace.linear_logprob, (*op_arguments(requires_grad, ""), True, True, True), test_utils=tests
     )
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
+    torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))
 
 
 def test_opcheck_epilogues():
@@ -402,8 +461,9 @@ def test_compiles_to_one_graph():
 
     def step(h: Tensor, w: Tensor) -> Tensor:
         result = linear_logprob(h * 1.0, w, target, return_entropy=True)
+        frozen = linear_logprob(h * 1.0, weight, target)
         fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage)
-        return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss
+        return ((result.logprob + frozen.logprob) * advantage).sum() + result.entropy.sum() + 2 * fused.loss
 
     grads = []
     for function in (step, torch.compile(step, fullgraph=True)):
@@ -412,6 +472,58 @@ def test_compiles_to_one_graph():
         grads.append((h.grad, w.grad))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def weighted(weight: float):
+    def loss(logprob: Tensor, _, factor: float = weight) -> Tensor:
+        return -logprob * factor * weight
+
+    return loss
+
+
+class Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, logprob: Tensor, _) -> Tensor:
+        return -logprob * self.weight**2
+
+
+@pytest.mark.parametrize("make", [weighted, Weighted])
+def test_another_loss_function_compiles_again(make):
+    """The same code with another closure, default or attribute must not be the first one for good."""
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(h: Tensor, loss_fn) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    for loss_fn in map(make, (1.0, 2.0, 3.0)):
+        expected = linear_logprob_loss(hidden, weight, target, loss_fn).loss
+        for _ in range(2):  # an eager call in between leaves the graph its function
+            torch.testing.assert_close(step(hidden, loss_fn), expected)
+            linear_logprob_loss(hidden, weight, target, loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [partial(weighted(2.0), factor=2.0), Weighted(2.0).__call__])
+def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    def step(h: Tensor) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not a functools\.partial or a bound method"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
+
+
+def test_threads_share_a_loss_function():
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    expected = linear_logprob_loss(hidden, weight, target, weighted(1.0)).loss
+    shared = weighted(1.0)
+    with ThreadPoolExecutor(4) as pool:
+        losses = pool.map(lambda _: linear_logprob_loss(hidden, weight, target, shared).loss, range(1000))
+    assert all(loss == expected for loss in losses)
 
 
 # ---- sharded vocabulary ---------------------------------------------------------------------------------------------
@@ -453,6 +565,48 @@ def check_vocab_group(rank: int, world_size: int) -> None:
         linear_logprob(hidden[:rows], weight[own], target[:rows], vocab_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="gather the weight"):
         linear_logprob(hidden, weight[own], target, vocab_group=dist.group.WORLD, backend="reference")
+
+
+def check_uneven_shards(rank: int, sizes: list[int]) -> None:
+    """Two MiB hold one row of the larger shard's logits and four of the smaller's: both reduce row by row."""
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    own = slice(bounds[rank], bounds[rank + 1])
+    hidden, weight, target, _ = make_problem(8, 4, sum(sizes))
+    advantage = torch.linspace(-1, 1, 8)
+
+    def results(rows: slice, compiles: bool = False, **group) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        call = torch.compile(linear_logprob_loss, fullgraph=True, backend="aot_eager", disable=not compiles)
+        fused = call(h, w, target, weighted_by, advantage, workspace_mib=2, active_index=torch.arange(8), **group)
+        fused.loss.backward()
+        out = linear_logprob(h, w, target, workspace_mib=1, **group).logprob
+        return [fused.loss.detach(), fused.logprob, out.detach(), h.grad, w.grad]
+
+    expected = results(slice(None))
+    for compiles in (False, True):
+        actual = results(own, compiles, vocab_group=dist.group.WORLD)
+        for ours, whole in zip(actual, [*expected[:-1], expected[-1][own]], strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def check_shards_that_all_ranks_refuse(rank: int) -> None:
+    hidden, target = torch.randn(2, 1), torch.zeros(2, dtype=torch.int64)
+    options = {"vocab_group": dist.group.WORLD, "workspace_mib": 1}
+    for sizes, message in (([300_000, 5], "cannot hold one row of logits .300000"), ([10, 0], r"they hold \[10, 0\]")):
+        with pytest.raises(ValueError, match=message):
+            linear_logprob_loss(hidden, torch.randn(sizes[rank], 1), target, weighted_by, torch.ones(2), **options)
+    with pytest.raises(ValueError, match=r"they hold \[10, 0\]"):
+        linear_logprob(hidden, torch.randn([10, 0][rank], 1), target, **options)
+
+
+@pytest.mark.dist
+def test_uneven_shards():
+    run_distributed(check_uneven_shards, 2, [400_000, 120_000])
+
+
+@pytest.mark.dist
+def test_shards_that_all_ranks_refuse():
+    run_distributed(check_shards_that_all_ranks_refuse, 2)
 
 
 @pytest.mark.dist
@@ -516,8 +670,22 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H.int(), W.int(), Y), {}, TypeError, "int32"),
         ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
         ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": torch.inf}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": 1e-39}, ValueError, "temperature must be positive, from 1.2e-38 to 8.5e"),
+        ((H, W, Y), {"temperature": None}, ValueError, "temperature must be a number, got None"),
+        ((H, W, Y), {"temperature": torch.tensor(1.0)}, ValueError, r"got \(\); one for all is a float"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1, 1, torch.inf])}, ValueError, "got inf in row 3"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1e-40, 1, 1])}, ValueError, "positive.* in row 1"),
+        ((H, W, Y), {"softcap": 1e-46}, ValueError, "softcap must be from 1.2e-38"),
+        ((H, W, Y), {"softcap": "30"}, ValueError, "softcap must be a number, got '30'"),
+        ((H, W, Y), {"logit_scale": None}, ValueError, "logit_scale must be a number, got None"),
+        ((H, W, Y), {"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
+        ((H, W, Y), {"workspace_mib": 2.0}, ValueError, "workspace_mib must be an int, got 2.0"),
+        ((H, W, Y.numpy()), {}, ValueError, "target_T must be a torch.Tensor, got ndarray"),
+        ((H, W, None), {}, ValueError, "target_T must be a torch.Tensor, got NoneType"),
+        ((H, W, Y), {"active_index": [0, 1]}, ValueError, "active_index must be a torch.Tensor, got list"),
         ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
-        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive, got 0.0 in row 2"),
+        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive.* got 0.0 in row 2"),
         ((H, W, Y), {"softcap": torch.inf}, ValueError, "softcap"),
         ((H, W, Y), {"bias_V": torch.zeros(10, dtype=torch.int64)}, TypeError, "bias_V must be floating point"),
         ((H[0], W, Y), {}, ValueError, r"got \(8,\)"),
@@ -539,11 +707,37 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
 
 
-def test_rows_without_a_target_need_no_temperature():
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_rows_without_a_target_need_no_temperature(backend):
     hidden, weight, target, _ = make_problem(4, 8, 30)
     target[2] = -100
-    result = linear_logprob(hidden, weight, target, temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    assert result.logprob.equal(linear_logprob(hidden, weight, target).logprob)
+
+    def results(temperature) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options: dict[str, Any] = {"temperature": temperature, "return_entropy": True, "backend": backend}
+        out = linear_logprob(h, w, target, **options)
+        fused = linear_logprob_loss(h, w, target, ppo_clip, torch.zeros(4), torch.ones(4), **options)
+        return [out.logprob, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + fused.loss, [h, w])]
+
+    for actual, expected in zip(results(torch.tensor([1.0, 1.0, 0.0, 1.0])), results(1.0), strict=True):
+        assert actual.equal(expected)
+
+
+def test_float64_stays_float64():
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    result = linear_logprob(hidden.double(), weight.double(), target)
+    assert result.logprob.equal(reference.linear_logprob(hidden.double(), weight.double(), target).logprob)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_is_refused(way):
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    with torch.autograd.forward_ad.dual_level():
+        hidden = torch.autograd.forward_ad.make_dual(hidden, hidden)
+        with pytest.raises(ValueError, match=r"\(4, 8\) input carries a tangent.*backend='reference'"):
+            WAYS[way](hidden, weight, target)
+        result = linear_logprob(hidden, weight, target, backend="reference")
+        assert torch.autograd.forward_ad.unpack_dual(result.logprob).tangent.any()
 
 
 def check_sharded_tensors(rank: int) -> None:
@@ -581,9 +775,19 @@ def test_target_outside_the_vocabulary(bad_target):
         linear_logprob(H, W, torch.tensor([0, 1, bad_target, 2]))
 
 
-def test_bad_loss_function():
-    with pytest.raises(ValueError, match="one loss per token"):
-        linear_logprob_loss(H, W, Y, lambda logprob, _: logprob.sum())
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("loss", "got"), [(Tensor.sum, r"got \(\)"), (lambda _: 1.0, "got float"), (lambda x: (x, x), "got tuple")]
+)
+def test_bad_loss_function(loss, got, backend):
+    with pytest.raises(ValueError, match=rf"one loss per token, a \(4,\) tensor; {got}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _: loss(logprob), backend=backend)
+
+
+@pytest.mark.parametrize("values", [None, [0.0] * 4])
+def test_bad_values_per_token(values):
+    with pytest.raises(ValueError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, values)
     with pytest.raises(ValueError, match=r"per_token\[0\]"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
 
