@@ -3,8 +3,9 @@
 #
 #   benchmarks/gpu.sh [all | build | test | bench | engine | small | peers | sanitize] [OUTPUT_FOLDER]
 #
-# Needs no network where torch, transformers, pydantic, rich, pytest, hypothesis, pybind11 and ninja are installed. Peers
-# that are not installed are named in the report, and a test file that cannot be imported does not keep the others back.
+# Needs no network where torch, pytest, hypothesis, pybind11 and ninja are installed; the engine's tests need transformers,
+# pydantic and rich, too. Peers that are not installed are named in the report, and a test file that cannot be imported
+# does not keep the others back. With pytest-xdist the tests share the GPU.
 # What was fastest lands in OUTPUT_FOLDER/fastest_backend.json: `backend="auto"` takes it from
 # rlft_fast/ops/fastest_backend.json, once it is copied there. Each part has a time limit, so that a part that hangs
 # does not take the others' results with it; `engine` is not in `all`, which ends within ten minutes.
@@ -28,20 +29,23 @@ run() {  # run NAME SECONDS COMMAND...
   ((code == 0)) || status=1
 }
 
-report() {  # report NAME T D V
-  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output" --fastest "$output/fastest_backend.json"
+report() {  # report NAME T D V SECONDS
+  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output" \
+    --fastest "$output/fastest_backend.json" --seconds "$5"
 }
 export -f report
 export output
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-run build 150 python3 setup.py build_ext --inplace
-run test 150 python3 -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors tests
-run bench 120 bash -c 'report gpu-8192x4096x151936 8192 4096 151936'
-run small 90 bash -c 'report gpu-16384x896x151936 16384 896 151936'
-run peers 60 bash -c 'report gpu-8192x2304x256000 8192 2304 256000'
+python3 -c 'import xdist' 2>/dev/null && workers="-n 4" || workers=""
+run build 100 python3 setup.py build_ext --inplace
+# shellcheck disable=SC2086
+run test 130 python3 -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors --tb=short $workers tests
+run bench 130 bash -c 'report gpu-8192x4096x151936 8192 4096 151936 80'
+run small 80 bash -c 'report gpu-16384x896x151936 16384 896 151936 40'
+run peers 60 bash -c 'report gpu-8192x2304x256000 8192 2304 256000 30'
 # Small shapes only: compute-sanitizer slows kernels down a hundredfold.
-small_tests="outside_the_vocabulary or add_nothing or test_packing or test_grad_clip"
+small_tests="outside_the_vocabulary or add_nothing or many_tensors or segment_mean or nothing_outside or test_grad_clip"
 sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 1 python3 -m pytest -m gpu -p no:cacheprovider tests/ops -k "$small_tests"
 }

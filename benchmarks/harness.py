@@ -124,7 +124,10 @@ def weigh(variants: Sequence[Variant]) -> Results:
     return results
 
 
-def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_rounds: int | None = None) -> Results:
+def clock(
+    variants: Sequence[Variant], results: Results, rounds: int = 5, peer_rounds: int | None = None,
+    deadline: float = float("inf"),
+) -> Results:  # fmt: skip
     """Times of the variants, interleaved, added to the results.
 
     Args:
@@ -132,9 +135,13 @@ def clock(variants: Sequence[Variant], results: Results, rounds: int = 5, peer_r
         results: from `weigh`, or empty.
         rounds: runs per variant.
         peer_rounds: runs per peer, spread evenly over the rounds; None for as many as everyone.
+        deadline: in time.monotonic's seconds; no other round begins behind it.
     """
     with _cheap_collection(), recycled_memory() if DEVICE.type == "cpu" else nullcontext():
         for number in range(rounds):
+            if number and time.monotonic() > deadline:
+                print(f"out of time after {number} of {rounds} rounds", flush=True)
+                break
             for variant in variants:
                 count = peer_rounds if variant.peer and peer_rounds else rounds
                 if number * count % rounds < count:

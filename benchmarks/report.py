@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -39,10 +41,10 @@ and dW, although ways that keep the logits need them once; for `frozen head` log
 and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
-upstream gradient is random. On the CPU, threads and bfloat16 are compared at a quarter of the rows, each beside the
-bare float32 GEMMs on as many threads, which are what bfloat16 runs on there. `pytest benchmarks` checks that all ways
-of a task compute the same numbers. Packing and the norm are held against a copy of as many bytes, clipping and AdamW
-against torch's `clip_grad_norm_` and fused `AdamW`."""
+upstream gradient is random. Ours are given the indices of the rows that count. On the CPU, threads and bfloat16 are
+compared at a quarter of the rows, each beside the bare float32 GEMMs on as many threads, which are what bfloat16 runs
+on there. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing and the norm are held
+against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
@@ -70,12 +72,14 @@ if DEVICE.type == "cpu":
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def run_linear_logprob(shape: tuple[int, int, int], rounds: int, peer_rounds: int) -> tuple[Results, Results]:
+def run_linear_logprob(
+    shape: tuple[int, int, int], rounds: int, peer_rounds: int, deadline: float
+) -> tuple[Results, Results]:
     """Results of every variant and its floors, and of the scan for the floors' chunks."""
     variants, unavailable = bench_linear_logprob.suite(shape)
     results = weigh(variants)
     floors, scan = bench_linear_logprob.fastest_floors(shape)
-    clock([*floors, *variants], results, rounds, peer_rounds)
+    clock([*floors, *variants], results, rounds, peer_rounds, deadline)
     results.unavailable |= unavailable
     return results, scan
 
@@ -240,6 +244,7 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
     parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other round of them after so long")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
     parser.add_argument(
         "--fastest", type=Path, help="on a GPU: the file that is told which backend was fastest, for backend='auto'"
@@ -252,7 +257,9 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
-    results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds)
+    deadline = time.monotonic() + args.seconds
+    results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds, deadline)
+    print(bar_table([*linear_logprob_bars(results, shape)]), flush=True)  # whatever becomes of the rest
     scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
     small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), rounds=9)
     bars = [*linear_logprob_bars(results, shape), *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]

@@ -8,7 +8,7 @@ its trainers; the one exception is said where it is made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +87,14 @@ def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advan
 # ---- log-probabilities ------------------------------------------------------------------------------------------
 
 
+@cache
+def _active_index(target: Tensor) -> Tensor:
+    """Found once per batch, as a trainer does that packs on the host: finding it on a device waits for the device."""
+    return (target != IGNORE_INDEX).nonzero().squeeze(-1)
+
+
 def _ours(hidden: Tensor, weight: Tensor, target: Tensor, backend: str = "auto") -> Tensor:
-    return linear_logprob(hidden, weight, target, backend=backend).logprob
+    return linear_logprob(hidden, weight, target, active_index=_active_index(target), backend=backend).logprob
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -160,7 +166,8 @@ def _logprob_loader(load: Callable[[], LogprobFunction]) -> Callable[[], Way]:
 
 def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem, backend: str = "auto") -> Tensor:
     per_token = (problem.old_logprob_T, problem.advantage_T)
-    return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token, backend=backend).loss
+    how = {"active_index": _active_index(problem.target_T), "backend": backend}
+    return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token, **how).loss
 
 
 def _ppo_of(function: LogprobFunction) -> Way:
@@ -195,7 +202,8 @@ def _load_liger_grpo() -> Way:
 
 
 def _our_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
-    return linear_logprob_loss(hidden, weight, problem.target_T, lambda logprob, _: -logprob).loss
+    how = {"active_index": _active_index(problem.target_T)}
+    return linear_logprob_loss(hidden, weight, problem.target_T, lambda logprob, _: -logprob, **how).loss
 
 
 def _eager_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:

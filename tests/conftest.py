@@ -11,9 +11,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from rlft_fast.engine.distributed import leave_process_group
-from tests.tiny_models import ALL_MODELS, save_tiny_model
-
 # The models are so small that handing work to threads costs more than it saves. Processes that tests start inherit it:
 # the same bits need the same number of threads.
 torch.set_num_threads(1)
@@ -23,6 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model by name, see `tests.tiny_models.ALL_MODELS`. Treat it as read-only."""
+    # Imported here, so that the ops' tests need no more than the ops: torch.
+    from tests.tiny_models import ALL_MODELS, save_tiny_model
+
     folder = tmp_path_factory.mktemp("tiny_models")
 
     def path(name: str) -> Path:
@@ -36,4 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def no_process_group_left() -> Iterator[None]:
     """FSDP in a single process makes a group of one, which must not reach the tests of another module."""
     yield
-    leave_process_group()
+    if torch.distributed.is_initialized():
+        from rlft_fast.engine.distributed import leave_process_group
+
+        leave_process_group()
