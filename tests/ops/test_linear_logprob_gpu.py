@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, reference
+from rlft_fast.ops.backends import device_name
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.test_linear_logprob import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
 
@@ -22,6 +23,35 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 def _full_float32():
     """The oracle's float32 must be float32, and so must ours."""
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+class HalfProduct(torch.autograd.Function):
+    """hidden @ weight.T of half precision in float32, by tensor cores; gradients in float32."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        out = hidden.new_empty(len(hidden), len(weight), dtype=F32)
+        return torch.mm(hidden, weight.T, out_dtype=F32, out=out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return (grad @ weight.float()).to(hidden.dtype), (grad.T @ hidden.float()).to(weight.dtype)
+
+
+@pytest.fixture(autouse=True)
+def _eager_multiplies_in_its_dtype(monkeypatch):
+    """Tensor cores add products in their own way, with errors that a float32 GEMM of the same numbers does not have."""
+    in_float = reference.softmax_logits
+
+    def softmax_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, *transform) -> Tensor:
+        if hidden.dtype not in (BF16, F16) or not hidden.is_cuda:
+            return in_float(hidden, weight, bias, *transform)
+        z = HalfProduct.apply(hidden, weight)
+        return reference.transform_logits(z if bias is None else z + bias.float(), *transform)
+
+    monkeypatch.setattr(reference, "softmax_logits", softmax_logits)
 
 
 cuda_problem = partial(make_problem, device="cuda")
@@ -192,7 +222,11 @@ def test_threshold(softcap, backend):
         assert_no_further_from_truth(o, e, t)
 
 
-def test_compiles_to_one_graph():
+def test_compiles_to_one_graph(monkeypatch):
+    entry = {"device": device_name(torch.device("cuda")), "dtype": "float32", "shape": [40, 64, 300]}
+    times = {"milliseconds": {"native": 1.0, "triton": 2.0}}
+    measured = [{**entry, **times, "kind": kind} for kind in backends.KINDS]
+    monkeypatch.setattr(backends, "_MEASURED", measured)  # `auto` looks something up
     hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=40, V=300))
 
     def step(h: Tensor, w: Tensor) -> Tensor:
