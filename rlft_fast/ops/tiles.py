@@ -160,13 +160,16 @@ def rounded_rows(limit: int, like: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, limit: int, like: Tensor) -> Iterator[slice]:
-    """Slices of at most ``limit`` rows, evenly divided."""
-    num_chunks = max(-(-num_rows // limit), 1)
+    """Slices of at most ``limit`` rows, as equal as whole tiles of the GEMM allow, and none of few rows.
+
+    Among few rows a row has other bits.
+    """
     multiple = _ROW_MULTIPLE[like.device.type]
-    even = -(-num_rows // num_chunks)
-    step = max(min(limit, -(-even // multiple) * multiple), 1)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
+    multiple = multiple if limit % multiple == 0 else 1
+    num_chunks, num_tiles = max(-(-num_rows // limit), 1), -(-num_rows // multiple)
+    for i in range(num_chunks if num_rows else 0):
+        first, last = i * num_tiles // num_chunks, (i + 1) * num_tiles // num_chunks
+        yield slice(first * multiple, min(last * multiple, num_rows))
 
 
 # ---- rows and their statistics --------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rlft_fast import ops
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference, support_logprob
+from rlft_fast.ops.tiles import rounded_rows, row_chunks
 from tests.devices import DEVICES
 from tests.distributed import run_distributed
 from tests.numerics import assert_no_further_from_truth
@@ -284,6 +285,18 @@ def test_same_bits_in_every_path_and_run(workspace_mib):
     again = linear_logprob_loss(hidden, trainable, target, ppo_clip, expected, expected)
     grads = [torch.autograd.grad(result.loss, [hidden, trainable]) for result in (first, again)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@given(num_rows=st.integers(0, 3000), most=st.integers(1, 700))
+def test_chunks_of_rows_are_alike(num_rows, most):
+    """Among fewer than 16 rows a row has other bits, so that no chunk may be the small rest of a division."""
+    limit = rounded_rows(most, torch.empty(0))
+    chunks = list(row_chunks(num_rows, limit, torch.empty(0)))
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(num_rows))
+    assert all(0 < size <= limit <= most for size in sizes)
+    if num_rows >= 16 and limit >= 32:
+        assert min(sizes) >= 16
 
 
 # ---- linear_logprob_loss --------------------------------------------------------------------------------------------
