@@ -167,8 +167,8 @@ def linear_logprob_loss(
         loss_fn: ``loss_fn(logprob, entropy, *per_token) -> (R,)``, called once per chunk of R rows with the rows'
             float32 log-probabilities, entropies (None unless ``return_entropy``) and slices of ``per_token``. Plain
             PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only: ``per_token`` and what
-            ``loss_fn`` closes over get none. Under ``torch.compile`` a function or a callable object; another one
-            compiles again, so numbers that change are better in ``per_token``.
+            ``loss_fn`` closes over get none. Under ``torch.compile`` a function or, from torch 2.13, a callable
+            object; another one compiles again, so numbers that change are better in ``per_token``.
         *per_token: (T,) tensors handed to ``loss_fn`` in slices.
         bias_V: as in :func:`linear_logprob`, like all options below.
         temperature: see there.

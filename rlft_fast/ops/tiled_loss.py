@@ -41,10 +41,19 @@ _handles = count()
 
 
 def hold(loss_fn: LossFunction) -> int:
-    """A new handle. That of a compiled graph lives as long as the process, as the graph may."""
+    """A handle of its own, until it is released. That of a compiled graph lives as long as the process, as it may."""
     if torch.compiler.is_compiling():
-        _guard(loss_fn)
-    return _new_handle(loss_fn)
+        if isinstance(loss_fn, (partial, MethodType)):
+            raise ValueError(
+                "torch.compile takes a function or a callable object as loss_fn, not a functools.partial or a bound "
+                "method, which are new objects each time: hand numbers that change as per_token tensors"
+            )
+        _label(loss_fn)
+        # Dynamo guards on what it reads here: another function, the same code with another closure, compiles again.
+        return loss_fn.rlft_fast_handle  # type: ignore[attr-defined]
+    handle = next(_handles)
+    loss_functions[handle] = loss_fn
+    return handle
 
 
 def release(handle: int) -> None:
@@ -53,20 +62,10 @@ def release(handle: int) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _new_handle(loss_fn: LossFunction) -> int:
-    handle = next(_handles)
-    loss_functions[handle] = loss_fn
-    return handle
-
-
-def _guard(loss_fn: LossFunction) -> None:
-    """Has another function, which may be the same code with another closure, compile again."""
-    if isinstance(loss_fn, (partial, MethodType)):
-        raise ValueError(
-            "torch.compile takes a function or a callable object as loss_fn, not a functools.partial or a bound "
-            "method, which are new objects each time: hand numbers that change as per_token tensors"
-        )
-    id(loss_fn)  # dynamo guards on it
+def _label(loss_fn: LossFunction) -> None:
+    if not hasattr(loss_fn, "rlft_fast_handle"):
+        loss_fn.rlft_fast_handle = next(_handles)  # type: ignore[attr-defined]
+        loss_functions[loss_fn.rlft_fast_handle] = loss_fn  # type: ignore[attr-defined]
 
 
 # ---- two ways to cut the work --------------------------------------------------------------------------------------
