@@ -77,13 +77,15 @@ test-vllm: install-vllm
 # The examples that run inside other trainers, in an environment that lays theirs over ours. Their wheels bring a package
 # named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
-	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers tests/test_verl_example.py
+	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers tests/test_verl_example.py tests/test_openrlhf_example.py
 
+# deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 	$(BIN)/python -m venv --clear $(BESIDE)
-	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
 	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  > "$$($(BESIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation -r requirements-peers.txt
 	@touch $@
 
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
