@@ -18,6 +18,7 @@ INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
+BESIDE    := $(CURDIR)/build/peers
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 CUDA_HOME ?= /usr/local/cuda
@@ -26,12 +27,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo methods test test-slow test-vllm test-oldest crash-test lint cuda sanitize
-.PHONY: emulate bench bench-engine bench-step clean
+.PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
+.PHONY: sanitize emulate bench bench-engine bench-step clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-oldest | crash-test | lint | cuda"
-	@echo "     sanitize | emulate | bench | bench-engine | bench-step | methods | clean"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
+	@echo "     cuda | sanitize | emulate | bench | bench-engine | bench-step | methods | clean"
 
 install: $(BUILT)
 
@@ -63,7 +64,7 @@ methods: install
 	$(BIN)/python -m benchmarks.methods
 
 test: install
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm and not peers"
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install
@@ -72,6 +73,20 @@ test-slow: install
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
 	$(BIN)/python -m pytest -m vllm
+
+# The examples that run inside other trainers, in an environment that lays theirs over ours. Their wheels bring a package
+# named tests, so that the repository has to come before them.
+test-peers: $(BESIDE)/.installed
+	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers tests/test_verl_example.py tests/test_openrlhf_example.py
+
+# deepspeed comes as source and asks for torch, so that ours has to be in sight before.
+$(BESIDE)/.installed: requirements-peers.txt Makefile | install
+	$(BIN)/python -m venv --clear $(BESIDE)
+	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  > "$$($(BESIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation -r requirements-peers.txt
+	@touch $@
 
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
 # torch is the one for CUDA. PYTHONSAFEPATH, here and below, keeps the folder that Python starts in, and with it the usual

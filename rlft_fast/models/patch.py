@@ -142,7 +142,8 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if logprob_targets is None:
             if loss_fn is not None:
                 raise ValueError("loss_fn needs logprob_targets, the tokens whose log-probabilities it is a loss of")
-            return model_class.forward(self, *args, **inputs)
+            options = {"temperature": temperature, "return_entropy": return_entropy, "per_token": per_token}
+            return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
         if inputs.get("labels") is not None:
             raise ValueError("got labels and logprob_targets: leave out one of them; a loss is computed by loss_fn")
         head = self.get_output_embeddings()
@@ -157,9 +158,10 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return _empty_patched, (model_class,), *reduced[2:]
 
     # generate() and transformers' Trainer read from the signature which keywords the model takes.
-    own, new = (inspect.signature(function).parameters.values() for function in (model_class.forward, forward))
-    added = [parameter for parameter in new if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    signature = inspect.Signature(sorted([*own, *added], key=lambda parameter: parameter.kind))
+    own, new = (inspect.signature(function).parameters for function in (model_class.forward, forward))
+    added = {name: parameter for name, parameter in new.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    shared = own.keys() & added.keys()  # verl's forwards of models with images have a temperature of their own
+    signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
     names = {"forward": forward, "__reduce_ex__": reduce_ex, "__doc__": model_class.__doc__}
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return type(model_class.__name__, (model_class,), names | {"__module__": model_class.__module__})

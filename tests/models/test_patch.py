@@ -1,6 +1,7 @@
 """patch_lm_head on tiny random models, against their own logits."""
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -168,6 +169,30 @@ def test_without_targets_nothing_changes(name, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(loaded) is MODELS[name][0]
     assert torch.equal(loaded(**inputs).logits, logits)
+
+
+class WithTemperature(LlamaForCausalLM):
+    """As verl's replaced forwards of models with images."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, temperature: float = 1.0, **inputs):
+        output = super().forward(input_ids, labels=labels, **inputs)
+        output.logits = output.logits / temperature
+        return output
+
+
+def test_a_forward_that_has_a_temperature_already():
+    model, inputs = build("nothing"), batch()
+    model.__class__ = WithTemperature
+    targets = next_tokens(**inputs)
+    logits, cool = model(**inputs).logits, model(**inputs, temperature=0.8).logits
+    logprob, _ = plain_logprob(logits, targets, 0.8)
+
+    patch_lm_head(model)
+    assert list(inspect.signature(model.forward).parameters)[:2] == ["input_ids", "labels"]
+    assert torch.equal(model(**inputs).logits, logits)
+    assert torch.equal(model(**inputs, temperature=0.8).logits, cool)
+    result = model(**inputs, logprob_targets=targets, temperature=0.8)
+    torch.testing.assert_close(result.logprob, logprob, rtol=0, atol=1e-5)
 
 
 def through_a_file(model: PreTrainedModel) -> PreTrainedModel:

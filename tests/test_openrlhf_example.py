@@ -1,0 +1,125 @@
+"""examples/openrlhf_fused.py beside OpenRLHF's own Actor, whose head is the reference: make test-peers."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(importlib.util.find_spec("openrlhf") is None, reason="no OpenRLHF: make test-peers"),
+]
+
+PROMPTS, RESPONSES = torch.tensor([3, 5, 2, 6]), torch.tensor([6, 4, 7, 3])
+LORA = {"lora_rank": 2, "target_modules": "all-linear"}
+
+
+def flash_attn_without_cuda() -> Iterator[ModuleType]:
+    """What OpenRLHF imports of it; the functions from the copies in transformers."""
+    from einops import rearrange
+
+    contents = {
+        "flash_attn": {"__spec__": ModuleSpec("flash_attn", None)},
+        "flash_attn.bert_padding": {
+            "index_first_axis": lambda tensor, indices: tensor[indices], "rearrange": rearrange,
+            "pad_input": _pad_input, "unpad_input": _unpad_input,
+        },
+        "flash_attn.utils": {},
+        "flash_attn.utils.distributed": {"all_gather": None},
+    }  # fmt: skip
+    for name, members in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(members, __path__=[])
+        yield module
+
+
+@pytest.fixture(scope="module")
+def openrlhf() -> SimpleNamespace:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in flash_attn_without_cuda():
+            patch.setitem(sys.modules, module.__name__, module)
+        models = importlib.import_module("openrlhf.models")
+        example = importlib.import_module("examples.openrlhf_fused")
+    return SimpleNamespace(Actor=models.Actor, PolicyLoss=models.PolicyLoss, use_rlft_fast=example.use_rlft_fast)
+
+
+@pytest.fixture
+def make_actor(openrlhf, monkeypatch):
+    def make(folder: Path, *, fused: bool, **options) -> nn.Module:
+        """Calls of an actor go where those of the last one made go."""
+        monkeypatch.undo()
+        if fused:
+            for name in ("__init__", "forward"):
+                monkeypatch.setattr(openrlhf.Actor, name, getattr(openrlhf.Actor, name))
+            openrlhf.use_rlft_fast()
+        torch.manual_seed(0)  # adapters start at random
+        actor = openrlhf.Actor(str(folder), attn_implementation="sdpa", temperature=0.7, **options)
+        actor.model.float()
+        return actor
+
+    return make
+
+
+def update(openrlhf: SimpleNamespace, actor: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Log-probabilities, entropies and the gradients of OpenRLHF's PPO loss with an entropy bonus."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.arange(PROMPTS.max() + RESPONSES.max()) - PROMPTS.max()
+    mask = (columns >= -PROMPTS[:, None]) & (columns < RESPONSES[:, None])
+    ids = torch.randint(0, 256, mask.shape, generator=generator).masked_fill(~mask, 0)
+    actions = mask[:, PROMPTS.max() :].long()
+    advantages, noise = torch.randn(2, *actions.shape, generator=generator)
+    with torch.no_grad():
+        old = actor(ids, actions, mask.long())
+    logprobs, output = actor(ids, actions, attention_mask=mask.long(), return_output=True, return_entropy=True)
+    entropies = output.entropy[:, -actions.shape[1] :] * actions
+    loss = openrlhf.PolicyLoss()(logprobs, old + 0.1 * noise * actions, advantages, action_mask=actions)[0]
+    (loss - 0.1 * entropies.sum() / actions.sum()).backward()
+    named = actor.named_parameters()
+    return logprobs, entropies, {name: each.grad for name, each in named if each.grad is not None}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("name", "options"), [("qwen2", {}), ("llama-tied", {}), ("gemma2", {}), ("llama-tied", LORA)])
+def test_scores_and_gradients_are_those_of_openrlhf(name, options, packing, tiny_model, openrlhf, make_actor):
+    theirs, ours = (
+        update(openrlhf, make_actor(tiny_model(name), fused=fused, packing_samples=packing, **options))
+        for fused in (False, True)
+    )
+    assert theirs[0].shape == (4, 7)
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=1e-5)
+    assert ours[2].keys() == theirs[2].keys()
+    assert max(gradient.abs().max() for gradient in ours[2].values()) > 0.01
+    for key, gradient in theirs[2].items():
+        scale = gradient.abs().max()  # a sum over 20 tokens, each of float32 precision
+        torch.testing.assert_close(ours[2][key], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, k=key: k + m)
+
+
+def test_without_an_action_mask_openrlhf_answers(tiny_model, make_actor):
+    ids, mask = torch.randint(0, 256, (2, 5)), torch.ones(2, 5, dtype=torch.long)
+    theirs, ours = (
+        make_actor(tiny_model("qwen2"), fused=fused)(ids, attention_mask=mask, return_output=True)
+        for fused in (False, True)
+    )
+    assert torch.equal(ours.logits, theirs.logits)
+
+
+def test_a_model_with_images_keeps_its_head(tiny_model, make_actor):
+    actor = make_actor(tiny_model("qwen2-vl"), fused=True)
+    assert type(actor.model.lm_head) is nn.Linear
+
+
+def test_a_router_is_refused(tmp_path, make_actor):
+    sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MixtralForCausalLM has a router"):
+        make_actor(tmp_path, fused=True)
