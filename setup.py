@@ -94,7 +94,7 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
         nvcc = find_nvcc()
         gencode = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHITECTURES)
         lines.append(
-            f"rule nvcc\n  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 2 -Xptxas -v -Xcompiler "
+            f"rule nvcc\n  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 --threads 4 -Xptxas -v -Xcompiler "
             f"-fPIC,-fvisibility=hidden {python} {gencode} "
             f"-gencode=arch=compute_{PTX_ARCHITECTURE},code=compute_{PTX_ARCHITECTURE} $flags -c $in -o $out "
             "> $out.ptxas 2>&1 || (cat $out.ptxas; false)\n  depfile = $out.d\n  deps = gcc"

@@ -38,9 +38,9 @@ export output
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 python3 -c 'import xdist' 2>/dev/null && workers="-n 4" || workers=""
-run build 100 python3 setup.py build_ext --inplace
+run build 120 python3 setup.py build_ext --inplace
 # shellcheck disable=SC2086
-run test 130 python3 -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors --tb=short $workers tests
+run test 120 python3 -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors --tb=short $workers tests
 run bench 130 bash -c 'report gpu-8192x4096x151936 8192 4096 151936 80'
 run small 80 bash -c 'report gpu-16384x896x151936 16384 896 151936 40'
 run peers 60 bash -c 'report gpu-8192x2304x256000 8192 2304 256000 30'
