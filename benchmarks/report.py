@@ -259,10 +259,11 @@ def main() -> None:
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     deadline = time.monotonic() + args.seconds
     results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds, deadline)
-    print(bar_table([*linear_logprob_bars(results, shape)]), flush=True)  # whatever becomes of the rest
+    logprob_bars = list(linear_logprob_bars(results, shape))
+    print(bar_table(logprob_bars), flush=True)  # whatever becomes of the rest
     scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
     small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), rounds=9)
-    bars = [*linear_logprob_bars(results, shape), *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]
+    bars = [*logprob_bars, *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
         device_method=DEVICE_METHOD[DEVICE.type],

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlft_fast.data.batch import IGNORE_INDEX
 from rlft_fast.models.packed import ModelInputs, packed_hidden
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
+from rlft_fast.ops.checks import check_losses
 from rlft_fast.ops.reference import LossFunction
 
 
@@ -155,11 +156,7 @@ def _support_logprob_loss(
     """`linear_logprob_loss` over a support, whose few logits can wait for the backward pass."""
     logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
     loss_T = loss_fn(logprob, entropy, *per_token)
-    if loss_T.shape != logprob.shape:  # `where` would count a reduced one once for every token
-        raise ValueError(
-            f"loss_fn must return one loss per token, {tuple(logprob.shape)}; got {tuple(loss_T.shape)}: "
-            "do not reduce inside it"
-        )
+    check_losses(loss_T, logprob)  # `where` would count a reduced one once for every token
     loss_T = loss_T.where(target_T != IGNORE_INDEX, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
