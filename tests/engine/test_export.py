@@ -1,7 +1,6 @@
 """Exported folders are what plain transformers loads, and appear whole or not at all."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, exp
 from tests.distributed import run_distributed
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
-from tests.ops.test_linear_logprob_contract import peak_mib
+from tests.memory import peak_mib, requires_proc
 from tests.tiny_models import save_tiny_model
 
 SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
@@ -88,7 +87,7 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+@requires_proc
 def test_memory_is_that_of_one_file(tmp_path, monkeypatch):
     """In a process of its own: what earlier tests have left to the allocator would move the figure by megabytes."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed counts as freed

@@ -108,7 +108,7 @@ def check_memory() -> None:
 
     One is gloo's.
     """
-    from tests.ops.test_linear_logprob_contract import peak_mib
+    from tests.memory import peak_mib
 
     mesh = init_device_mesh("cpu", (2,))
     sizes = [20 * 2**20, 1000, *[2**20] * 16, 5 * 2**20, *[2**19] * 8]

@@ -6,11 +6,8 @@ millisecond: it gets the small ones of the shapes.
 """
 
 import functools
-import gc
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlft_fast import ops
+from tests.memory import peak_mib, requires_proc
 from tests.numerics import assert_no_further_from_truth
-from tests.ops.test_linear_logprob import gradients_without_row_7
+from tests.ops.logprob_problems import gradients_without_row_7
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BACKENDS = ["native", "reference", *(["triton"] if find_spec("triton") else [])]
@@ -343,26 +341,11 @@ def test_on_policy_ratio_is_one(ignored, dtype, backend):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def peak_mib(step: Callable[[], object]) -> float:
-    """Memory that ``step`` takes at most, beyond what the process holds before it, in its second run."""
-    step()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak restarts from what is resident now
-    before = _peak_kib()
-    step()
-    return (_peak_kib() - before) / 1024
-
-
-def _peak_kib() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1])
-
-
 def train(function, hidden, weight, target):
     return torch.autograd.grad(function(hidden, weight, target).logprob.sum(), hidden)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+@requires_proc
 @each_fast_backend
 def test_a_frozen_weight_has_no_gradient_in_memory(backend):
     hidden, weight, target, _ = make_problem(16, 512, 65536)  # the gradient would take 128 MiB, the logits take 4
@@ -370,7 +353,7 @@ def test_a_frozen_weight_has_no_gradient_in_memory(backend):
     assert peak_mib(lambda: train(linear_logprob(backend, workspace_mib=4), hidden, weight, target)) < 40
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+@requires_proc
 @pytest.mark.parametrize("backend", ["native"])
 @pytest.mark.parametrize("pass_", ["no grad", "frozen", "recomputed", "fused"])
 def test_workspace_bounds_the_memory_of_the_logits(pass_, backend):

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, reference
 from rlft_fast.ops.backends import device_name
 from tests.numerics import assert_no_further_from_truth
-from tests.ops.test_linear_logprob import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
+from tests.ops.logprob_problems import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
 
 pytestmark = [
     pytest.mark.gpu,

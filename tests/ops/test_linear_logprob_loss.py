@@ -1,0 +1,126 @@
+"""linear_logprob_loss against its float64 definition, and what it makes of loss functions."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from rlft_fast.ops import linear_logprob_loss, reference
+from tests.numerics import assert_no_further_from_truth
+from tests.ops.logprob_problems import loss_problem, make_problem, ppo_clip
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # six chunks, and one
+def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, workspace_mib):
+    hidden, weight, target, old, advantage = loss_problem(dtype=dtype)
+    results = []
+    for function, to in (
+        (linear_logprob_loss, dtype),
+        (reference.linear_logprob_loss, dtype),
+        (reference.linear_logprob_loss, torch.float64),
+    ):  # fmt: skip
+        options = {"workspace_mib": workspace_mib} if function is linear_logprob_loss else {}
+        h, w = hidden.to(to).clone().requires_grad_(), weight.to(to).clone().requires_grad_()
+        out = function(h, w, target, ppo_clip, old, advantage, temperature=0.8, return_entropy=entropy, **options)
+        (2 * out.loss).backward()
+        results.append([out.loss.detach(), out.logprob, h.grad, w.grad] + ([out.entropy] if entropy else []))
+        assert not out.logprob.requires_grad
+    # The loss is one number, whose error has no statistics: a millionth of the terms it sums.
+    ours, _, truth = (values.pop(0).double() for values in results)
+    assert abs(ours - truth) < 1e-6 * (0.1 + advantage.abs()).sum()
+    for ours, eager, truth in zip(*results, strict=True):
+        assert_no_further_from_truth(ours, eager, truth)
+
+
+def test_loss_gradients_only_where_needed():
+    hidden, weight, target, old, advantage = loss_problem()
+    hidden.requires_grad_()
+    linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss.backward()
+    with_weight = hidden.grad.clone()
+    hidden.grad = None
+    linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss.backward()
+    assert torch.equal(hidden.grad, with_weight)
+    with torch.no_grad():
+        assert not linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss.requires_grad
+
+
+def test_constant_loss_has_zero_gradient():
+    hidden, weight, target, *_ = loss_problem()
+    weight.requires_grad_()
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: torch.ones_like(logprob)).loss.backward()
+    assert (weight.grad == 0).all()
+
+
+def test_second_backward_is_an_error_not_a_wrong_number():
+    hidden, weight, target, old, advantage = loss_problem()
+    loss = linear_logprob_loss(hidden, weight.requires_grad_(), target, ppo_clip, old, advantage).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+# ---- loss functions under torch.compile and in threads -----------------------------------------------------------
+
+
+def weighted(weight: float):
+    def loss(logprob: Tensor, _, factor: float = weight) -> Tensor:
+        return -logprob * factor * weight
+
+    return loss
+
+
+class Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, logprob: Tensor, _) -> Tensor:
+        return -logprob * self.weight**2
+
+
+takes_objects = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="dynamo takes no object as a constant: it raises"
+)
+
+
+@pytest.mark.parametrize("make", [weighted, pytest.param(Weighted, marks=takes_objects)])
+def test_another_loss_function_compiles_again(make):
+    """The same code with another closure, default or attribute must not be the first one for good."""
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(h: Tensor, loss_fn) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    for loss_fn in map(make, (1.0, 2.0, 3.0)):
+        expected = linear_logprob_loss(hidden, weight, target, loss_fn).loss
+        for _ in range(2):  # an eager call in between leaves the graph its function
+            torch.testing.assert_close(step(hidden, loss_fn), expected)
+            linear_logprob_loss(hidden, weight, target, loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", [partial(weighted(2.0), factor=2.0), Weighted(2.0).__call__])
+def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
+    hidden, weight, target, _ = make_problem(20, 8, 50)
+
+    def step(h: Tensor) -> Tensor:
+        return linear_logprob_loss(h, weight, target, loss_fn).loss
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not a functools\.partial or a bound method"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
+
+
+def test_threads_share_a_loss_function():
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    expected = linear_logprob_loss(hidden, weight, target, weighted(1.0)).loss
+    shared = weighted(1.0)
+    with ThreadPoolExecutor(4) as pool:
+        losses = pool.map(lambda _: linear_logprob_loss(hidden, weight, target, shared).loss, range(1000))
+    assert all(loss == expected for loss in losses)
