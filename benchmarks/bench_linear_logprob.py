@@ -48,7 +48,7 @@ def loss(way: Way, problem: Problem) -> tuple[Tensor, ...]:
 Task = Callable[[Way, Problem], tuple[Tensor, ...]]
 TASKS: dict[str, tuple[Task, dict[str, Callable[[], Way]]]] = {
     "no grad": (no_grad, ways.LOGPROB_WAYS),
-    "forward + backward": (forward_backward, ways.LOGPROB_WAYS),
+    "forward + backward": (forward_backward, ways.TRAINING_WAYS),
     "frozen head": (frozen, ways.LOGPROB_WAYS),
     "PPO loss": (loss, ways.PPO_WAYS),
     "cross-entropy loss": (loss, ways.CROSS_ENTROPY_WAYS),
@@ -84,7 +84,7 @@ def suite(shape: tuple[int, int, int]) -> tuple[list[Variant], dict[str, str]]:
     variants, unavailable = [], {}
     for task, way, variation in rows():
         run, loaders = TASKS[task]
-        variant = Variant(title(task, variation), way, lambda: None, peer=way != OURS)
+        variant = Variant(title(task, variation), way, lambda: None, peer=way not in (OURS, ways.KEEPING))
         try:
             function = loaders[way]()
         except Exception as error:

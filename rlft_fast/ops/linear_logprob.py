@@ -82,7 +82,9 @@ def linear_logprob(
         backend: ``"native"`` (compiled), ``"triton"``, ``"reference"`` (plain PyTorch, all logits in memory), or
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
             GPU, backends and Triton's two passes with and without gradient agree to rounding only.
-        workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU.
+        workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU. Where
+            those of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead of
+            four (not under ``torch.compile``, nor with ``threshold_T``).
 
     Returns:
         :class:`LinearLogprob` of (T,) tensors, float32 (``top1``: bool), each None unless asked for.
@@ -129,8 +131,10 @@ def linear_logprob(
         logprob, _ = torch.ops.rlft_fast.linear_logprob_frozen(*inputs, *transform, workspace_mib)
         return LinearLogprob(logprob)
     group = "" if vocab_group is None else vocab_group.group_name
-    logprob, *extras, _ = torch.ops.rlft_fast.linear_logprob(
-        *inputs, threshold_T, *transform, group, workspace_mib, *asked_for.values()
+    # A compiled graph serves any number of tokens, and theirs decides whether logits fit.
+    keep_logits = any(needs_grad) and threshold_T is None and not torch.compiler.is_compiling()
+    logprob, *extras, _, _ = torch.ops.rlft_fast.linear_logprob(
+        *inputs, threshold_T, *transform, group, workspace_mib, keep_logits, *asked_for.values()
     )
     return LinearLogprob(logprob, *(x if asked else None for x, asked in zip(extras, asked_for.values(), strict=True)))
 

@@ -9,6 +9,7 @@ Callers have checked every argument.
                                    every row of dW is reduced over all tokens at once and written once; rows without
                                    upstream gradient are left out, on a GPU by Triton's GEMMs, which stop at a row
                                    number that they read there
+    the same, few tokens  3 GEMMs  where all logits fit the workspace they stay there until backward
     frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
     linear_logprob_loss  3 GEMMs   (tiled_loss.py) the loss is known per token, so logits become dlogits in place in
                                    the forward
@@ -36,8 +37,10 @@ from rlft_fast.ops.tiles import (
     Tile,
     empty_gradients,
     float_bias,
+    in_huge_pages,
     multiply,
     operand,
+    padded_columns,
     per_token_results,
     rounded_columns,
     row_chunks,
@@ -49,20 +52,19 @@ from rlft_fast.ops.tiles import (
 # ---- forward only, and forward + recomputing backward ---------------------------------------------------------------
 
 
-def _forward_chunk(head: Head, rows: Rows, columns: int, sums: Sums) -> Stats:
-    """Statistics of one chunk, tile by tile in the same memory."""
+def _forward_chunk(head: Head, rows: Rows, tiles: Tensor, sums: Sums) -> Stats:
+    """Statistics of one chunk, tile by tile, in (N, R, C) memory for N tiles, or for one after the other."""
     if head.backend == "triton_fused" and head.vocab:
         head.kernels.fused_stats(
             rows.hidden_RD, operand(head.weight_VD), rows.target_R, float_bias(head.bias_V), rows.inv_temperature,
             head.softcap, head.scale, *sums,
         )  # fmt: skip
         return sums.finish(head)
-    num_rows = rows.hidden_RD.shape[0]
-    scratch = rows.hidden_RD.new_empty(num_rows, columns, dtype=torch.float32)
+    num_tiles, num_rows, columns = tiles.shape
     # One GEMM for forward and backward: errors of its rounding cancel in p - 1 only if they are the same ones.
-    count = scratch.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
-    for tile, weight, bias in head.tiles(columns):
-        z = scratch[:, : weight.shape[0]]
+    count = tiles.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
+    for i, (tile, weight, bias) in enumerate(head.tiles(columns)):
+        z = tiles[i % num_tiles, :, : weight.shape[0]]
         head.multiply_rows(rows.hidden_RD, weight.T, z, count)
         transform = (bias, rows.inv_temperature, head.softcap, head.scale)
         if rows.threshold is not None:
@@ -75,63 +77,87 @@ def _forward_chunk(head: Head, rows: Rows, columns: int, sums: Sums) -> Stats:
 def _linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
     threshold: Tensor | None, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
-    return_entropy: bool, return_sum_prob_squared: bool, return_top1: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logprob (T,), entropy, sum_prob_squared, top1: (T,) or empty, (maximum, log_sum) (2, A) of the active rows)."""
+    keep_logits: bool, return_entropy: bool, return_sum_prob_squared: bool, return_top1: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What :class:`LinearLogprob` holds, (T,) or empty, and of the active rows (maximum, log_sum) (2, A) and logits.
+
+    The logits are kept, if they shall be and fit, as the N tiles of C columns that they come in, (N, A, C).
+    """
     head = Head(weight, bias, softcap, scale, backend, group)
     results = per_token_results(hidden, return_entropy, return_sum_prob_squared, return_top1)
     num_active = active_index.shape[0]
     normalizer = hidden.new_empty(2, num_active, dtype=torch.float32)
     beside = 0 if threshold is None else THRESHOLD_BYTES_PER_LOGIT
     limit, columns = tile_shape(num_active, hidden, max(workspace_mib * 4 // (4 + beside), 1))
-    if backend == "triton_fused":
+    kept = in_huge_pages(_kept_logits(hidden, weight, active_index, workspace_mib, keep_logits))
+    if backend == "triton_fused" or kept.numel():
         limit = max(num_active, 1)
     for chunk in row_chunks(num_active, limit, hidden):
         index = active_index[chunk]
         rows = Rows.gather(hidden, target, inv_temperature, index, threshold)
-        stats = _forward_chunk(head, rows, columns, Sums.of_nothing(rows, return_entropy, return_sum_prob_squared))
+        tiles = kept if kept.numel() else kept.new_empty(1, index.shape[0], columns)
+        stats = _forward_chunk(head, rows, tiles, Sums.of_nothing(rows, return_entropy, return_sum_prob_squared))
         normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
         for result, values in zip(results, stats, strict=False):
             if values is not None and result.shape[0]:
                 result[index] = values
-    return *results, normalizer
+    return *results, normalizer, kept
+
+
+def _kept_logits(hidden: Tensor, weight: Tensor, active_index: Tensor, workspace_mib: int, asked: bool) -> Tensor:
+    """(N, A, C) memory for all logits, empty unless asked for and all fit beside the tile that backward works in."""
+    num_tokens, vocab = hidden.shape[0], weight.shape[0]
+    columns = min(tile_shape(num_tokens, hidden, workspace_mib)[1], padded_columns(vocab))
+    num_tiles = -(-vocab // columns)
+    row_bytes = columns * (4 * num_tiles + Tile.bytes_per_logit(hidden))
+    fits = asked and num_tokens * row_bytes <= workspace_mib * 2**20
+    return hidden.new_empty((num_tiles, active_index.shape[0], columns) if fits else (0,), dtype=torch.float32)
 
 
 @_linear_logprob.register_fake
 def _(hidden, weight, target, active_index, bias, inv_temperature, threshold, softcap, scale, backend, group,
-      workspace_mib, *asked_for):  # fmt: skip
-    return *per_token_results(hidden, *asked_for), hidden.new_empty(2, *active_index.shape, dtype=torch.float32)
+      workspace_mib, keep_logits, *asked_for):  # fmt: skip
+    return (
+        *per_token_results(hidden, *asked_for), hidden.new_empty(2, *active_index.shape, dtype=torch.float32),
+        _kept_logits(hidden, weight, active_index, workspace_mib, keep_logits),
+    )  # fmt: skip
 
 
 @torch.library.custom_op("rlft_fast::linear_logprob_backward", mutates_args=())
 def _linear_logprob_backward(
     hidden: Tensor, weight: Tensor, target: Tensor, active_index: Tensor, bias: Tensor | None, inv_temperature: Tensor,
     threshold: Tensor | None, softcap: float, scale: float, backend: str, group: str, workspace_mib: int,
-    normalizer: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, needs_grad: list[bool],
+    normalizer: Tensor, kept: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None,
+    needs_grad: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, vocabulary tile by vocabulary tile."""
+    """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, or two, vocabulary tile by vocabulary tile."""
     head = Head(weight, bias, softcap, scale, backend, group)
     grads = Gradients.allocate(hidden, weight, bias, needs_grad)
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
     seen = seen_rows(upstream, upstream_entropy)
-    keep, count = _seen_first(seen, backend)
-    active_index, normalizer, upstream = active_index[keep], normalizer[:, keep], upstream[keep]
-    upstream_entropy = None if upstream_entropy is None else upstream_entropy[keep]
+    taken, count = _seen_first(seen, backend)
+    active_index, normalizer, upstream = active_index[taken], normalizer[:, taken], upstream[taken]
+    upstream_entropy = None if upstream_entropy is None else upstream_entropy[taken]
     rows = Rows.gather(hidden, target, inv_temperature, active_index, threshold)
-    if isinstance(keep, slice):  # all rows multiply, and 0 * nan would put a bad one that nobody sees into dweight
+    if seen.is_cuda and count is None:  # all rows multiply, and 0 * nan would put a bad one nobody sees into dweight
         rows.hidden_RD.masked_fill_(seen.logical_not().unsqueeze(1), 0)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     num_rows = active_index.shape[0]
     beside = 0 if threshold is None else THRESHOLD_BYTES_PER_LOGIT
     fitting = workspace_mib * 2**20 // ((Tile.bytes_per_logit(hidden) + beside) * max(num_rows, 1))
-    columns = rounded_columns(fitting, hidden)
+    columns = kept.shape[-1] if kept.numel() else rounded_columns(fitting, hidden)
     memory = Tile(rows, columns)
     grad_rows = hidden.new_zeros(num_rows, hidden.shape[1], dtype=torch.float32) if needs_grad[0] else None
-    for tile, weight_tile, bias_tile in head.tiles(columns):
+    for i, (tile, weight_tile, bias_tile) in enumerate(head.tiles(columns)):
         z, dz = memory.views(weight_tile.shape[0])
-        head.multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
+        if not kept.numel():
+            head.multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
+        elif isinstance(taken, slice):
+            z = kept[i, :, : weight_tile.shape[0]]
+        else:
+            torch.index_select(kept[i], 0, taken, out=memory.logits)
         transform, dx, slope = (bias_tile, rows.inv_temperature, softcap, scale), dz, None
         if threshold is not None:
             transform, slope = keep_above_(z, rows, tile.start, transform)
@@ -161,33 +187,33 @@ def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | No
     """
     if backend == "triton":
         return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)
-    if seen.is_cuda:
+    if seen.is_cuda or seen.all():
         return slice(None), None
     return seen.nonzero().squeeze(-1), None
 
 
 @_linear_logprob_backward.register_fake
 def _(hidden, weight, target, active_index, bias, inv_temperature, threshold, softcap, scale, backend, group,
-      workspace_mib, normalizer, entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
+      workspace_mib, normalizer, kept, entropy, grad_logprob, grad_entropy, needs_grad):  # fmt: skip
     return empty_gradients(hidden, weight, bias, needs_grad)
 
 
 def _save_for_recompute(ctx, inputs, output) -> None:
-    *tensors, ctx.return_entropy, _, _ = inputs
+    *tensors, _, ctx.return_entropy, _, _ = inputs
     tensors, ctx.options = tensors[:7], tensors[7:]
     _, entropy, *constants = output
-    ctx.save_for_backward(*tensors, constants[-1], entropy)
+    ctx.save_for_backward(*tensors, *constants[-2:], entropy)
     ctx.mark_non_differentiable(*constants)
 
 
 def _recompute_backward(ctx, grad_logprob, grad_entropy, *_):
-    *tensors, normalizer, entropy = ctx.saved_tensors
+    *tensors, normalizer, kept, entropy = ctx.saved_tensors
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
-        *tensors, *ctx.options, normalizer, entropy, grad_logprob.contiguous(),
+        *tensors, *ctx.options, normalizer, kept, entropy, grad_logprob.contiguous(),
         grad_entropy.contiguous() if ctx.return_entropy else None, needs,
     )  # fmt: skip
-    return scatter_gradients(grads, needs, num_inputs=15)
+    return scatter_gradients(grads, needs, num_inputs=16)
 
 
 _linear_logprob.register_autograd(_recompute_backward, setup_context=_save_for_recompute)

@@ -210,6 +210,29 @@ def test_same_bits_in_every_path_and_run(workspace_mib):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("silent", [0, 3])  # rows without upstream gradient; every 7th is ignored
+def test_kept_logits_give_the_same_bits(silent):
+    """64 MiB hold all logits, and they are there in backward; 4 MiB do not."""
+    hidden, weight, target, upstream, upstream_entropy = loss_problem()
+    upstream[:silent], upstream_entropy[:silent] = 0, 0
+    options = {"bias_V": torch.linspace(-1, 1, 5003), "temperature": torch.rand(300) + 0.5, "softcap": 20.0}
+    results = []
+    for workspace_mib in (64, 4):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            out = linear_logprob(h, w, target, workspace_mib=workspace_mib, return_entropy=True, **options)
+        assert (max(sizes) > 257 * 5003) == (workspace_mib == 64)
+        loss = (out.logprob * upstream + out.entropy * upstream_entropy).sum()
+        loss.backward(retain_graph=True)
+        once = [h.grad.clone(), w.grad.clone()]
+        h.grad = w.grad = None
+        loss.backward()  # what is kept is not written to
+        results.append([*out[:2], *once, h.grad, w.grad])
+    for kept, recomputed in zip(*results, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
 @given(num_rows=st.integers(0, 3000), most=st.integers(1, 700))
 def test_chunks_of_rows_are_alike(num_rows, most):
     """Among fewer than 16 rows a row has other bits, so that no chunk may be the small rest of a division."""
@@ -294,7 +317,7 @@ def test_upstream_gradients_are_not_rounded(dtype, upstream, way):
 
 
 def op_arguments(requires_grad: bool, *group: str):
-    hidden, weight, target, _ = make_problem(6, 8, 50)
+    hidden, weight, target, _ = make_problem(6, 8, 64)  # no columns that only keep a distance: they hold anything
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
     return [*tensors, torch.ones(1), *([torch.zeros(6)] if group else []), 0.0, 1.0, "native", *group, 64]
@@ -305,7 +328,7 @@ def test_opcheck(requires_grad):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     namespace = torch.ops.rlft_fast
     torch.library.opcheck(
-        namespace.linear_logprob, (*op_arguments(requires_grad, ""), True, True, True), test_utils=tests
+        namespace.linear_logprob, (*op_arguments(requires_grad, ""), True, True, True, True), test_utils=tests
     )
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(op_arguments(requires_grad)), test_utils=tests)
     torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))

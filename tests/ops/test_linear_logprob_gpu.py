@@ -138,6 +138,27 @@ def test_same_bits_in_every_path(T, D, V, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_kept_logits_change_nothing_but_roundings(dtype, backend):
+    """256 MiB hold all logits, and they are there in backward; 4 MiB do not, and tiles are narrower."""
+    *problem, options = cuda_problem(300, 64, 5003, dtype=dtype)
+    ours, eager, truth = (
+        run(partial(function, **how), *problem, options, to)
+        for function, how, to in (
+            (linear_logprob, {"workspace_mib": 4, "backend": backend}, dtype),
+            (reference.linear_logprob, {}, dtype),
+            (reference.linear_logprob, {}, torch.float64),
+        )
+    )
+    for o, e, t in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(o, e, t)
+    kept = run(partial(linear_logprob, backend=backend), *problem, options, dtype)
+    assert kept[0].equal(ours[0])
+    for o, k in zip(ours, kept, strict=True):
+        torch.testing.assert_close(o, k, rtol=1e-2 if dtype == BF16 else 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_same_bits_every_run(backend):
     problem = cuda_problem(1000, 576, 50257, dtype=BF16)
     first, second = (run(partial(linear_logprob, backend=backend), *problem, BF16) for _ in range(2))
