@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, cast
@@ -115,8 +116,8 @@ def math_verify(
     """1.0 where the completion's final answer equals the column `answer` mathematically, else 0.0.
 
     Both are read by math-verify (https://github.com/huggingface/Math-Verify): LaTeX, fractions, sets, intervals. An
-    answer that is missing, or that it cannot read, leaves its sample out. Its own time limits need the main thread and
-    are switched off: give `reward.timeout_s`.
+    answer that is missing, or that it cannot read, leaves its sample out. Its own time limits (5 seconds each to read
+    and to compare, then it is 0.0) need the main thread: elsewhere there are none, and 10^{10^{10}} never ends.
 
     Raises:
         ImportError: math_verify is not installed.
@@ -127,15 +128,16 @@ def math_verify(
         if error.name != "math_verify":
             raise
         raise ImportError("math_verify is not installed: pip install rlft_fast[math]") from error
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
         if expected is None or expected != expected:  # as text they would be products of letters
             rewards.append(None)
             continue
         # A bare 1/2 is read as text; between dollar signs it is mathematics.
-        gold = parse(f"${expected}$", parsing_timeout=None) or parse(str(expected), parsing_timeout=None)
-        found = parse(completion, parsing_timeout=None)
-        rewards.append(float(verify(gold, found, timeout_seconds=None)) if gold else None)
+        gold = parse(f"${expected}$", parsing_timeout=limit) or parse(str(expected), parsing_timeout=limit)
+        found = parse(completion, parsing_timeout=limit)
+        rewards.append(float(verify(gold, found, timeout_seconds=limit)) if gold else None)
     return rewards
 
 

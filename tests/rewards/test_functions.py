@@ -2,6 +2,7 @@ import json
 import math
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reasoning_gym
@@ -144,8 +145,15 @@ def test_math_verify():
         (r"\boxed{3}", "", None),
         (r"\boxed{3}", None, None),
         (r"\boxed{3}", math.nan, None),
+        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # never ends: math-verify's own limit, of 5 seconds
     ],
 )
 def test_math_verify_reads_what_models_write(completion, answer, expected):
     pytest.importorskip("math_verify")
     assert math_verify([], [completion], [], answer=[answer]) == [expected]
+
+
+def test_math_verify_off_the_main_thread():
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_verify, [], [r"\boxed{3}"], [], answer=["3"]).result() == [1.0]
