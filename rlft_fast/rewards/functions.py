@@ -3,8 +3,9 @@
 import difflib
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
 from rlft_fast.rewards.scoring import RewardFunction
@@ -16,7 +17,6 @@ _NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.[0-9]+)?"
 )
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_number(
@@ -46,7 +46,7 @@ def last_number(
     """
     rewards: list[float | None] = []
     for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
-        target = _last_number(expected) if isinstance(expected, str) else Decimal(str(expected))
+        target = _number(expected)
         if target is None:
             raise ValueError(f"answer {expected!r} of sample {i} holds no number")
         rewards.append(float(_last_number(completion) == target))
@@ -116,8 +116,8 @@ def math_verify(
     """1.0 where the completion's final answer equals the column `answer` mathematically, else 0.0.
 
     Both are read by math-verify (https://github.com/huggingface/Math-Verify): LaTeX, fractions, sets, intervals. An
-    answer that it cannot read leaves its sample out. Its own time limits need the main thread and are switched off:
-    give `reward.timeout_s`.
+    answer that is missing, or that it cannot read, leaves its sample out. Its own time limits (5 seconds each to read
+    and to compare, then it is 0.0) need the main thread: elsewhere there are none, and 10^{10^{10}} never ends.
 
     Raises:
         ImportError: math_verify is not installed.
@@ -128,12 +128,16 @@ def math_verify(
         if error.name != "math_verify":
             raise
         raise ImportError("math_verify is not installed: pip install rlft_fast[math]") from error
+    limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
+        if expected is None or expected != expected:  # as text they would be products of letters
+            rewards.append(None)
+            continue
         # A bare 1/2 is read as text; between dollar signs it is mathematics.
-        gold = parse(f"${expected}$", parsing_timeout=None) or parse(str(expected), parsing_timeout=None)
-        found = parse(completion, parsing_timeout=None)
-        rewards.append(float(verify(gold, found, timeout_seconds=None)) if gold else None)
+        gold = parse(f"${expected}$", parsing_timeout=limit) or parse(str(expected), parsing_timeout=limit)
+        found = parse(completion, parsing_timeout=limit)
+        rewards.append(float(verify(gold, found, timeout_seconds=limit)) if gold else None)
     return rewards
 
 
@@ -182,11 +186,27 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     return reward
 
 
+def _number(answer: Any) -> Decimal | None:
+    """The number that an answer is, or the last one in its text; None where there is none, as in a missing answer."""
+    if isinstance(answer, str):
+        return _last_number(answer)
+    try:
+        number = Decimal(str(answer))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
 def _last_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 def _tagged_answer(completion: str) -> str:
-    tagged = _ANSWER_TAG.findall(completion)
-    return (tagged[-1] if tagged else completion).strip()
+    """The text within the last <answer>…</answer>, or all of it.
+
+    Searched from the end: a regular expression takes quadratic time where a model opens tag after tag.
+    """
+    before, _, _ = completion.rpartition("</answer>")
+    _, opened, inside = before.rpartition("<answer>")
+    return (inside.partition("</answer>")[0] if opened else completion).strip()

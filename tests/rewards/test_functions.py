@@ -1,5 +1,8 @@
 import json
+import math
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reasoning_gym
@@ -54,9 +57,21 @@ def test_last_number_scores_each_sample():
     assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
 
 
-def test_last_number_refuses_an_answer_without_a_number():
-    with pytest.raises(ValueError, match="answer 'seven' of sample 1 holds no number"):
-        score(last_number, ["7", "7"], answer=["7", "seven"])
+@pytest.mark.parametrize("answer", ["seven", "", None, math.nan])  # the last two: what is missing in a data set
+def test_last_number_refuses_an_answer_without_a_number(answer):
+    with pytest.raises(ValueError, match=f"answer {answer!r} of sample 1 holds no number"):
+        score(last_number, ["7", "7"], answer=["7", answer])
+
+
+# What a model may repeat until it is cut off. Some of these would take minutes if a search began again at every one.
+@pytest.mark.parametrize("text", ["1", "1,", "111,", "1.", ".1", "-", "-1", "a", "\u2212", "<answer>", "</answer>"])
+def test_scoring_takes_linear_time(text):
+    completion = text * (1_000_000 // len(text))
+    entry = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
+    start = time.perf_counter()
+    assert score(last_number, [completion], answer=["7"]) == [0.0]
+    assert score(reasoning_gym_reward("chain_sum"), [completion], entry=[entry])[0] < 0.1
+    assert time.perf_counter() - start < 10
 
 
 def test_exact_match():
@@ -68,17 +83,19 @@ def test_exact_match():
 # A data set read from JSON lines may hold its entries as text.
 @pytest.mark.parametrize("convert", [lambda entry: entry, json.dumps], ids=["dict", "json"])
 def test_reasoning_gym_reward(task, convert):
-    entries = [reasoning_gym.create_dataset(task, seed=3, size=4)[i] for i in range(4)]
+    entries = [reasoning_gym.create_dataset(task, seed=3, size=4)[i] for i in (0, 1, 2, 3, 0)]
     answers = [entry["answer"] for entry in entries]
     completions = [
         answers[0],
         f"<think>hm</think><answer> {answers[1]} </answer>",
         f"<answer>0</answer> no: <answer>\n{answers[2]}\n</answer> done",
         "<answer>no idea</answer>",
+        f"<answer>or rather <answer>{answers[0]}</answer></answer>",
     ]
-    rewards = score(reasoning_gym_reward(task), completions, entry=[convert(entry) for entry in entries], other=[0] * 4)
+    rewards = score(reasoning_gym_reward(task), completions, entry=[convert(entry) for entry in entries], other=[0] * 5)
     assert rewards[:3] == [1.0, 1.0, 1.0]
     assert rewards[3] < 0.1
+    assert rewards[4] == 1.0
 
 
 def test_unknown_reasoning_gym_task_suggests_names():
@@ -111,3 +128,32 @@ def test_math_verify():
     completions = [r"so $\frac{1}{2}$", "The answer is $x=3$", r"\boxed{0.5}", "7", "no idea", r"$\{2, 1\}$"]
     answers = ["1/2", "3", r"\frac12", 7, "4", r"\{1,2\}"]
     assert math_verify([], completions, [], answer=answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"\boxed{\boxed{3}}", "3", 1.0),
+        (r"\boxed{-3}", "3", 0.0),
+        ("\\boxed{\u22123}", "-3", 1.0),
+        (r"\boxed{50\%}", "50%", 1.0),
+        (r"\boxed{1{,}234}", "1,234", 1.0),
+        (r"\boxed{5\text{ cm}}", "5 cm", 1.0),
+        (r"\boxed{72}", "48 / 2 = 24, 48 + 24 = 72\n#### 72", 1.0),
+        (r"\boxed{}", "3", 0.0),
+        ("", "3", 0.0),
+        (r"\boxed{3}", "", None),
+        (r"\boxed{3}", None, None),
+        (r"\boxed{3}", math.nan, None),
+        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # never ends: math-verify's own limit, of 5 seconds
+    ],
+)
+def test_math_verify_reads_what_models_write(completion, answer, expected):
+    pytest.importorskip("math_verify")
+    assert math_verify([], [completion], [], answer=[answer]) == [expected]
+
+
+def test_math_verify_off_the_main_thread():
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(math_verify, [], [r"\boxed{3}"], [], answer=["3"]).result() == [1.0]
