@@ -125,14 +125,23 @@ __device__ Word repeated(uint64_t pattern) {
 
 template <class Word>
 __device__ void copy_row(const Copy& copy, int64_t row, int64_t from, int lane, int lanes) {
-  Word* destination = static_cast<Word*>(copy.out) + row * copy.row_words;
+  constexpr int kBatch = 4;  // words that a thread asks for before it writes any; one by one, it would wait for each
+  const int64_t words = copy.row_words;
+  Word* destination = static_cast<Word*>(copy.out) + row * words;
+  int64_t w = lane;
   if (from < 0) {
-    for (int64_t w = lane; w < copy.row_words; w += lanes) destination[w] = repeated<Word>(copy.pattern);
+    for (; w < words; w += lanes) destination[w] = repeated<Word>(copy.pattern);
     return;
   }
-  const Word* origin = static_cast<const Word*>(copy.in) + from * copy.row_words;
-#pragma unroll 4
-  for (int64_t w = lane; w < copy.row_words; w += lanes) destination[w] = __ldg(origin + w);
+  const Word* origin = static_cast<const Word*>(copy.in) + from * words;
+  for (; w + (kBatch - 1) * lanes < words; w += kBatch * lanes) {
+    Word batch[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) batch[k] = __ldg(origin + w + k * lanes);
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) destination[w + k * lanes] = batch[k];
+  }
+  for (; w < words; w += lanes) destination[w] = __ldg(origin + w);
 }
 
 // A block takes kThreads / lanes rows of one tensor. Threads of a row run the same search on the same addresses, which

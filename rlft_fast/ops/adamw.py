@@ -113,7 +113,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """Loads a state dict of this class or of `torch.optim.AdamW`. Tensors that need no conversion are not copied.
 
         Raises:
-            ValueError: the groups do not fit, use options that this class lacks, or a tensor has another shape.
+            ValueError: the groups do not fit, use options that this class lacks, or a tensor is missing or has another
+                shape.
         """
         states: dict[Tensor, dict[str, Tensor]] = {}
         # After all other hooks before, so it sees what they made of the state dict, and before all others after, which
@@ -286,6 +287,11 @@ def _check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> Non
 
 def _loaded_state(parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Of torch's AdamW or ours: moments of any dtype, perhaps no master, and a step count on any device."""
+    if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
+        raise ValueError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} has no {', '.join(missing)}: this state dict "
+            "is not AdamW's, or it is a flat one, which torch cannot read while there are gradients: zero_grad() first."
+        )
     state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device=parameter.device)}
     for key in ("exp_avg", "exp_avg_sq", "master")[: 3 if parameter.dtype in _NARROW else 2]:
         if key in saved:

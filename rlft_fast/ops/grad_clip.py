@@ -11,7 +11,7 @@ before gradients do. Pipeline stages are the caller's to combine.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -152,6 +152,7 @@ class _Group(NamedTuple):
 
 
 _Groups = dict[_Group, dist.ProcessGroup]
+_Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
 class _Gradient(NamedTuple):
@@ -169,11 +170,11 @@ class _Gradient(NamedTuple):
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[_Gradient]:
     # Each tensor once; by id, for a tensor's hash and comparison are Python functions.
     tensors = [parameters] if isinstance(parameters, Tensor) else list({id(p): p for p in parameters}.values())
-    shard_groups = functools.cache(_shard_groups)  # a model has thousands of parameters and a handful of layouts
-    return [_gradient(index, tensor, shard_groups) for index, tensor in enumerate(tensors)]
+    known: dict[_Layout, _Groups] = {}
+    return [_gradient(index, tensor, known) for index, tensor in enumerate(tensors)]
 
 
-def _gradient(index: int, parameter: Tensor, shard_groups: Callable[..., _Groups]) -> _Gradient:
+def _gradient(index: int, parameter: Tensor, known: dict[_Layout, _Groups]) -> _Gradient:
     grad = parameter.grad
     if grad is not None:
         _check_gradient(index, grad)
@@ -182,7 +183,10 @@ def _gradient(index: int, parameter: Tensor, shard_groups: Callable[..., _Groups
     if not isinstance(layout, DTensor):
         return _Gradient(grad, grad, layout.device, {})
     local = None if grad is None else layout.to_local()
-    return _Gradient(grad, local, _mesh_device(layout), shard_groups(layout.device_mesh, layout.placements))
+    key = layout.device_mesh, layout.placements
+    if key not in known:  # a model has thousands of parameters and a handful of layouts
+        known[key] = _shard_groups(*key)
+    return _Gradient(grad, local, _mesh_device(layout), known[key])
 
 
 def _check_gradient(index: int, grad: Tensor) -> None:

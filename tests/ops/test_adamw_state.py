@@ -7,6 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from rlft_fast.ops import FusedAdamW
 from tests.devices import DEVICES
@@ -200,6 +205,7 @@ def test_bad_scalars_are_named_before_anything_changes(name, scalar, error, mess
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad is on"),
         (lambda p: torch.optim.Adam(p), "decoupled_weight_decay is False"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "no betas, eps"),
+        (lambda p: torch.optim.Adamax(p), r"state of a parameter of shape \(3,\) has no exp_avg_sq"),
         (lambda p: torch.optim.AdamW([*p, torch.ones(1)]), "doesn't match the size"),
         (lambda p: torch.optim.AdamW([torch.ones(4)]), r"exp_avg has shape \(4,\), its parameter \(3,\)"),
     ],
@@ -215,6 +221,20 @@ def test_bad_state_dicts_are_named(options, message):
         optimizer.load_state_dict(other.state_dict())
     assert_same_bits(bits(optimizer), before)
     assert optimizer.state_dict()["param_groups"] == groups
+
+
+def test_a_flat_state_dict_loads_without_gradients_only():
+    model, flat = torch.nn.Linear(3, 2), StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer, fresh = FusedAdamW(model.parameters()), FusedAdamW(model.parameters())
+    take_steps(optimizer, 1)
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    # torch drops the moments then; its own AdamW starts anew without a word.
+    with pytest.raises(ValueError, match=r"has no step, exp_avg, exp_avg_sq: .* zero_grad\(\) first"):
+        set_optimizer_state_dict(model, fresh, saved, options=flat)
+    fresh = FusedAdamW(model.parameters())
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, fresh, saved, options=flat)
+    assert_same_bits(bits(fresh), bits(optimizer))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -83,6 +83,16 @@ def test_what_no_double_holds_is_refused(value):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "trailing"), [*((dtype, (1037,)) for dtype in DTYPES), (torch.int64, (2, 1037))])
+def test_rows_of_many_words(dtype, trailing, device):
+    # 1037 words of every size: a warp has 128 of them under way, and 13 are left over.
+    packed = random((5, *trailing), dtype, device)
+    padded = packing.pad(packed, cumulative([2, 3], device), 4, value=1)
+    assert torch.equal(padded, reference_pad(packed, [2, 3], 4, "right", 1))
+    assert torch.equal(packing.unpad(padded, cumulative([2, 3], device)), packed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_payload_need_not_be_contiguous_or_aligned(device):
     cu_seqlens = cumulative([3, 5], device)
     transposed = random((4, 8), torch.float32, device).T
