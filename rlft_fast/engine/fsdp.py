@@ -122,7 +122,7 @@ class FSDPEngine:
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
         self.units = describe_units(self.model, units) if units else ""
-        load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
+        load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device, self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
             if self.config.param_dtype == "bfloat16" and self.config.lora is None:
