@@ -211,15 +211,14 @@ class FSDPEngine:
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
-        parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
+        done: list[tuple[dict[str, Tensor], Batch, Tensor]] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
                 inputs = self._inputs(micro_batch)
-                results = self._forward(inputs, outputs)
-                for name in outputs:
-                    parts[name].append(prepare_model_outputs(results[name], micro_batch, inputs))
+                done.append((self._forward(inputs, outputs), micro_batch, inputs.output_index))
             reshard(self.model)
-        return {name: gather_outputs(torch.cat(parts[name]), batch, plan, self.sequence_group) for name in outputs}
+        own = {name: [prepare_model_outputs(results[name], x, i) for results, x, i in done] for name in outputs}
+        return {name: gather_outputs(torch.cat(own[name]), batch, plan, self.sequence_group) for name in outputs}
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
