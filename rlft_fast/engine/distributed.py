@@ -22,11 +22,14 @@ def init_distributed(timeout_minutes: float = 30) -> dist.Store | None:
 
     Returns:
         The store at which the processes met, for `naming_lost_ranks`.
+
+    Raises:
+        ValueError: this machine has GPUs, but none for this process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(_local_gpu(torch.cuda.device_count()))
     timeout = timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
@@ -41,10 +44,16 @@ def ensure_process_group() -> None:
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def leave_process_group() -> None:
-    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down."""
+def leave_process_group(failed: bool = False) -> None:
+    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down.
+
+    Args:
+        failed: an error ends it, which the other processes may not have met. NCCL ends a group together; it is aborted
+            instead, or this process would wait for the others, and they for it.
+    """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        end = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
+        end()
         _let_gloo_finish()
 
 
@@ -74,6 +83,17 @@ def _gloo_is_running() -> bool:
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _local_gpu(num_gpus: int) -> int:
+    """The index of this process's GPU among those that it sees."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+    if not 0 <= local_rank < num_gpus:
+        raise ValueError(
+            f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', 'not set')}, but this process sees {num_gpus} GPUs: start by "
+            f"torchrun at most one process per GPU, or set LOCAL_RANK (0 where a launcher shows each process its own)"
+        )
+    return local_rank
 
 
 def get_rank() -> int:
