@@ -104,6 +104,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def get_local_world_size() -> int:
+    """The processes on this machine; all, if no launcher says so."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+
+
 def get_device() -> torch.device:
     """This process's device: its GPU where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
