@@ -122,7 +122,7 @@ class FSDPEngine:
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
         self.units = describe_units(self.model, units) if units else ""
-        load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device, self.device)
+        load(self.path, self.model, self._home, self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
             if self.config.param_dtype == "bfloat16" and self.config.lora is None:
@@ -130,6 +130,11 @@ class FSDPEngine:
         if self.config.offload_between_phases:
             self.to("cpu")
         return self
+
+    @property
+    def _home(self) -> torch.device:
+        """Where weights are when they train, gradients and optimizer state with them."""
+        return torch.device("cpu") if self.config.cpu_offload else self.device
 
     @property
     def trains(self) -> bool:
@@ -333,7 +338,7 @@ class FSDPEngine:
         learning_rate = self.config.optimizer.learning_rate * factor
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        coefficient, found_inf = clip_coefficient(norm, self.config.optimizer.max_grad_norm)
+        coefficient, found_inf = clip_coefficient(norm.to(self._home), self.config.optimizer.max_grad_norm)
         self.optimizer.step(coefficient=coefficient, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         return learning_rate
