@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -135,10 +136,13 @@ def require_agreement(what: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"the processes disagree on the {what}: {'; '.join(differences[:3])}. Give all the same")
 
 
-def new_sequence_group(size: int) -> dist.ProcessGroup | None:
+_sequence_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def sequence_group(size: int) -> dist.ProcessGroup | None:
     """This rank's group of `size` neighbours, which share their micro-batches; None where `size` is 1.
 
-    To be called by all ranks.
+    To be called by all ranks. Made once: each of NCCL's groups has buffers on the device.
 
     Raises:
         ValueError: the groups do not come out even.
@@ -150,9 +154,13 @@ def new_sequence_group(size: int) -> dist.ProcessGroup | None:
         )
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    assert dist.group.WORLD is not None
+    groups = _sequence_groups.setdefault(dist.group.WORLD, {})
+    if size not in groups:
+        group, _ = dist.new_subgroups(size)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[size] = group
+    return groups[size]
 
 
 def barrier() -> None:

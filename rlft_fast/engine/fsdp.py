@@ -24,7 +24,7 @@ from rlft_fast.engine.distributed import (
     get_device,
     get_rank,
     get_world_size,
-    new_sequence_group,
+    sequence_group,
 )
 from rlft_fast.engine.forward import (
     active_fields,
@@ -118,7 +118,7 @@ class FSDPEngine:
                 ranks or heads.
         """
         require_same_model(self.path, self.config, self.head, self.num_training_steps)
-        self.sequence_group = new_sequence_group(self.config.sequence_parallel)
+        self.sequence_group = sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
         self.units = describe_units(self.model, units) if units else ""
