@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -90,7 +90,8 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = _all_rows_of_own_heads(query, key, value, sequence_group)
     if key_index is not None:
-        key, value = key.index_select(2, key_index), value.index_select(2, key_index)
+        take = _take_exactly if key.is_cuda else _take
+        key, value = take(key, key_index), take(value, key_index)
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
     if softcap is None and _has_varlen_kernel(query):
@@ -161,6 +162,20 @@ def _all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup)
     parts = gathered.split([x.shape[2] * x.shape[3] for x in by_rank], dim=1)
     heads = (part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True))
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
+
+
+def _take(x: Tensor, row_index: Tensor) -> Tensor:
+    """(1, heads, T, d) -> (1, heads, K, d)."""
+    return x.index_select(2, row_index)
+
+
+def _take_exactly(x: Tensor, row_index: Tensor) -> Tensor:
+    """The same on a GPU, with a backward that adds the gradients of a row in a fixed order, many at a time in float32.
+
+    That of `index_select` adds them by atomics in any order, and rounds to x's dtype after each completion of a prompt.
+    """
+    rows = x[0].transpose(0, 1)  # (T, heads, d)
+    return embedding(row_index, rows.flatten(1)).unflatten(1, rows.shape[1:]).transpose(0, 1).unsqueeze(0)
 
 
 def _causal(

@@ -102,6 +102,17 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window, soft
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
+def test_rows_are_taken_on_a_gpu_as_on_a_cpu():
+    """Values and gradients; row 2 three times, row 1 not at all."""
+    x = random_qkv([4], 3, 3, 5)[0].requires_grad_()
+    index = torch.tensor([2, 0, 2, 3, 2])
+    actual, wanted = attention._take_exactly(x, index), attention._take(x, index)
+    assert torch.equal(actual, wanted)
+    upstream = torch.arange(wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    (gradient,), (expected,) = (torch.autograd.grad(y, x, upstream) for y in (actual, wanted))
+    assert torch.equal(gradient, expected)
+
+
 def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa) -> Tensor:
     """In place of torch's `varlen_attn`, which only GPUs have: takes what its kernel takes, and computes in float64."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
