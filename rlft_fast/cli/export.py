@@ -22,6 +22,8 @@ def run(arguments: list[str]) -> int:
         output = export_run(options.run, options.output, options.dtype)
         if get_rank() == 0:
             print(output)
-    finally:
-        leave_process_group()
+    except BaseException:
+        leave_process_group(failed=True)
+        raise
+    leave_process_group()
     return 0

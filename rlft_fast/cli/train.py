@@ -38,8 +38,10 @@ def run(arguments: list[str]) -> int:
     _check_memory(config)
     try:
         train(config, resume=options.resume)
-    finally:
-        leave_process_group()
+    except BaseException:
+        leave_process_group(failed=True)
+        raise
+    leave_process_group()
     return 0
 
 

@@ -42,7 +42,7 @@ class CheckpointManager:
     """Saves and loads the engines of a run. As a context manager, it waits at the end for the save under way.
 
     Args:
-        directory: folder of the checkpoints; what else is in it is left alone.
+        directory: folder of the checkpoints, the same on all machines; what else is in it is left alone.
         max_num: complete checkpoints to keep; the newest is never removed. One more needs room while it is written.
         max_mem: their size in all, in GB of 10^9 bytes; None for no limit. The newest is kept if it alone is larger.
     """
@@ -154,6 +154,11 @@ class CheckpointManager:
 
     def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
         if get_rank() == 0:
+            if unseen := [name for name in files if not (temporary / name).is_file()]:
+                raise OSError(
+                    f"the first process does not see {unseen[0]}, which another one wrote: all machines need the same "
+                    "folder, on a disk that they share"
+                )
             write_manifest(temporary, get_world_size(), models, files)
             publish(temporary, final)
             self._damaged.discard(final.name)

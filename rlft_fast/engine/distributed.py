@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,14 @@ def init_distributed(timeout_minutes: float = 30) -> dist.Store | None:
 
     Returns:
         The store at which the processes met, for `naming_lost_ranks`.
+
+    Raises:
+        ValueError: this machine has GPUs, but none for this process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(_local_gpu(torch.cuda.device_count()))
     timeout = timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
@@ -41,10 +45,16 @@ def ensure_process_group() -> None:
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def leave_process_group() -> None:
-    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down."""
+def leave_process_group(failed: bool = False) -> None:
+    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down.
+
+    Args:
+        failed: an error ends it, which the other processes may not have met. NCCL ends a group together; it is aborted
+            instead, or this process would wait for the others, and they for it.
+    """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        end = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
+        end()
         _let_gloo_finish()
 
 
@@ -76,12 +86,28 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
+def _local_gpu(num_gpus: int) -> int:
+    """The index of this process's GPU among those that it sees."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+    if not 0 <= local_rank < num_gpus:
+        raise ValueError(
+            f"LOCAL_RANK is {os.environ.get('LOCAL_RANK', 'not set')}, but this process sees {num_gpus} GPUs: start by "
+            f"torchrun at most one process per GPU, or set LOCAL_RANK (0 where a launcher shows each process its own)"
+        )
+    return local_rank
+
+
 def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_local_world_size() -> int:
+    """The processes on this machine; all, if no launcher says so."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
 def get_device() -> torch.device:
@@ -110,10 +136,13 @@ def require_agreement(what: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"the processes disagree on the {what}: {'; '.join(differences[:3])}. Give all the same")
 
 
-def new_sequence_group(size: int) -> dist.ProcessGroup | None:
+_sequence_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def sequence_group(size: int) -> dist.ProcessGroup | None:
     """This rank's group of `size` neighbours, which share their micro-batches; None where `size` is 1.
 
-    To be called by all ranks.
+    To be called by all ranks. Made once: each of NCCL's groups has buffers on the device.
 
     Raises:
         ValueError: the groups do not come out even.
@@ -125,9 +154,13 @@ def new_sequence_group(size: int) -> dist.ProcessGroup | None:
         )
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    assert dist.group.WORLD is not None
+    groups = _sequence_groups.setdefault(dist.group.WORLD, {})
+    if size not in groups:
+        group, _ = dist.new_subgroups(size)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[size] = group
+    return groups[size]
 
 
 def barrier() -> None:

@@ -103,13 +103,16 @@ def active_fields(
     for name in names:
         if getattr(micro_batch, name) is None:
             raise ValueError(f"the loss reads {name}, which this batch does not have: compute it before train_step")
-    return tuple(getattr(micro_batch, name)[inputs.output_index].to(device, non_blocking=True) for name in names)
+    return tuple(_move(getattr(micro_batch, name)[inputs.output_index], device) for name in names)
 
 
-def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, inputs: ModelInputs) -> Tensor:
-    """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row."""
+def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index: Tensor) -> Tensor:
+    """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row.
+
+    Waits for the device.
+    """
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
-    values_T[inputs.output_index] = values_A.float().cpu()
+    values_T[output_index] = values_A.float().cpu()
     return values_T
 
 
@@ -192,4 +195,5 @@ def _prepare_images(
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait for it: a copy from memory that is not pinned would begin behind all its work."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -24,7 +24,7 @@ from rlft_fast.engine.distributed import (
     get_device,
     get_rank,
     get_world_size,
-    new_sequence_group,
+    sequence_group,
 )
 from rlft_fast.engine.forward import (
     active_fields,
@@ -118,11 +118,11 @@ class FSDPEngine:
                 ranks or heads.
         """
         require_same_model(self.path, self.config, self.head, self.num_training_steps)
-        self.sequence_group = new_sequence_group(self.config.sequence_parallel)
+        self.sequence_group = sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.device, trains=self.trains)
         self.units = describe_units(self.model, units) if units else ""
-        load(self.path, self.model, "cpu" if self.config.cpu_offload else self.device)
+        load(self.path, self.model, self._home, self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
             if self.config.param_dtype == "bfloat16" and self.config.lora is None:
@@ -130,6 +130,11 @@ class FSDPEngine:
         if self.config.offload_between_phases:
             self.to("cpu")
         return self
+
+    @property
+    def _home(self) -> torch.device:
+        """Where weights are when they train, gradients and optimizer state with them."""
+        return torch.device("cpu") if self.config.cpu_offload else self.device
 
     @property
     def trains(self) -> bool:
@@ -211,15 +216,14 @@ class FSDPEngine:
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
-        parts: dict[Output, list[Tensor]] = {name: [] for name in outputs}
+        done: list[tuple[dict[str, Tensor], Batch, Tensor]] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
                 inputs = self._inputs(micro_batch)
-                results = self._forward(inputs, outputs)
-                for name in outputs:
-                    parts[name].append(prepare_model_outputs(results[name], micro_batch, inputs))
+                done.append((self._forward(inputs, outputs), micro_batch, inputs.output_index))
             reshard(self.model)
-        return {name: gather_outputs(torch.cat(parts[name]), batch, plan, self.sequence_group) for name in outputs}
+        own = {name: [prepare_model_outputs(results[name], x, i) for results, x, i in done] for name in outputs}
+        return {name: gather_outputs(torch.cat(own[name]), batch, plan, self.sequence_group) for name in outputs}
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
@@ -334,7 +338,7 @@ class FSDPEngine:
         learning_rate = self.config.optimizer.learning_rate * factor
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        coefficient, found_inf = clip_coefficient(norm, self.config.optimizer.max_grad_norm)
+        coefficient, found_inf = clip_coefficient(norm.to(self._home), self.config.optimizer.max_grad_norm)
         self.optimizer.step(coefficient=coefficient, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         return learning_rate

@@ -149,6 +149,26 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Whole weights on every rank, where they are sharded; afterwards units give theirs back when they did before.
+
+    They are gathered once and not once per pass, and no collective runs meanwhile: ranks may do different work.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    before = [(group, group.post_forward_mesh_info) for unit in units if unit is not model for group in _groups(unit)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)  # as the root always has it
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+        for group, mesh in before:
+            group.post_forward_mesh_info = mesh
+
+
+@contextlib.contextmanager
 def no_leftovers(model: nn.Module) -> Iterator[None]:
     """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
     try:
@@ -172,11 +192,15 @@ def _discard_gradients(model: nn.Module) -> None:
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
-            for group in groups:
-                if group is not None:
-                    yield from group.fsdp_params
+            for group in _groups(module):
+                yield from group.fsdp_params
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """What FSDP gathers of the unit."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
+    return [group for group in groups if group is not None]
 
 
 def describe_units(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> str:

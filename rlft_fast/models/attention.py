@@ -3,8 +3,9 @@
 ``rlft_packed``, for training:
 transformers passes ``cu_seq_lens_q`` and ``max_length_q`` through to the attention function and builds no mask for
 implementations that register none, so packed sequences cost no (T, T) mask. On CUDA one variable-length kernel
-(``torch.nn.attention.varlen``), on the CPU one causal SDPA call per segment. Where scores are soft-capped (Gemma 2)
-they are written out segment by segment on both: correct, but (heads, n, n) memory for a segment of n tokens.
+(``torch.nn.attention.varlen``); on the CPU, and for what that kernel does not take (float32, GPUs before Ampere, heads
+wider than 256), one causal SDPA call per segment. Where scores are soft-capped (Gemma 2) they are written out segment
+by segment: correct, but (heads, n, n) memory for a segment of n tokens. Segments on a GPU wait for it in every layer.
 
 A segment is a sequence, or a completion whose prompt is a segment of its own that several completions attend to.
 
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -31,6 +32,8 @@ PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 
 # Keywords by which models of transformers 5 ask for other scores than those computed here.
 _OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
+
+_WIDEST_HEAD = 256  # that flash attention has kernels for
 
 
 def packed_attention(
@@ -87,10 +90,11 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = _all_rows_of_own_heads(query, key, value, sequence_group)
     if key_index is not None:
-        key, value = key.index_select(2, key_index), value.index_select(2, key_index)
+        take = _take_exactly if key.is_cuda else _take
+        key, value = take(key, key_index), take(value, key_index)
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
-    if query.is_cuda and softcap is None:
+    if softcap is None and _has_varlen_kernel(query):
         boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         output = _varlen(query, key, value, boundaries, scaling, sliding_window)
     else:
@@ -160,6 +164,20 @@ def _all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup)
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
 
 
+def _take(x: Tensor, row_index: Tensor) -> Tensor:
+    """(1, heads, T, d) -> (1, heads, K, d)."""
+    return x.index_select(2, row_index)
+
+
+def _take_exactly(x: Tensor, row_index: Tensor) -> Tensor:
+    """The same on a GPU, with a backward that adds the gradients of a row in a fixed order, many at a time in float32.
+
+    That of `index_select` adds them by atomics in any order, and rounds to x's dtype after each completion of a prompt.
+    """
+    rows = x[0].transpose(0, 1)  # (T, heads, d)
+    return embedding(row_index, rows.flatten(1)).unflatten(1, rows.shape[1:]).transpose(0, 1).unsqueeze(0)
+
+
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, window: int | None, softcap: float | None
 ) -> Tensor:
@@ -172,6 +190,8 @@ def _causal(
     if softcap is not None:
         assert mask is not None
         return _softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    if q.is_cuda:  # where with enable_gqa only flash attention does not hold (heads, m, n) scores
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout, enable_gqa=True
     )
@@ -185,17 +205,34 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
+def _has_varlen_kernel(query: Tensor) -> bool:
+    """Whether torch's flash attention, which is the kernel behind `varlen_attn`, takes such queries."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_half and query.shape[-1] <= _WIDEST_HEAD and _is_ampere_or_later(query.device)
+
+
+@torch.compiler.assume_constant_result
+def _is_ampere_or_later(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    value_dim, missing = v.shape[-1], q.shape[-1] - v.shape[-1]  # the kernel has one head_dim; DeepSeek has two
-    packed_q, packed_k, packed_v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, heads, head_dim)
+    head_dim, value_dim = q.shape[-1], v.shape[-1]  # the kernel has one width, a multiple of 8; DeepSeek has two
+    width = -(-max(head_dim, value_dim) // 8) * 8
+    packed_q, packed_k, packed_v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))
     out = varlen_attn(
-        packed_q, packed_k, pad(packed_v, (0, missing)) if missing else packed_v, *boundaries,
-        scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        packed_q, packed_k, packed_v, *boundaries, scale=head_dim**-0.5 if scale is None else scale,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out[..., :value_dim].unsqueeze(0)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return pad(x, (0, missing)) if missing else x  # a pad by nothing would be a copy
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

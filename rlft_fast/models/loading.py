@@ -69,13 +69,22 @@ def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> 
     return RewardModel(_build(AutoModelForSequenceClassification, config, path, dtype))
 
 
-def load(path: str | Path, model: RLModel, device: torch.device | str = "cpu") -> None:
+def load(
+    path: str | Path, model: RLModel, device: torch.device | str = "cpu", buffer_device: torch.device | None = None
+) -> None:
     """Gives a built model memory on a device (for this rank's shards, if it is sharded) and the weights of a folder.
+
+    Args:
+        path: the folder.
+        model: from one of the functions above.
+        device: where the weights are kept.
+        buffer_device: where buffers are, if not there: FSDP copies offloaded weights to where they compute, but these
+            not.
 
     Raises:
         ValueError: weights are damaged, missing, of other shapes, or more than the model has a place for.
     """
-    materialize(model, torch.device(device))
+    materialize(model, torch.device(device), buffer_device)
     load_weights(path, model.pretrained)
     initialize_lora(model)
     if isinstance(model, ValueModel):

@@ -53,10 +53,15 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
     """Memory on a device for all parameters, or this rank's shards of them; buffers move there. Values are undefined.
 
     Tied parameters stay tied.
+
+    Args:
+        model: built on the meta device.
+        device: of the parameters.
+        buffer_device: where the model computes; None: there, too.
     """
     created: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -67,7 +72,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     created[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                 module._parameters[name] = created[id(parameter)]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+            module._buffers[name] = None if buffer is None else buffer.to(buffer_device or device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._apply(lambda tensor: tensor, recurse=False)  # has FSDP look at its parameters again

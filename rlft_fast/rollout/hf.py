@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from transformers import (
     GenerationConfig,
@@ -18,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from rlft_fast.engine.wrap import gathered
 from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
 from rlft_fast.rollout.types import Completion, SamplingParams
 
@@ -64,7 +64,7 @@ class HFRollout:
         """
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with self.phase(), _generation_mode(self.model), _gathered(self.model):
+        with self.phase(), _generation_mode(self.model), gathered(self.model):
             for start in range(0, len(prompts), prompts_at_once):
                 flat = self._generate(prompts[start : start + prompts_at_once], params)
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
@@ -228,25 +228,6 @@ def _generation_mode(model: PolicyModel) -> Iterator[None]:
     finally:
         model.model.set_attn_implementation(packed_implementation(model.model.config))
         model.model.generation_config = defaults
-
-
-@contextmanager
-def _gathered(model: PolicyModel) -> Iterator[None]:
-    """Whole weights on every rank while generating, where they are sharded.
-
-    They are gathered once and not once per token, and no collective runs meanwhile: ranks may have different numbers
-    of prompts and stop at different lengths.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.reshard()
-            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the root's backward needs it at once
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import ensure_process_group, get_rank, get_world_size
+from rlft_fast.engine.distributed import ensure_process_group, get_local_world_size, get_rank, get_world_size
 from rlft_fast.engine.weight_sync import checksum
 
 _VERSIONS = "0.30 to 0.33; the tests run with 0.32"
@@ -52,6 +52,8 @@ def check_vllm(config: VLLMConfig, device: torch.device) -> None:
         )
     if config.transfer in ("ipc", "nccl") and device.type != "cuda":
         raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
+    if config.process == "separate" and device.type == "cuda":
+        _check_separate_gpus(config, transfer_backend(config, device), torch.cuda.device_count())
     if config.check_weights and config.process == "colocated" and get_world_size() == 1:
         raise ValueError(
             "rollout.vllm.check_weights compares what the processes hand to the vLLM inside them, and one process has "
@@ -61,6 +63,27 @@ def check_vllm(config: VLLMConfig, device: torch.device) -> None:
         raise ValueError(
             "rollout.vllm.check_weights needs to see the weights on arrival, which vLLM's own transfers do not show: "
             "leave it out, or use process: colocated"
+        )
+
+
+def transfer_backend(config: VLLMConfig, device: torch.device) -> str:
+    """How weights are sent to a separate process."""
+    if config.transfer != "auto":
+        return config.transfer
+    return "ipc" if device.type == "cuda" else "shared_memory"
+
+
+def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int) -> None:
+    size, trainers = config.tensor_parallel, get_local_world_size()
+    if transfer == "ipc" and size > 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {size}, but with transfer ipc a separate vLLM has the GPU of its trainer "
+            "alone: set it to 1, or use transfer: nccl or process: colocated"
+        )
+    if transfer == "nccl" and trainers * (1 + size) > num_gpus:
+        raise ValueError(
+            f"rollout.vllm.transfer nccl needs GPUs beside those that train, {trainers} x (1 + tensor_parallel {size}) "
+            f"on this machine, which has {num_gpus}: start fewer processes, or use transfer: ipc"
         )
 
 
@@ -124,12 +147,17 @@ class VLLMEngine:
         """
         with self.engine.eval_mode(), to_the_end(weights):
             if self.asleep:
-                self.llm.wake_up(["weights"])
+                self._wake("weights")
             yield
         if self.asleep:
-            self.llm.wake_up(["kv_cache"])
+            self._wake("kv_cache")
             self.asleep = False
         self.llm.reset_prefix_cache()
+
+    def _wake(self, part: str) -> None:
+        """Its memory comes from the device itself, of which torch still holds what the training has needed."""
+        torch.cuda.empty_cache()
+        self.llm.wake_up([part])
 
 
 class ColocatedEngine(VLLMEngine):
@@ -228,7 +256,7 @@ def renew_tied_heads(model: nn.Module) -> None:
 def _undisturbed() -> Iterator[None]:
     """Puts back what vLLM changes in its process on its start."""
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             yield
         finally:

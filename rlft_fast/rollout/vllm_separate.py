@@ -11,9 +11,9 @@ import torch
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import get_rank, get_world_size
+from rlft_fast.engine.distributed import get_local_world_size
 from rlft_fast.engine.weight_sync import checksum
-from rlft_fast.rollout.vllm_engine import VLLMEngine, start_llm
+from rlft_fast.rollout.vllm_engine import VLLMEngine, start_llm, transfer_backend
 
 
 class SeparateEngine(VLLMEngine):
@@ -27,7 +27,7 @@ class SeparateEngine(VLLMEngine):
 
     def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
         super().__init__(engine, config)
-        backend = _backend(config.vllm, engine.device)
+        backend = transfer_backend(config.vllm, engine.device)
         with _environment(_process_environment(engine.device, config.vllm, backend)):
             from vllm.config import WeightTransferConfig
 
@@ -109,12 +109,6 @@ class _Client:
         self.llm.finish_weight_update(weight_version or str(self.version))
 
 
-def _backend(config: VLLMConfig, device: torch.device) -> str:
-    if config.transfer != "auto":
-        return config.transfer
-    return "ipc" if device.type == "cuda" else "shared_memory"
-
-
 def _init_info(backend: str, config: VLLMConfig) -> Any:
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -131,16 +125,17 @@ def _init_info(backend: str, config: VLLMConfig) -> Any:
 
 
 def _process_environment(device: torch.device, config: VLLMConfig, backend: str) -> dict[str, str]:
-    """What vLLM's processes inherit: this process's threads, or their GPUs."""
-    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    """What vLLM's processes inherit: this process's threads, or their GPUs; but not torchrun's store."""
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if device.type == "cpu":
         threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
         binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all ranks' would share the same cores
         return common | {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": binding}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    local_rank = device.index or 0
     if backend == "ipc":  # the same GPU
-        return common | {"CUDA_VISIBLE_DEVICES": visible[device.index or 0]}
-    first = get_world_size() + get_rank() * config.tensor_parallel  # nccl: those after the trainers'
+        return common | {"CUDA_VISIBLE_DEVICES": visible[local_rank]}
+    first = get_local_world_size() + local_rank * config.tensor_parallel  # nccl: those after the machine's trainers'
     return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel])}
 
 

@@ -148,3 +148,17 @@ def test_other_numbers_of_processes_continue_alike(tiny_model, tmp_path):
     step(resumed, seed=3)
     torch.save(state_of(resumed), tmp_path / "three.pt")
     run_distributed(continue_on_four, 4, model, tmp_path)
+
+
+def save_apart(rank: int, model: Path, directory: Path) -> None:
+    manager = CheckpointManager(directory / f"machine_{rank}")
+    with pytest.raises(
+        CheckpointError, match=r"does not see actor/rank_00001\.safetensors.* on a disk that they share"
+    ):
+        manager.save(1, {"actor": make_engines(model)["actor"]}, {})
+    assert manager.latest() is None
+
+
+def test_machines_that_share_no_disk_are_told_so(tiny_model, tmp_path):
+    """At the first save, and not when the run is to be continued."""
+    run_distributed(save_apart, 2, tiny_model("llama"), tmp_path)

@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.wrap import find_units
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rollout import SamplingParams
+from rlft_fast.rollout.hf import HFRollout
 from tests.distributed import run_distributed
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 
@@ -66,6 +69,25 @@ def check(rank: int, path: Path) -> None:
     assert seen[0] == 1
     assert seen[1] > 1
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def check_after_a_rollout(rank: int, path: Path) -> None:
+    """Which keeps the weights gathered; afterwards units give theirs back as they did before."""
+    torch.set_num_threads(1)
+    batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
+    for reshards in (True, False):
+        engine = make_engine(path, max_tokens=1000, config={"reshard_after_forward": reshards})
+        gathers = []
+        for _ in range(2):
+            gathers.append(step(engine, batch)[1]["allgather_base"])
+            rollout = HFRollout(engine.model, load_tokenizer(path), 4)
+            rollout.generate([[1, 2, 3]], SamplingParams(n=2, max_new_tokens=2))
+        num_units = len(find_units(engine.model)) + 1
+        assert gathers == [2 * num_units - 2 if reshards else num_units] * 2
+
+
+def test_collectives_after_a_rollout(tiny_model):
+    run_distributed(check_after_a_rollout, 2, tiny_model("llama"))
 
 
 def test_collectives_of_a_step(tiny_model):

@@ -8,6 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from rlft_fast.engine.distributed import _local_gpu, leave_process_group
+from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 
@@ -64,3 +69,27 @@ def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
     assert "ValueError: no such reward" in results[1][1]
     for rank in (0, 2):
         assert "rank 1 ended with ValueError: no such reward" in results[rank][1]
+
+
+def check_abort(rank: int) -> None:
+    """Rank 1 fails on its own, and neither waits for the others nor lets them wait."""
+    if rank == 1:
+        leave_process_group(failed=True)
+        assert not dist.is_initialized()
+        return
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_process_that_fails_leaves_alone():
+    run_distributed(check_abort, 2)
+
+
+def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert _local_gpu(4) == 3
+    with pytest.raises(ValueError, match="LOCAL_RANK is 3, but this process sees 2 GPUs"):
+        _local_gpu(2)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
+        _local_gpu(2)

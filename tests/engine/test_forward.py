@@ -54,7 +54,7 @@ def test_inputs_and_outputs_are_at_the_active_positions(tiny_model):
     assert torch.equal(inputs.input_ids[0, inputs.active_index], batch.input_ids_T[inputs.output_index])
     assert torch.equal(inputs.position_ids[0, inputs.active_index], batch.position_ids_T[inputs.output_index])
     values = torch.arange(1.0, len(inputs.target) + 1)
-    outputs = prepare_model_outputs(values, batch, inputs)
+    outputs = prepare_model_outputs(values, batch, inputs.output_index)
     assert torch.equal(outputs[batch.loss_mask_T], values)
     assert not outputs[~batch.loss_mask_T].any()
 

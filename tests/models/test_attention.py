@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlft_fast.models import packed_attention
+from rlft_fast.models import attention, packed_attention
 from rlft_fast.models.attention import grouped_attention
 
 
@@ -99,6 +100,68 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window, soft
     torch.testing.assert_close(shared[:, prefix:], plain[:, behind], rtol=0, atol=1e-12)
     actual, wanted = (torch.autograd.grad(x.square().sum(), qkv) for x in (shared[:, prefix:], plain[:, behind]))
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_rows_are_taken_on_a_gpu_as_on_a_cpu():
+    """Values and gradients; row 2 three times, row 1 not at all."""
+    x = random_qkv([4], 3, 3, 5)[0].requires_grad_()
+    index = torch.tensor([2, 0, 2, 3, 2])
+    actual, wanted = attention._take_exactly(x, index), attention._take(x, index)
+    assert torch.equal(actual, wanted)
+    upstream = torch.arange(wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    (gradient,), (expected,) = (torch.autograd.grad(y, x, upstream) for y in (actual, wanted))
+    assert torch.equal(gradient, expected)
+
+
+def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa) -> Tensor:
+    """In place of torch's `varlen_attn`, which only GPUs have: takes what its kernel takes, and computes in float64."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    left, right = window_size
+    assert right == 0
+    outputs = []
+    for b in range(len(cu_q) - 1):
+        q_b, k_b, v_b = q[cu_q[b] : cu_q[b + 1]], k[cu_k[b] : cu_k[b + 1]], v[cu_k[b] : cu_k[b + 1]]
+        k_b, v_b = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k_b, v_b))
+        distance = torch.arange(len(k_b) - len(q_b), len(k_b))[:, None] - torch.arange(len(k_b))
+        seen = (distance >= 0) & (distance <= (left if left >= 0 else len(k_b)))
+        scores = scale * torch.einsum("qhd,khd->hqk", q_b, k_b)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v_b))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (12, 6), (6, 12), (20, 20)])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_widths_that_flash_attention_does_not_have_are_padded(head_dim, value_dim, window, scaling, monkeypatch):
+    lengths = [3, 1, 5]
+    query, key, _ = random_qkv(lengths, 4, 2, head_dim)
+    value = random_qkv(lengths, 4, 2, value_dim)[2]
+    wanted = run((query, key, value), lengths, scaling=scaling, sliding_window=window)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash_attention)
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda query: True)
+    actual = run((query, key, value), lengths, scaling=scaling, sliding_window=window)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+def test_flash_attention_runs_where_it_can(monkeypatch):
+    """Not in float32, which is the default of `compute_dtype`; not for wide heads, on older GPUs, or on CPUs."""
+    capability = {0: (8, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
+
+    def has_kernel(device: str, dtype: torch.dtype, head_dim: int) -> bool:
+        with FakeTensorMode():
+            return attention._has_varlen_kernel(torch.empty(1, 2, 3, head_dim, dtype=dtype, device=device))
+
+    assert has_kernel("cuda:0", torch.bfloat16, 256)
+    assert has_kernel("cuda:0", torch.float16, 20)
+    assert not has_kernel("cuda:0", torch.float32, 64)
+    assert not has_kernel("cuda:0", torch.bfloat16, 512)
+    assert not has_kernel("cuda:1", torch.bfloat16, 64)
+    assert not has_kernel("cpu", torch.bfloat16, 64)
 
 
 def test_refuses_what_it_cannot_do():

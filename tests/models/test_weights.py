@@ -74,6 +74,14 @@ def test_streamed_weights_are_those_of_transformers(folder):
     assert_same_state(model, folder)
 
 
+def test_buffers_are_where_the_model_computes():
+    """FSDP copies offloaded weights to the device, but not the buffers beside them."""
+    model = build(CONFIGS["llama"])
+    materialize(model, torch.device("cpu"), torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
 def test_converted_to_the_dtype_of_the_model(tmp_path):
     save_random(CONFIGS["llama"], tmp_path)
     model = build_on_meta(lambda: AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16))
