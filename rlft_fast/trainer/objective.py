@@ -163,13 +163,14 @@ class Objective:
         """Rewards per token and per sequence, both with the divergence where it is penalised in the reward."""
         assert batch.reward_B is not None
         config, kl_T = self.config, torch.zeros(batch.num_tokens)
-        penalized = bool(config.kl_coef) and config.kl_in == "reward"
-        if penalized:
+        if config.kl_coef and config.kl_in == "reward":
             assert batch.old_logprob_T is not None
             assert batch.ref_logprob_T is not None
             kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
         reward_T = reward_with_kl(batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef)
-        reward_B = segment_sum(reward_T, batch.cu_seqlens) if penalized else batch.reward_B
+        # From its own parts: a sequence without response tokens has a reward, though no token to carry it.
+        kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
+        reward_B = batch.reward_B - self._kl_coef * kl_B
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
 
     def _with_selection(self, batch: Batch, seed: int) -> Batch:

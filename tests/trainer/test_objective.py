@@ -71,6 +71,12 @@ def test_divergence_in_the_reward_of_sequences():
     assert found == pytest.approx([first, first, -first, -first, second, second, -second, -second], abs=1e-6)
 
 
+def test_an_empty_completion_keeps_its_reward_beside_the_divergence():
+    batch = Batch.from_samples([[1]] * 2, [[], [2, 3]], rewards=[1.0, 0.0], groups=[0, 0])
+    batch = batch.replace(old_logprob_T=torch.zeros(4), ref_logprob_T=torch.zeros(4))
+    assert advantages(batch, kl_coef=0.5, kl_in="reward", kl_estimator="k1") == [-0.5, -0.5]
+
+
 def test_coefficients_survive_as_json():
     config = AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=100, entropy_coef=0.01, entropy_target=0.5)
     objective, restored = Objective(config, 8), Objective(config, 8)
