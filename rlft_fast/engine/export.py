@@ -151,9 +151,8 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
     # float32 masters of bfloat16 weights are part of the optimizer's state.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
     engine = FSDPEngine(config.model, config.actor, num_training_steps=num_training_steps).initialize()
-    with torch.random.fork_rng(
-        [engine.device] if engine.device.type == "cuda" else []
-    ):  # loading restores the run's random states
+    gpus = [engine.device] if engine.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):  # loading restores the run's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"
     export_hf(engine, target, dtype=dtype, overwrite=output is None)
