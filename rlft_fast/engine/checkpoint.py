@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlft_fast.engine.content import Content, check_models, collect, restore
-from rlft_fast.engine.distributed import get_rank, get_world_size
+from rlft_fast.engine.distributed import collective_timeout, get_rank, get_world_size
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.manifest import FILE_NAME, find_damage, read_manifest, write_manifest
 from rlft_fast.engine.storage import REPLACED, TEMPORARY, Snapshot, publish, remove
@@ -247,7 +247,7 @@ class CheckpointManager:
 
     def _connect(self) -> None:
         if self._group is None and get_world_size() > 1:
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=collective_timeout()))
 
     def _together(self, function: Callable[[], T]) -> list[T]:
         """Calls the function on every rank; what each returned, in rank order. If one fails, all raise."""

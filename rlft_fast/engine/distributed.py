@@ -136,6 +136,17 @@ def require_agreement(what: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"the processes disagree on the {what}: {'; '.join(differences[:3])}. Give all the same")
 
 
+def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """How long collectives wait for the others, in a group or among all. None: the backend does not say.
+
+    Groups get it passed on: torch would give them its own default, whatever the whole has.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    backend: Any = group._get_backend(group._device_types[0])
+    return getattr(backend.options, "_timeout", None)
+
+
 _sequence_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -157,7 +168,7 @@ def sequence_group(size: int) -> dist.ProcessGroup | None:
     assert dist.group.WORLD is not None
     groups = _sequence_groups.setdefault(dist.group.WORLD, {})
     if size not in groups:
-        group, _ = dist.new_subgroups(size)
+        group, _ = dist.new_subgroups(size, timeout=collective_timeout())
         assert isinstance(group, dist.ProcessGroup)
         groups[size] = group
     return groups[size]

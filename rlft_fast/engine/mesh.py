@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlft_fast.engine.distributed import ensure_process_group, get_world_size
+from rlft_fast.engine.distributed import collective_timeout, ensure_process_group, get_world_size
 
 _USABLE = 0.6  # of the device's memory for a model's state; the rest is for activations, gathered weights and others
 
@@ -72,7 +72,11 @@ def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh
     if shard_size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // shard_size, shard_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    if timeout := collective_timeout():
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
 def shard_numel(shape: Sequence[int], shard_size: int) -> int:

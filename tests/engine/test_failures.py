@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlft_fast.engine.distributed import _local_gpu, leave_process_group
+from rlft_fast.engine import CheckpointManager
+from rlft_fast.engine.distributed import _local_gpu, collective_timeout, leave_process_group, sequence_group
+from rlft_fast.engine.mesh import device_mesh
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
@@ -93,3 +95,16 @@ def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
         _local_gpu(2)
+
+
+def check_timeouts(rank: int, directory: Path) -> None:
+    expected = collective_timeout()
+    assert expected != dist.default_pg_timeout
+    groups = [sequence_group(2), *device_mesh("cpu", shard_size=1).get_all_groups()]
+    manager = CheckpointManager(directory)
+    assert manager.load({}) is None
+    assert [collective_timeout(group) for group in (*groups, manager._group)] == [expected] * 4
+
+
+def test_all_groups_wait_as_long_as_the_whole(tmp_path):
+    run_distributed(check_timeouts, 2, tmp_path)
