@@ -106,6 +106,9 @@ def model_flops(shape: str, num_layers: int, batch: Batch) -> float:
 
 
 def measure(shape: str, max_tokens: int, rounds: int) -> dict[str, Any]:
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()  # of the model before, as is the peak
+        torch.cuda.reset_peak_memory_stats()
     config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16")
     if shape == "7B":
         config = config.model_copy(update={"activation_checkpointing": "selective"})
