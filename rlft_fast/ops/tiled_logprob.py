@@ -199,19 +199,24 @@ def _(hidden, weight, target, active_index, bias, inv_temperature, threshold, so
 
 
 def _save_for_recompute(ctx, inputs, output) -> None:
-    *tensors, _, ctx.return_entropy, _, _ = inputs
+    *tensors, _, _, _, _ = inputs
     tensors, ctx.options = tensors[:7], tensors[7:]
     _, entropy, *constants = output
     ctx.save_for_backward(*tensors, *constants[-2:], entropy)
     ctx.mark_non_differentiable(*constants)
+    ctx.set_materialize_grads(False)  # or backward is handed zeros of the size of the kept logits
 
 
 def _recompute_backward(ctx, grad_logprob, grad_entropy, *_):
+    if grad_logprob is None and grad_entropy is None:
+        return (None,) * 16
     *tensors, normalizer, kept, entropy = ctx.saved_tensors
+    if grad_logprob is None:
+        grad_logprob = torch.zeros_like(grad_entropy)
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
         *tensors, *ctx.options, normalizer, kept, entropy, grad_logprob.contiguous(),
-        grad_entropy.contiguous() if ctx.return_entropy else None, needs,
+        None if grad_entropy is None else grad_entropy.contiguous(), needs,
     )  # fmt: skip
     return scatter_gradients(grads, needs, num_inputs=16)
 
