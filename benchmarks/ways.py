@@ -93,15 +93,13 @@ def _active_index(target: Tensor) -> Tensor:
     return (target != IGNORE_INDEX).nonzero().squeeze(-1)
 
 
-def _ours(hidden: Tensor, weight: Tensor, target: Tensor, backend: str = "auto") -> Tensor:
-    return linear_logprob(hidden, weight, target, active_index=_active_index(target), backend=backend).logprob
+def _ours(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return linear_logprob(hidden, weight, target, active_index=_active_index(target), **options).logprob
 
 
 def _ours_keeping(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """In the memory of the logits, and of the tile that backward works in, which is less than a quarter of them."""
-    workspace_mib = 5 * target.shape[0] * weight.shape[0] // 2**20 + 1
-    how = {"active_index": _active_index(target), "workspace_mib": workspace_mib}
-    return linear_logprob(hidden, weight, target, **how).logprob
+    return _ours(hidden, weight, target, workspace_mib=5 * target.shape[0] * weight.shape[0] // 2**20 + 1)
 
 
 def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:

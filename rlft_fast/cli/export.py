@@ -15,15 +15,11 @@ def run(arguments: list[str]) -> int:
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")
     from rlft_fast.engine import export_run
-    from rlft_fast.engine.distributed import get_rank, init_distributed, leave_process_group
+    from rlft_fast.engine.distributed import get_rank, init_distributed, leaving_process_group
 
     init_distributed()
-    try:
+    with leaving_process_group():
         output = export_run(options.run, options.output, options.dtype)
         if get_rank() == 0:
             print(output)
-    except BaseException:
-        leave_process_group(failed=True)
-        raise
-    leave_process_group()
     return 0

@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         print(config.to_yaml(), end="")
         return 0
     from rlft_fast.engine import CheckpointManager
-    from rlft_fast.engine.distributed import leave_process_group
+    from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
 
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
@@ -36,12 +36,8 @@ def run(arguments: list[str]) -> int:
             "or set another output_dir, or delete the folder"
         )
     _check_memory(config)
-    try:
+    with leaving_process_group():
         train(config, resume=options.resume)
-    except BaseException:
-        leave_process_group(failed=True)
-        raise
-    leave_process_group()
     return 0
 
 

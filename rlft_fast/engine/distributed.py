@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,17 @@ def leave_process_group(failed: bool = False) -> None:
         end = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
         end()
         _let_gloo_finish()
+
+
+@contextlib.contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Leaves it at the end, as what happened inside asks for."""
+    try:
+        yield
+    except BaseException:
+        leave_process_group(failed=True)
+        raise
+    leave_process_group()
 
 
 def _let_gloo_finish() -> None:
@@ -113,6 +124,12 @@ def get_local_world_size() -> int:
 def get_device() -> torch.device:
     """This process's device: its GPU where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def forked_rng() -> contextlib.AbstractContextManager[None]:
+    """`torch.random.fork_rng` of the CPU and this process's device; by default it starts work on every GPU."""
+    device = get_device()
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def require_agreement(what: str, values: Mapping[str, Any]) -> None:

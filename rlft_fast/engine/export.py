@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager
-from rlft_fast.engine.distributed import all_reduce, get_rank
+from rlft_fast.engine.distributed import all_reduce, forked_rng, get_rank
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.storage import TEMPORARY, fsync, publish, write_text
 
@@ -151,8 +151,7 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
     # float32 masters of bfloat16 weights are part of the optimizer's state.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
     engine = FSDPEngine(config.model, config.actor, num_training_steps=num_training_steps).initialize()
-    gpus = [engine.device] if engine.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus):  # loading restores the run's random states
+    with forked_rng():  # loading restores the run's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"
     export_hf(engine, target, dtype=dtype, overwrite=output is None)

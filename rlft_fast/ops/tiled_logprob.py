@@ -52,14 +52,15 @@ from rlft_fast.ops.tiles import (
 # ---- forward only, and forward + recomputing backward ---------------------------------------------------------------
 
 
-def _forward_chunk(head: Head, rows: Rows, tiles: Tensor, sums: Sums) -> Stats:
-    """Statistics of one chunk, tile by tile, in (N, R, C) memory for N tiles, or for one after the other."""
+def _forward_chunk(head: Head, rows: Rows, columns: int, kept: Tensor, sums: Sums) -> Stats:
+    """Statistics of one chunk, tile by tile: in the memory of the kept logits, or one after the other in the same."""
     if head.backend == "triton_fused" and head.vocab:
         head.kernels.fused_stats(
             rows.hidden_RD, operand(head.weight_VD), rows.target_R, float_bias(head.bias_V), rows.inv_temperature,
             head.softcap, head.scale, *sums,
         )  # fmt: skip
         return sums.finish(head)
+    tiles = kept if kept.numel() else kept.new_empty(1, rows.hidden_RD.shape[0], columns)
     num_tiles, num_rows, columns = tiles.shape
     # One GEMM for forward and backward: errors of its rounding cancel in p - 1 only if they are the same ones.
     count = tiles.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
@@ -95,8 +96,8 @@ def _linear_logprob(
     for chunk in row_chunks(num_active, limit, hidden):
         index = active_index[chunk]
         rows = Rows.gather(hidden, target, inv_temperature, index, threshold)
-        tiles = kept if kept.numel() else kept.new_empty(1, index.shape[0], columns)
-        stats = _forward_chunk(head, rows, tiles, Sums.of_nothing(rows, return_entropy, return_sum_prob_squared))
+        sums = Sums.of_nothing(rows, return_entropy, return_sum_prob_squared)
+        stats = _forward_chunk(head, rows, columns, kept, sums)
         normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
         for result, values in zip(results, stats, strict=False):
             if values is not None and result.shape[0]:

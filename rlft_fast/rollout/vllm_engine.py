@@ -18,7 +18,13 @@ from torch import nn
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import ensure_process_group, get_local_world_size, get_rank, get_world_size
+from rlft_fast.engine.distributed import (
+    ensure_process_group,
+    forked_rng,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+)
 from rlft_fast.engine.weight_sync import checksum
 
 _VERSIONS = "0.30 to 0.33; the tests run with 0.32"
@@ -256,7 +262,7 @@ def renew_tied_heads(model: nn.Module) -> None:
 def _undisturbed() -> Iterator[None]:
     """Puts back what vLLM changes in its process on its start."""
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+    with forked_rng():
         try:
             yield
         finally:

@@ -50,6 +50,14 @@ def test_fused_forward_no_further_from_truth_than_pytorch(V):
     assert_no_further_from_truth(ours.entropy, eager.entropy, truth.entropy)
 
 
+def test_fused_forward_allocates_no_logits():
+    hidden, weight, target = on_device(*make_problem(67, 16, 2100)[:3])
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        triton_logprob(hidden, weight, target)
+    sizes = [event.device_memory_usage if DEVICE == "cuda" else event.cpu_memory_usage for event in profiler.events()]
+    assert 0 < max(sizes) < 4 * 67 * 1024  # half a tile
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_layout_does_not_matter(grad):
     hidden, weight, target = on_device(*make_problem(67, 100, 300)[:3])
