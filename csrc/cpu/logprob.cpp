@@ -110,10 +110,9 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 
 // ---- chunks --------------------------------------------------------------------------------------------------------
 //
-// A chunk holds the logits of all its rows over the whole vocabulary, so within 64 MiB it has few rows (341 at
-// V = 49152). A GEMM with few rows that all threads share packs its tile of the weight once per thread, and that takes
-// a tenth of its time. Here one thread takes a tile from end to end, GEMMs and all; inside a parallel region the
-// vendor's GEMM runs on one thread.
+// A chunk holds the logits of all its rows over the whole vocabulary, so it has few rows: some hundreds. A GEMM with few
+// rows that all threads share packs its tile of the weight once per thread, and that takes a tenth of its time. Here one
+// thread takes a tile from end to end, GEMMs and all; inside a parallel region the vendor's GEMM runs on one thread.
 
 // out (+)= a @ b. Below autograd, which the threads of a parallel region have switched on.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {

@@ -19,6 +19,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "multiversion.h"
 
@@ -30,12 +31,12 @@ constexpr int64_t kBlock = 31 * kLanes;   // columns transformed at once: 2 KiB,
 constexpr float kMinExponent = -87.0f;    // exp(-87) = 1.6e-38, the smallest normal float
 
 // exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
-// stays NaN: the comparisons are written so that NaN fails them.
-RLFT_INLINE float exp_nonpositive(float exponent) {
-  const float x = exponent < kMinExponent ? kMinExponent : exponent;
-  // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits: vectorises everywhere, defined for NaN.
-  const float shifted = x * 1.44269504088896341f + 12582912.0f;
-  const float n = shifted - 12582912.0f;
+// stays NaN: the comparison is written so that NaN fails it.
+RLFT_INLINE float exp_nonpositive(float x) {
+  // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits, here as a biased exponent.
+  constexpr float kRound = 12582912.0f + 127.0f;
+  const float shifted = x * 1.44269504088896341f + kRound;
+  const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -43,9 +44,9 @@ RLFT_INLINE float exp_nonpositive(float exponent) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float result = p * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) + 127) << 23);
-  return exponent < kMinExponent ? 0.0f : result;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return x < kMinExponent ? 0.0f : p * std::bit_cast<float>(std::bit_cast<uint32_t>(shifted) << 23);
 }
 
 // Writes the softmax's logits of columns [begin, begin + count) into out, and returns nothing else.
@@ -63,12 +64,48 @@ RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t beg
   }
 }
 
+// A vector for the compiler, which makes none of a loop as short as one over the lanes of a maximum. Handed on by
+// reference: how it is handed on by value depends on the architecture, of which there are several here.
+using Lanes [[gnu::vector_size(kLanes * sizeof(float))]] = float;
+
+struct Max {
+  RLFT_INLINE void operator()(Lanes& a, const Lanes& b) const { a = b > a ? b : a; }  // NaN in b: a
+};
+
+struct Add {
+  RLFT_INLINE void operator()(Lanes& a, const Lanes& b) const { a += b; }
+};
+
+// op over all lanes: of those half the lanes apart, then a quarter, and so on.
+template <class Op>
+RLFT_INLINE float reduce(const Lanes& lanes, const Op& op) {
+  Lanes x = lanes;
+  op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return x[0];
+}
+
 RLFT_INLINE float lane_sum(const float (&lanes)[kLanes]) {
-  float sum[kLanes];
-  for (int l = 0; l < kLanes; ++l) sum[l] = lanes[l];
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
-  return sum[0];
+  Lanes x;
+  std::memcpy(&x, lanes, sizeof(x));
+  return reduce(x, Add());
+}
+
+// Of a multiple of kLanes numbers, of which NaN are passed over. Two partial maxima, or each step would wait for the one
+// before.
+RLFT_INLINE float max_of(const float* x, int64_t count) {
+  Lanes even = Lanes{} + kMinusInf, odd = even, next;
+  for (int64_t j = 0; j < count; j += kLanes) {
+    std::memcpy(&next, x + j, sizeof(next));
+    Max()(even, next);
+    if ((j += kLanes) == count) break;
+    std::memcpy(&next, x + j, sizeof(next));
+    Max()(odd, next);
+  }
+  Max()(even, odd);
+  return reduce(even, Max());
 }
 
 struct RowStats {
@@ -92,14 +129,10 @@ struct RowStats {
 // Statistics of one block of logits, whose length is a multiple of kLanes (the caller pads with -inf).
 template <bool kEntropy, bool kSquares>
 RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
-  float lanes[kLanes], entropy_lanes[kLanes] = {}, square_lanes[kLanes] = {};
-  for (int l = 0; l < kLanes; ++l) lanes[l] = x[l];
-  for (int64_t j = kLanes; j < count; j += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] = x[j + l] > lanes[l] ? x[j + l] : lanes[l];
+  float lanes[kLanes] = {}, entropy_lanes[kLanes] = {}, square_lanes[kLanes] = {};
   RowStats stats;
-  for (int l = 0; l < kLanes; ++l) stats.max = std::max(stats.max, lanes[l]);
+  stats.max = max_of(x, count);
   const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
-  for (int l = 0; l < kLanes; ++l) lanes[l] = 0;
   for (int64_t j = 0; j < count; j += kLanes) {
     for (int l = 0; l < kLanes; ++l) {
       const float d = x[j + l] - shift;
