@@ -183,9 +183,9 @@ def linear_logprob_loss(
         active_index: see there.
         vocab_group: see there.
         backend: see there.
-        workspace_mib: see there; whole rows of logits must fit. None for 64 on the CPU; on a GPU for the
-            dlogits of all rows, or as much as the float32 accumulator of dweight takes that is then not needed, but no
-            less than a GiB.
+        workspace_mib: see there; whole rows of logits must fit. None on the CPU for the logits of 480
+            rows, but no less than 64; on a GPU for the dlogits of all rows, or as much as the float32 accumulator of
+            dweight takes that is then not needed, but no less than a GiB.
 
     Returns:
         ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlft_fast.ops.checks import check_losses, check_row_fits, check_shards
 from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
+    CPU_LOGIT_ROWS,
     GPU_LOGIT_ROWS,
     THREAD_TILE_COLUMNS,
     Gradients,
@@ -255,13 +256,14 @@ def _widest(weight: Tensor, shards: Tensor | None) -> int:
 
 
 def _default_workspace_mib(hidden: Tensor, vocab: int) -> int:
-    """On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare.
+    """On a CPU logits of as many rows as its GEMMs need to be fast, however large the vocabulary.
 
-    The accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these
-    would move it eleven times. So a GiB of dlogits there may be in any case.
+    On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare. The
+    accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these would
+    move it eleven times. So a GiB of dlogits there may be in any case.
     """
     if not hidden.is_cuda:
-        return 64
+        return max(-(-4 * CPU_LOGIT_ROWS * vocab // 2**20), 64)
     distance = padded_columns(vocab)
     chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
     grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
