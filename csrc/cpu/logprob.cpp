@@ -42,6 +42,19 @@ Tile chunk_tile(const Tile& whole, int64_t start, int64_t columns) {
   return tile;
 }
 
+std::vector<Tile> blocks_of(const Tile& tile) {
+  std::vector<Tile> blocks;
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    Tile block = tile;
+    block.logits += begin;
+    block.columns = std::min(kBlock, tile.columns - begin);
+    block.vocab_start += begin;
+    if (block.transform.bias != nullptr) block.transform.bias += begin;
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
 Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stride, const Tensor& target,
                int64_t vocab_start, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
                double scale) {
@@ -146,6 +159,7 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
                  double scale) {
   const int64_t rows = hidden.size(0);
   STD_TORCH_CHECK(logits.numel() >= rows * weight.size(0), "logits must have room for rows x vocabulary");
+  STD_TORCH_CHECK(tile_columns % kBlock == 0, "tiles must be multiples of ", kBlock, " columns, got ", tile_columns);
   return {hidden, weight, logits, tile_columns,
           make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
 }
@@ -156,18 +170,21 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
                           Tensor target_logit) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
-  std::vector<float> partial(kNumStats * tiles * rows, 0.0f);  // per tile: RowStats of all rows, number by number
+  const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
+  std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // per block: RowStats of all rows, number by number
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false);
-      float* own = partial.data() + kNumStats * i * rows;
-      std::fill_n(own, rows, kMinusInf);
-      const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr,
-                         sum_exp_squared ? own + 3 * rows : nullptr, mutable_float(target_logit)};
-      stats_rows(chunk.tile(i), out, 0, rows);
+      for (const Tile& block : blocks_of(chunk.tile(i))) {
+        float* own = partial.data() + kNumStats * (block.vocab_start / kBlock) * rows;
+        std::fill_n(own, rows, kMinusInf);
+        const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr,
+                           sum_exp_squared ? own + 3 * rows : nullptr, mutable_float(target_logit)};
+        stats_rows(block, out, 0, rows);
+      }
     }
   });
-  merge_tiles(partial.data(), tiles, rows,
+  merge_blocks(partial.data(), blocks, rows,
               {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
                mutable_float_or_null(sum_exp_squared), nullptr});
 }

@@ -9,6 +9,10 @@ namespace rlft {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr int64_t kNumStats = 4;  // numbers in a RowStats
+constexpr int kLanes = 16;        // independent partial sums: one AVX-512 register, two AVX2 ones
+// Columns that are summed up for themselves before they join a row's sums: 2 KiB, still in L1 from one loop over them to
+// the next. Tiles are whole blocks, so that all ways through the vocabulary add in one order.
+constexpr int64_t kBlock = 31 * kLanes;
 
 struct Transform {
   const float* bias;  // (C,) or null
@@ -47,8 +51,8 @@ void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t en
 void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_t end);
 void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end);
 
-// Statistics of whole rows from kNumStats numbers of each tile, in the order in which stats_rows meets them: the same
+// Statistics of whole rows from kNumStats numbers of each block, in the order in which stats_rows meets them: the same
 // bits.
-void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out);
+void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out);
 
 }  // namespace rlft

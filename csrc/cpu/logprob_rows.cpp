@@ -26,9 +26,7 @@
 namespace rlft {
 namespace {
 
-constexpr int kLanes = 16;                // independent partial sums: one AVX-512 register, two AVX2 ones
-constexpr int64_t kBlock = 31 * kLanes;   // columns transformed at once: 2 KiB, so they are still in L1 for the next loop
-constexpr float kMinExponent = -87.0f;    // exp(-87) = 1.6e-38, the smallest normal float
+constexpr float kMinExponent = -87.0f;  // exp(-87) = 1.6e-38, the smallest normal float
 
 // exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
 // stays NaN: the comparison is written so that NaN fails it.
@@ -181,10 +179,10 @@ RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t
   }
 }
 
-RLFT_MULTIVERSION void merge_tiles(const float* partial, int64_t tiles, int64_t rows, const StatsOut& out) {
+RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out) {
   for (int64_t r = 0; r < rows; ++r) {
     RowStats row;
-    for (int64_t i = 0; i < tiles; ++i) {
+    for (int64_t i = 0; i < blocks; ++i) {
       const float* own = partial + kNumStats * i * rows + r;
       row.merge({own[0], own[rows], own[2 * rows], own[3 * rows]});
     }

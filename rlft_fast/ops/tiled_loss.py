@@ -18,7 +18,6 @@ from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
     CPU_LOGIT_ROWS,
     GPU_LOGIT_ROWS,
-    THREAD_TILE_COLUMNS,
     Gradients,
     Head,
     Rows,
@@ -35,6 +34,7 @@ from rlft_fast.ops.tiles import (
     row_chunks,
     scatter_gradients,
     seen_rows,
+    thread_tile_columns,
 )
 
 loss_functions: dict[int, LossFunction] = {}  # an op's schema cannot carry a callable: it travels as a handle
@@ -113,8 +113,8 @@ class _ThreadTiles:
 
     def _problem(self, rows: Rows) -> tuple[Any, ...]:
         return (
-            rows.hidden_RD, self.head.weight_VD, self.logits, THREAD_TILE_COLUMNS, rows.target_R,
-            self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale,
+            rows.hidden_RD, self.head.weight_VD, self.logits, thread_tile_columns(len(rows.target_R)),
+            rows.target_R, self.head.bias_V, rows.inv_temperature, self.head.softcap, self.head.scale,
         )  # fmt: skip
 
 

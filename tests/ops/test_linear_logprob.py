@@ -189,13 +189,14 @@ def test_layout_does_not_matter(way):
         torch.testing.assert_close(constant, linear_logprob(hidden, weight, target).logprob)
 
 
-@pytest.mark.parametrize("workspace_mib", [1, 64])  # chunks of different numbers of rows in each path, and one chunk
-def test_same_bits_in_every_path_and_run(workspace_mib):
+# Chunks of different numbers of rows in each path, one chunk, and one of so many rows that threads take wider tiles.
+@pytest.mark.parametrize(("num_tokens", "workspace_mib"), [(333, 1), (333, 64), (1100, 64)])
+def test_same_bits_in_every_path_and_run(num_tokens, workspace_mib):
     """No grad, recomputing backward, frozen weight, loss: the same log-probabilities, so a ratio of exactly 1."""
     linear_logprob, linear_logprob_loss = (  # hides the imported ones
         partial(function, workspace_mib=workspace_mib) for function in (ops.linear_logprob, ops.linear_logprob_loss)
     )
-    hidden, weight, target, _ = make_problem(333, 64, 5003)
+    hidden, weight, target, _ = make_problem(num_tokens, 64, 5003)
     hidden.requires_grad_()
     trainable = weight.clone().requires_grad_()
     with torch.no_grad():
