@@ -138,6 +138,7 @@ def _load_liger_scaled() -> LogprobFunction:
 
 OURS = "rlft_fast"
 KEEPING = f"{OURS}, logits kept"
+ROOMY = f"{OURS}, half of the logits"  # at once in the loss, whose default on a CPU is far less and on a GPU more
 # Of these `auto` takes the faster one, on a GPU: see benchmarks/fastest.py.
 COMPARED_BACKENDS = ("native", "triton") if DEVICE.type == "cuda" else ()
 
@@ -170,9 +171,9 @@ def _logprob_loader(load: Callable[[], LogprobFunction]) -> Callable[[], Way]:
 # ---- the PPO loss -------------------------------------------------------------------------------------------------
 
 
-def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem, backend: str = "auto") -> Tensor:
+def _our_ppo(hidden: Tensor, weight: Tensor, problem: Problem, **options: Any) -> Tensor:
     per_token = (problem.old_logprob_T, problem.advantage_T)
-    how = {"active_index": _active_index(problem.target_T), "backend": backend}
+    how = {"active_index": _active_index(problem.target_T)} | options
     return linear_logprob_loss(hidden, weight, problem.target_T, ppo_clip, *per_token, **how).loss
 
 
@@ -207,8 +208,8 @@ def _load_liger_grpo() -> Way:
 # ---- the cross-entropy loss ---------------------------------------------------------------------------------------
 
 
-def _our_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
-    how = {"active_index": _active_index(problem.target_T)}
+def _our_cross_entropy(hidden: Tensor, weight: Tensor, problem: Problem, **options: Any) -> Tensor:
+    how = {"active_index": _active_index(problem.target_T)} | options
     return linear_logprob_loss(hidden, weight, problem.target_T, lambda logprob, _: -logprob, **how).loss
 
 
@@ -229,11 +230,19 @@ def _load_cut_cross_entropy_sum() -> Way:
     return lambda hidden, weight, problem: linear_cross_entropy(hidden, weight, problem.target_T, **options)
 
 
+def _with_room(way: Callable[..., Tensor]) -> dict[str, Callable[[], Way]]:
+    def roomy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+        return way(hidden, weight, problem, workspace_mib=2 * hidden.shape[0] * weight.shape[0] // 2**20 + 1)
+
+    return {ROOMY: lambda: roomy} if DEVICE.type == "cpu" else {}
+
+
 LOGPROB_WAYS: dict[str, Callable[[], Way]] = {n: _logprob_loader(load) for n, load in _LOGPROB_FUNCTIONS.items()}
 TRAINING_WAYS = LOGPROB_WAYS | {KEEPING: _logprob_loader(lambda: _ours_keeping)}
 PPO_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_ppo,
     **{backend_way(backend): partial(partial, _our_ppo, backend=backend) for backend in COMPARED_BACKENDS},
+    **_with_room(_our_ppo),
     "eager PyTorch": lambda: _ppo_of(_eager),
     "torch.compile": lambda: torch.compile(_ppo_of(_eager), dynamic=False),
     "cut-cross-entropy": lambda: _ppo_of(_load_cut_cross_entropy()),
@@ -242,6 +251,7 @@ PPO_WAYS: dict[str, Callable[[], Way]] = {
 }
 CROSS_ENTROPY_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_cross_entropy,
+    **_with_room(_our_cross_entropy),
     "eager PyTorch": lambda: _eager_cross_entropy,
     "F.linear_cross_entropy": lambda: _linear_cross_entropy(None),
     "F.linear_cross_entropy, chunked": lambda: _linear_cross_entropy(torch.nn.LinearCrossEntropyOptions()),

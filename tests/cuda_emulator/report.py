@@ -15,7 +15,7 @@ WAYS = {"rlft_fast", "rlft_fast, native", "rlft_fast, triton", "eager PyTorch"}
 BARS = {
     "no grad: time / floor", "forward + backward: time / floor", "frozen head: time / floor", "PPO loss: time / floor",
     "cross-entropy loss: time / floor", "PPO loss", "PPO loss: memory in all",
-    "PPO loss: fastest peer (eager PyTorch) / ours", "PPO loss: memory in all / that peer's",
+    "PPO loss: fastest peer (eager PyTorch) / rlft_fast", "PPO loss: memory in all of rlft_fast / that peer's",
     "forward + backward: half ignored / all", "PPO loss: half ignored / all",
     "backward: half of the gradient zero / all", "unpad: share of memcpy's bandwidth",
     "pad: share of memcpy's bandwidth", "norm of 2,000 gradients: share of memcpy's bandwidth",

@@ -17,7 +17,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("num_tokens", "workspace_mib"), [(300, 1), (300, 64), (1300, 64)])  # six chunks, one, a tall one
+@pytest.mark.parametrize(
+    ("num_tokens", "workspace_mib"), [(300, 1), (300, 64), (1300, 64)]
+)  # six chunks, one, a tall one
 def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, num_tokens, workspace_mib):
     hidden, weight, target, old, advantage = loss_problem(T=num_tokens, dtype=dtype)
     results = []
