@@ -28,8 +28,8 @@ GPU_TILE_COLUMNS = 16384
 _GPU_BLOCK = 8192
 _GPU_COLUMN_MULTIPLE = 2048
 _ALIGNED_COLUMNS = 64  # 128 bytes of bfloat16: a line of the cache, and more than TMA and any vector asks for
-# Rows of logits at a time in the loss. On a CPU, per row GEMMs of 128 rows take a quarter more than those of all rows, of
-# 336 a tenth, of 416 a twentieth, and more rows gain little: measured at (1024, 896, 151936) and (2048, 576, 49152).
+# Rows of logits at a time in the loss. On a CPU, GEMMs of 128 rows take a quarter longer per row than those of all, of
+# 336 rows a tenth, of 416 a twentieth, and more rows gain little: at (1024, 896, 151936) and (2048, 576, 49152).
 CPU_LOGIT_ROWS = 480
 # On a GPU enough for a full GEMM of the vocabulary, and little beside dlogits of all rows.
 GPU_LOGIT_ROWS = 512
