@@ -9,10 +9,9 @@ namespace rlft {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr int64_t kNumStats = 4;  // numbers in a RowStats
-constexpr int kLanes = 16;        // independent partial sums: one AVX-512 register, two AVX2 ones
 // Columns that are summed up for themselves before they join a row's sums: 2 KiB, still in L1 from one loop over them to
 // the next. Tiles are whole blocks, so that all ways through the vocabulary add in one order.
-constexpr int64_t kBlock = 31 * kLanes;
+constexpr int64_t kBlock = 496;
 
 struct Transform {
   const float* bias;  // (C,) or null

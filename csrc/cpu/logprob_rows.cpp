@@ -12,7 +12,7 @@
 //            g, h: upstream gradients of logprob and entropy
 //
 // Memory: a tile is read twice by stats (the second time from cache) and read and written once by grad.
-// Determinism: one row belongs to one thread and is summed in a fixed lane order, so same inputs give same bits.
+// Determinism: one row belongs to one thread and is summed in a fixed order, so same inputs give same bits.
 #include "logprob.h"
 
 #include <algorithm>
@@ -47,9 +47,21 @@ RLFT_INLINE float exp_nonpositive(float x) {
   return x < kMinExponent ? 0.0f : p * std::bit_cast<float>(std::bit_cast<uint32_t>(shifted) << 23);
 }
 
-// Writes the softmax's logits of columns [begin, begin + count) into out, and returns nothing else.
+// Cephes' polynomial near 0, where the quotient of exponentials would cancel; 1 ulp or so. NaN stays NaN.
+RLFT_INLINE float hyperbolic_tangent(float x) {
+  const float magnitude = std::fabs(x), square = x * x, e = exp_nonpositive(-2.0f * magnitude);
+  float p = -5.70498872745e-3f;
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const float small = p * square * x + x, large = std::copysign((1.0f - e) / (1.0f + e), x);
+  return magnitude < 0.625f ? small : large;
+}
+
+// Writes the softmax's logits of columns [begin, begin + count) into out, and -inf up to the end of the block.
 RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count, float inv_temperature,
-                                 float* out) {
+                                 float (&out)[kBlock]) {
   const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
   if (t.bias != nullptr) {
     for (int64_t j = 0; j < count; ++j) out[j] = (z[j] + t.bias[begin + j]) * factor;
@@ -58,52 +70,50 @@ RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t beg
   }
   if (t.softcap > 0) {
     const float cap = t.softcap * inv_temperature;
-    for (int64_t j = 0; j < count; ++j) out[j] = cap * std::tanh(out[j]);
+    for (int64_t j = 0; j < count; ++j) out[j] = cap * hyperbolic_tangent(out[j]);
   }
+  std::fill(out + count, out + kBlock, kMinusInf);
 }
 
-// A vector for the compiler, which makes none of a loop as short as one over the lanes of a maximum. Handed on by
-// reference: how it is handed on by value depends on the architecture, of which there are several here.
-using Lanes [[gnu::vector_size(kLanes * sizeof(float))]] = float;
+// Compilers vectorise loops whose iterations are independent, and reduce in vectors only what is written as vectors: of
+// 32 bytes, which AVX-512 has, too, and by reference, as each architecture hands on values in its own way.
+using Vector [[gnu::vector_size(32)]] = float;
 
 struct Max {
-  RLFT_INLINE void operator()(Lanes& a, const Lanes& b) const { a = b > a ? b : a; }  // NaN in b: a
+  static constexpr float kNeutral = kMinusInf;
+  RLFT_INLINE void operator()(Vector& a, const Vector& b) const { a = b > a ? b : a; }  // NaN in b: a
 };
 
 struct Add {
-  RLFT_INLINE void operator()(Lanes& a, const Lanes& b) const { a += b; }
+  static constexpr float kNeutral = 0;
+  RLFT_INLINE void operator()(Vector& a, const Vector& b) const { a += b; }
 };
 
-// op over all lanes: of those half the lanes apart, then a quarter, and so on.
+// op over a block, in four parts that need not wait for each other.
 template <class Op>
-RLFT_INLINE float reduce(const Lanes& lanes, const Op& op) {
-  Lanes x = lanes;
-  op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return x[0];
-}
-
-RLFT_INLINE float lane_sum(const float (&lanes)[kLanes]) {
-  Lanes x;
-  std::memcpy(&x, lanes, sizeof(x));
-  return reduce(x, Add());
-}
-
-// Of a multiple of kLanes numbers, of which NaN are passed over. Two partial maxima, or each step would wait for the one
-// before.
-RLFT_INLINE float max_of(const float* x, int64_t count) {
-  Lanes even = Lanes{} + kMinusInf, odd = even, next;
-  for (int64_t j = 0; j < count; j += kLanes) {
-    std::memcpy(&next, x + j, sizeof(next));
-    Max()(even, next);
-    if ((j += kLanes) == count) break;
-    std::memcpy(&next, x + j, sizeof(next));
-    Max()(odd, next);
+RLFT_INLINE float reduce(const float (&x)[kBlock], const Op& op) {
+  constexpr int64_t kStep = 32, kVector = 8;
+  static_assert(kBlock % kStep == 2 * kVector);
+  Vector parts[4], next;
+  for (Vector& part : parts) part = Vector{} + Op::kNeutral;
+  for (int64_t j = 0; j < kBlock - kStep; j += kStep) {
+    for (int64_t k = 0; k < 4; ++k) {
+      std::memcpy(&next, x + j + k * kVector, sizeof(next));
+      op(parts[k], next);
+    }
   }
-  Max()(even, odd);
-  return reduce(even, Max());
+  for (int64_t k = 0; k < 2; ++k) {
+    std::memcpy(&next, x + kBlock - (2 - k) * kVector, sizeof(next));
+    op(parts[k], next);
+  }
+  op(parts[0], parts[2]);
+  op(parts[1], parts[3]);
+  op(parts[0], parts[1]);
+  Vector y = parts[0];
+  op(y, __builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3));
+  op(y, __builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5));
+  op(y, __builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6));
+  return y[0];
 }
 
 struct RowStats {
@@ -124,25 +134,22 @@ struct RowStats {
   }
 };
 
-// Statistics of one block of logits, whose length is a multiple of kLanes (the caller pads with -inf).
+// Statistics of one block of logits, which is filled up with -inf.
 template <bool kEntropy, bool kSquares>
-RLFT_INLINE RowStats block_stats(const float* x, int64_t count) {
-  float lanes[kLanes] = {}, entropy_lanes[kLanes] = {}, square_lanes[kLanes] = {};
+RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
   RowStats stats;
-  stats.max = max_of(x, count);
+  stats.max = reduce(x, Max());
   const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
-  for (int64_t j = 0; j < count; j += kLanes) {
-    for (int l = 0; l < kLanes; ++l) {
-      const float d = x[j + l] - shift;
-      const float e = exp_nonpositive(d);
-      lanes[l] += e;
-      if (kEntropy) entropy_lanes[l] += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
-      if (kSquares) square_lanes[l] += e * e;
-    }
+  float terms[kBlock], shifted[kBlock], squares[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) {
+    const float d = x[j] - shift;
+    const float e = terms[j] = exp_nonpositive(d);
+    if (kEntropy) shifted[j] = e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
+    if (kSquares) squares[j] = e * e;
   }
-  stats.sum_exp = lane_sum(lanes);
-  if (kEntropy) stats.sum_exp_shift = lane_sum(entropy_lanes);
-  if (kSquares) stats.sum_exp_squared = lane_sum(square_lanes);
+  stats.sum_exp = reduce(terms, Add());
+  if (kEntropy) stats.sum_exp_shift = reduce(shifted, Add());
+  if (kSquares) stats.sum_exp_squared = reduce(squares, Add());
   return stats;
 }
 
@@ -157,10 +164,8 @@ RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     const int64_t count = std::min(kBlock, tile.columns - begin);
     transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
-    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
     if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
-    row.merge(block_stats<kEntropy, kSquares>(x, padded));
+    row.merge(block_stats<kEntropy, kSquares>(x));
   }
   out.max[i] = row.max;
   out.sum_exp[i] = row.sum_exp;
@@ -248,7 +253,7 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
   if (rescale != 1.0f) {
     for (int64_t d = 0; d < out.dim; ++d) accumulator[d] *= rescale;
   }
-  float x[kBlock], lanes[kLanes] = {};
+  float x[kBlock], sum_others = 0;
   const float* z = tile.logits + i * tile.stride;
   float* weights = tile.out + i * tile.stride;
   const Transform& t = tile.transform;
@@ -264,24 +269,19 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
       out.target_slope[i] = slope * (1.0f - u * u);
       x[target - begin] = kMinusInf;
     }
-    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-    for (int64_t j = count; j < padded; ++j) x[j] = kMinusInf;
-    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u)
-      for (int64_t j = 0; j < padded; ++j) {
-        const float e = exp_nonpositive(x[j] - shift), u = x[j] * inv_cap;
-        lanes[j % kLanes] += e;
-        if (j < count) weights[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
+    float terms[kBlock];
+    for (int64_t j = 0; j < kBlock; ++j) terms[j] = exp_nonpositive(x[j] - shift);
+    sum_others += reduce(terms, Add());
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u); at a logit of -inf u is no number
+      for (int64_t j = 0; j < count; ++j) {
+        const float e = terms[j], u = x[j] * inv_cap;
+        weights[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);
       }
     } else {
-      for (int64_t j = 0; j < padded; j += kLanes)
-        for (int l = 0; l < kLanes; ++l) {
-          x[j + l] = exp_nonpositive(x[j + l] - shift);
-          lanes[l] += x[j + l];
-        }
-      for (int64_t j = 0; j < count; ++j) weights[begin + j] = x[j] * slope;
+      for (int64_t j = 0; j < count; ++j) weights[begin + j] = terms[j] * slope;
     }
   }
-  out.sum_others[i] = out.sum_others[i] * rescale + lane_sum(lanes);
+  out.sum_others[i] = out.sum_others[i] * rescale + sum_others;
 }
 
 }  // namespace
