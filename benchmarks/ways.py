@@ -168,6 +168,40 @@ def _logprob_loader(load: Callable[[], LogprobFunction]) -> Callable[[], Way]:
     return loader
 
 
+# ---- entropy under a soft cap ---------------------------------------------------------------------------------------
+
+SOFTCAP = 30.0  # Gemma's
+
+
+def _our_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    how = {"active_index": _active_index(problem.target_T), "return_entropy": True, "softcap": SOFTCAP}
+    return torch.stack(linear_logprob(hidden, weight, problem.target_T, **how)[:2])
+
+
+def _eager_entropy(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+    log_p = torch.log_softmax(SOFTCAP * (hidden @ weight.T / SOFTCAP).tanh(), dim=-1)
+    logprob = log_p.gather(-1, problem.target_T.unsqueeze(-1)).squeeze(-1)
+    return torch.stack([logprob, -(log_p.exp() * log_p).sum(-1)])
+
+
+def _load_trl_entropy() -> Way:
+    import trl.trainer.utils as utils
+
+    def way(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
+        how = (1.0, utils._CHUNKED_LOGPROB_CHUNK_SIZE, SOFTCAP, 1.0, ("entropy",))
+        return torch.stack(utils._ChunkedLogProbFunction.apply(hidden, weight, None, problem.target_T, *how)[:2])
+
+    return way
+
+
+ENTROPY_WAYS: dict[str, Callable[[], Way]] = {
+    OURS: lambda: _our_entropy,
+    "eager PyTorch": lambda: _eager_entropy,
+    "torch.compile": lambda: torch.compile(_eager_entropy, dynamic=False),
+    "TRL chunked": _load_trl_entropy,
+}
+
+
 # ---- the PPO loss -------------------------------------------------------------------------------------------------
 
 
