@@ -1,6 +1,7 @@
 """Loading from local folders: what is loaded, and one clear error for every folder that cannot be used."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from transformers import (
     LlamaModel,
     MambaConfig,
     MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
 )
@@ -145,6 +148,29 @@ def test_more_weights_than_the_config_has(load, folder):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     with pytest.raises(ValueError, match=r"hold model\.layers\.2.* of different models"):
         load(folder)
+
+
+# One expert would otherwise be taken for all of them.
+@pytest.mark.parametrize("lost", [r"experts\.1\.", r"experts\.[1-3]\.", r"experts\.1\.w1", r"experts\..\.w1"])
+def test_missing_experts(lost, tmp_path):
+    MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not re.search(lost, name)}
+    assert len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"gate_up_proj (of shape .* instead of \(4, 32, 16\)|is made do not fit)"):
+        load_policy(tmp_path)
+
+
+def test_tied_weights_that_differ(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"hold a lm_head\.weight that is not model\.embed_tokens\.weight"):
+        load_policy(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_policy(folder).head.weight, weights["lm_head.weight"])
 
 
 def test_config_of_another_architecture(folder):
