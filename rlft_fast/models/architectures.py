@@ -87,11 +87,12 @@ def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
         ValueError: with the length up to which such a model can be packed.
     """
     config = backbone.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
-    if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
-        raise ValueError(
-            f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
-            f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit prompts "
-            "and completions to that"
-        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(ropes.get(layer_type) or {} for layer_type in _LAYER_TYPES)):  # of all layers, or of a type
+        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
+        if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
+                f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit "
+                "prompts and completions to that"
+            )

@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
@@ -26,7 +28,7 @@ from transformers import (
     NemotronForCausalLM,
 )
 
-from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer
+from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer, require_fixed_rope
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
@@ -224,6 +226,20 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class,
     model_class(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{model_class.__name__} .*{reason}.*: sequences cannot be packed"):
         load_policy(tmp_path)
+
+
+def test_rotary_embeddings_by_layer_type():
+    """Each type may have its own; here one of them changes for all sequences, once one is longer than 16."""
+    ropes = {"full_attention": {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
+    ropes = {kind: rope | {"rope_theta": 1e4} for kind, rope in ropes.items()}
+    backbone = Gemma3TextModel(
+        Gemma3TextConfig(**SMALL, head_dim=8, max_position_embeddings=16, rope_parameters=ropes, layer_types=[*ropes])
+    )  # fmt: skip
+    long, short = (backbone.rotary_emb(torch.zeros(1, n, 16), torch.arange(n)[None], "full_attention") for n in (17, 8))
+    assert not torch.equal(long[0][:, :8], short[0])
+    require_fixed_rope(backbone, 16)
+    with pytest.raises(ValueError, match=r"17 tokens, but the dynamic rotary embeddings of Gemma3TextModel .* 16"):
+        require_fixed_rope(backbone, 17)
 
 
 def test_a_critic_that_sees_later_tokens_is_refused(tmp_path):
