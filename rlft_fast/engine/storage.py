@@ -125,14 +125,13 @@ def write_text(path: Path, text: str) -> None:
     fsync(path)
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path, replaced: Path) -> None:
     """Gives a folder, whose files are durable, its final name. What had that name is complete until then.
 
-    A kill between the two renames leaves the older one beside it, with the suffix ``.old``.
+    A kill between the two renames leaves the older one under the name ``replaced``, which must be nobody else's.
     """
     for path in (*_folders(temporary), temporary):
         fsync(path)
-    replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
