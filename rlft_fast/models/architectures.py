@@ -44,7 +44,8 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or [])}
-    causal = {getattr(module, "is_causal", True) for name, module in model.named_modules() if "visual." not in name}
+    modules = [module for name, module in model.named_modules() if "visual." not in name]
+    causal = {getattr(module, "is_causal", True) for module in modules}
     reasons = {
         "is an encoder-decoder": model.config.is_encoder_decoder,
         "carries a recurrent state from token to token": model._is_stateful,
@@ -52,7 +53,10 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         "builds masks of its own (it has no flash attention)": not model._supports_flash_attn,
         f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
         "has a vision tower": hasattr(model.config, "vision_config") and model.config.model_type not in VISION_MODELS,
-        "lets tokens see later ones": causal != {True},
+        "lets tokens see later ones": causal != {True} or getattr(config, "is_causal", True) is False,
+        "counts positions from its padding token": any(
+            hasattr(x, "create_position_ids_from_input_ids") for x in modules
+        ),
         "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
     }
     found = [reason for reason, holds in reasons.items() if holds]

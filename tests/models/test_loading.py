@@ -19,6 +19,7 @@ from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     MambaConfig,
     MambaForCausalLM,
@@ -26,6 +27,8 @@ from transformers import (
     MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer, require_fixed_rope
@@ -211,6 +214,7 @@ SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_heads"} | {"is_decoder": True}
 
 
 @pytest.mark.parametrize(
@@ -220,6 +224,8 @@ SMALL = {
         (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
         (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "attention sinks"),
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
+        (LlamaForCausalLM, LlamaConfig(**SMALL, is_causal=False), "lets tokens see later ones"),
+        (RobertaForCausalLM, RobertaConfig(**ROBERTA), "counts positions from its padding token"),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class, config, reason):
