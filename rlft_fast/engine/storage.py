@@ -133,19 +133,20 @@ def publish(temporary: Path, final: Path, replaced: Path) -> None:
     for path in (*_folders(temporary), temporary):
         fsync(path)
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         os.rename(final, replaced)
     os.rename(temporary, final)
     fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; a kill meanwhile leaves it with the name of a temporary one."""
-    temporary = folder.with_name(folder.name + TEMPORARY)
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.rename(folder, temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Removes a folder, if there is one; a kill meanwhile leaves it with the name of a temporary one."""
+    if folder.exists():
+        temporary = folder.with_name(folder.name + TEMPORARY)
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.rename(folder, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:
