@@ -151,7 +151,7 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     _check_complete(folder, tied, sources)
     _check_tied(folder, tied, sources)
     _check_shapes(folder, targets, sources)
-    _check_extra(folder, model, extra)
+    _check_extra(folder, model, extra, [stored.key for source in sources.values() for _, stored in source.parts])
     return sources
 
 
@@ -193,11 +193,12 @@ def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _
         raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {_some(wrong)}")
 
 
-def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str]) -> None:
+def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: list[str]) -> None:
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()] + [_RECOMPUTED]
     extra = [key for key in extra if not any(pattern.search(key) for pattern in ignored)]
-    if model.base_model is model:  # a backbone may come from a model with a head
-        extra = [key for key in extra if key.startswith(f"{model.base_model_prefix}.")]
+    prefix = f"{model.base_model_prefix}."
+    if model.base_model is model and any(key.startswith(prefix) for key in used):  # it comes from a model with a head
+        extra = [key for key in extra if key.startswith(prefix)]
     if extra:
         raise ValueError(
             f"the weights in {folder} hold {_some(extra)}, for which the {type(model).__name__} of config.json has no "

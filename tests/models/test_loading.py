@@ -155,6 +155,14 @@ def test_more_weights_than_the_config_has(load, folder):
         load(folder)
 
 
+def test_more_weights_than_the_config_of_a_backbone_has(tmp_path):
+    LlamaModel(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"hold layers\.1.* of different models"):
+        load_critic(tmp_path)
+
+
 # One expert would otherwise be taken for all of them.
 @pytest.mark.parametrize("lost", [r"experts\.1\.", r"experts\.[1-3]\.", r"experts\.1\.w1", r"experts\..\.w1"])
 def test_missing_experts(lost, tmp_path):
