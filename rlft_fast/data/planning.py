@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -80,10 +82,11 @@ def plan_micro_batches(
         A plan in which every rank has equally many micro-batches, at least one.
 
     Raises:
-        TypeError: `lengths` are not integers.
+        TypeError: `lengths`, `max_tokens` or `world_size` are not integers.
         ValueError: a length below 1 or above `max_tokens`, or another argument out of range.
     """
     length_B = integer_array("lengths", lengths)
+    max_tokens, world_size = _integer("max_tokens", max_tokens), _integer("world_size", world_size)
     linear, quadratic = cost
     if max_tokens < 1 or world_size < 1:
         raise ValueError(f"max_tokens and world_size must be at least 1, got {max_tokens} and {world_size}")
@@ -94,6 +97,13 @@ def plan_micro_batches(
     check_lengths(length_B, max_tokens)
     indices, offsets = _planner.plan(length_B, max_tokens, world_size, linear, quadratic)
     return MicroBatchPlan(indices, offsets, world_size, (len(offsets) - 1) // world_size)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}: convert it with int()") from error
 
 
 def check_lengths(length_B: np.ndarray, max_tokens: int) -> None:

@@ -111,19 +111,26 @@ def _is_prompt(value: Any) -> bool:
 def _tokenize(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, list[int]]:
     """A prompt as the model reads it, as text and as tokens."""
     if isinstance(prompt, str) and not config.chat:
-        return prompt, tokenizer.encode(prompt)
+        return prompt, _encode(row, prompt, tokenizer, name)
     messages = prompt
     if isinstance(prompt, str):
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         messages = [*system, {"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (ValueError, TemplateError) as error:
+    except (ValueError, TypeError, LookupError, TemplateError) as error:  # contents that it does not expect
         raise ValueError(
             f"{name}: the tokenizer's chat template cannot be applied to row {row} (counted from 0): {error} "
             "(data.chat: false sends texts without a template)"
         ) from error
-    return text, tokenizer.encode(text, add_special_tokens=False)  # a template writes its special tokens itself
+    return text, _encode(row, text, tokenizer, name, add_special_tokens=False)  # a template writes them itself
+
+
+def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, **options: Any) -> list[int]:
+    try:
+        return tokenizer.encode(text, **options)
+    except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
+        raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {text!r}") from error
 
 
 def _read(source: str) -> list[dict[str, Any]]:
@@ -133,13 +140,16 @@ def _read(source: str) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the data {source}: {error}") from error
+        raise ValueError(
+            f"cannot read the data {source}: {error} (expected JSON lines in UTF-8, or a folder written by "
+            "datasets.save_to_disk)"
+        ) from error
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 within a text
         if line.strip():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also of numbers too long and lists too deep
                 raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{source}, line {number} must be a JSON object, got {type(row).__name__}")

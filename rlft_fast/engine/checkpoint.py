@@ -160,7 +160,7 @@ class CheckpointManager:
                     "folder, on a disk that they share"
                 )
             write_manifest(temporary, get_world_size(), models, files)
-            publish(temporary, final)
+            publish(temporary, final, final.with_name(final.name + REPLACED))
             self._damaged.discard(final.name)
             self._rotate(final)
 

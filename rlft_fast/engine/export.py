@@ -15,7 +15,7 @@ from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager
 from rlft_fast.engine.distributed import all_reduce, forked_rng, get_rank
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.engine.storage import TEMPORARY, fsync, publish, write_text
+from rlft_fast.engine.storage import REPLACED, TEMPORARY, fsync, publish, write_text
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 Dtype = Literal["float32", "bfloat16"]
@@ -50,11 +50,12 @@ def export_hf(
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists: choose another folder, or delete it")
     temporary = output.with_name(output.name + TEMPORARY)
+    replaced = output.with_name(temporary.name + REPLACED)  # a folder that ends in .old alone may be the user's own
     shards = _ShardWriter(temporary, max_shard_bytes)
     failure = _attempt(_copy_model_files, Path(engine.path), temporary, dtype)
     for name, tensor in engine.named_weights():  # to the end, whatever fails here: the other ranks gather with this one
         failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
-    failure = failure or _attempt(shards.finish) or _attempt(publish, temporary, output)
+    failure = failure or _attempt(shards.finish) or _attempt(publish, temporary, output, replaced)
     if all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure

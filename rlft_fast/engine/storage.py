@@ -125,28 +125,28 @@ def write_text(path: Path, text: str) -> None:
     fsync(path)
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path, replaced: Path) -> None:
     """Gives a folder, whose files are durable, its final name. What had that name is complete until then.
 
-    A kill between the two renames leaves the older one beside it, with the suffix ``.old``.
+    A kill between the two renames leaves the older one under the name ``replaced``, which must be nobody else's.
     """
     for path in (*_folders(temporary), temporary):
         fsync(path)
-    replaced = final.with_name(final.name + REPLACED)
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         os.rename(final, replaced)
     os.rename(temporary, final)
     fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; a kill meanwhile leaves it with the name of a temporary one."""
-    temporary = folder.with_name(folder.name + TEMPORARY)
-    shutil.rmtree(temporary, ignore_errors=True)
-    os.rename(folder, temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Removes a folder, if there is one; a kill meanwhile leaves it with the name of a temporary one."""
+    if folder.exists():
+        temporary = folder.with_name(folder.name + TEMPORARY)
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.rename(folder, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:

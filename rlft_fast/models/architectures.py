@@ -44,7 +44,8 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or [])}
-    causal = {getattr(module, "is_causal", True) for name, module in model.named_modules() if "visual." not in name}
+    modules = [module for name, module in model.named_modules() if "visual." not in name]
+    causal = {getattr(module, "is_causal", True) for module in modules}
     reasons = {
         "is an encoder-decoder": model.config.is_encoder_decoder,
         "carries a recurrent state from token to token": model._is_stateful,
@@ -52,7 +53,10 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         "builds masks of its own (it has no flash attention)": not model._supports_flash_attn,
         f"has layers of type {', '.join(sorted(types - _LAYER_TYPES))}": bool(types - _LAYER_TYPES),
         "has a vision tower": hasattr(model.config, "vision_config") and model.config.model_type not in VISION_MODELS,
-        "lets tokens see later ones": causal != {True},
+        "lets tokens see later ones": causal != {True} or getattr(config, "is_causal", True) is False,
+        "counts positions from its padding token": any(
+            hasattr(x, "create_position_ids_from_input_ids") for x in modules
+        ),
         "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
     }
     found = [reason for reason, holds in reasons.items() if holds]
@@ -87,11 +91,12 @@ def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
         ValueError: with the length up to which such a model can be packed.
     """
     config = backbone.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
-    if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
-        raise ValueError(
-            f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
-            f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit prompts "
-            "and completions to that"
-        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(ropes.get(layer_type) or {} for layer_type in _LAYER_TYPES)):  # of all layers, or of a type
+        limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", longest)
+        if rope.get("rope_type") in ("dynamic", "longrope") and longest > limit:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
+                f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit "
+                "prompts and completions to that"
+            )

@@ -33,7 +33,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
 
     Raises:
         ImportError: peft is missing.
-        ValueError: no layer of that name, or a head that is tied to the embedding, which would have to change with it.
+        ValueError: no linear layer of one of these names, or a head that is tied to the embedding, which would have to
+            change with it.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -56,11 +57,25 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
             raise ValueError(
                 f"lora.target_modules {targets} do not fit {type(model.pretrained).__name__}: {error}"
             ) from error
+        _check_adapted(model, [] if named == "all-linear" else targets)
     if _HEAD in target_modules and isinstance(model, PolicyModel):
         model.head.add_lora(rank, alpha)
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def _check_adapted(model: RLModel, targets: list[str]) -> None:
+    """Refuses what peft takes, but is not W x + s B A x, and names that it leaves out without a word."""
+    adapted = {name: layer for name, layer in model.pretrained.named_modules() if hasattr(layer, "base_layer")}
+    kind = type(model.pretrained).__name__
+    if unused := [x for x in targets if not any(f".{name}".endswith(f".{x}") for name in adapted)]:
+        raise ValueError(f"lora.target_modules has {', '.join(unused)}, but {kind} has no such layer: leave it out")
+    if other := [name for name, layer in adapted.items() if not isinstance(layer.base_layer, nn.Linear)]:
+        raise ValueError(
+            f"lora.target_modules {targets or 'all-linear'} would adapt {other[0]}, which in {kind} is no "
+            "torch.nn.Linear, and such adapters cannot be merged: name linear layers, or train the whole model"
+        )
 
 
 def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:

@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.initialization import no_init_weights
 
 _SHOWN = 3  # names in an error message
+_COMPARED_ROWS = 4096  # at a time
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
 
 
@@ -138,30 +139,48 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, _Source] = {}
     extra: list[str] = []
-    for stored in _stored(folder):
+    # Experts are put together in the order in which they come, and in a file experts.10 comes before experts.2.
+    for stored in sorted(_stored(folder), key=lambda stored: dot_natural_key(stored.key)):
         name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, targets)
         if name in targets:
             source = sources.setdefault(name, _Source(None if pattern is None else by_pattern[pattern]))
             source.parts.append((pattern or stored.key, stored))
         else:
             extra.append(stored.key)
-    _check_complete(folder, targets, sources)
+    tied = _tied(targets)
+    _check_complete(folder, tied, sources)
+    _check_tied(folder, tied, sources)
     _check_shapes(folder, targets, sources)
-    _check_extra(folder, model, extra)
+    _check_extra(folder, model, extra, [stored.key for source in sources.values() for _, stored in source.parts])
     return sources
 
 
-def _check_complete(folder: Path, targets: dict[str, Tensor], sources: dict[str, _Source]) -> None:
-    made = {name for first, source in sources.items() for name in source.names(first)}
-    tied: dict[int, list[str]] = {}
+def _tied(targets: dict[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor."""
+    names: dict[int, list[str]] = {}
     for name, tensor in targets.items():
-        tied.setdefault(id(tensor), []).append(name)
-    missing = [names[0] for names in tied.values() if made.isdisjoint(names)]  # of tied ones any is stored
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def _check_complete(folder: Path, tied: list[list[str]], sources: dict[str, _Source]) -> None:
+    made = {name for first, source in sources.items() for name in source.names(first)}
+    missing = [names[0] for names in tied if made.isdisjoint(names)]  # of tied ones any is stored
     if missing:
         raise ValueError(
             f"the weights in {folder} lack {_some(missing)}, which config.json asks for: they would be random; "
             "save or download the model again"
         )
+
+
+def _check_tied(folder: Path, tied: list[list[str]], sources: dict[str, _Source]) -> None:
+    for names in tied:
+        stored = [sources[name].parts[0][1] for name in names if name in sources]
+        if different := [other.key for other in stored[1:] if not _equal(stored[0], other)]:
+            raise ValueError(
+                f"the weights in {folder} hold a {different[0]} that is not {stored[0].key}, but by config.json they "
+                "are one: if the model was trained so, set tie_word_embeddings to false there"
+            )
 
 
 def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _Source]) -> None:
@@ -174,11 +193,12 @@ def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _
         raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {_some(wrong)}")
 
 
-def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str]) -> None:
+def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: list[str]) -> None:
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()] + [_RECOMPUTED]
     extra = [key for key in extra if not any(pattern.search(key) for pattern in ignored)]
-    if model.base_model is model:  # a backbone may come from a model with a head
-        extra = [key for key in extra if key.startswith(f"{model.base_model_prefix}.")]
+    prefix = f"{model.base_model_prefix}."
+    if model.base_model is model and any(key.startswith(prefix) for key in used):  # it comes from a model with a head
+        extra = [key for key in extra if key.startswith(prefix)]
     if extra:
         raise ValueError(
             f"the weights in {folder} hold {_some(extra)}, for which the {type(model).__name__} of config.json has no "
@@ -221,6 +241,15 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _equal(first: _Stored, other: _Stored) -> bool:
+    with safe_open(first.file, "pt") as files, safe_open(other.file, "pt") as other_files:
+        own, its = files.get_slice(first.key), other_files.get_slice(other.key)
+        return first.shape == other.shape and all(
+            torch.equal(own[row : row + _COMPARED_ROWS], its[row : row + _COMPARED_ROWS])
+            for row in range(0, first.shape[0], _COMPARED_ROWS)
+        )
+
+
 def _read(
     files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: dict[str, Tensor]
 ) -> None:
@@ -235,10 +264,19 @@ def _read(
     for pattern, stored in source.parts:
         read = partial(files[stored.file].get_tensor, stored.key)
         converter.add_tensor(first, stored.key, pattern, cast(Any, read))  # read when it converts
-    for name, whole in converter.convert(first, model=model, config=model.config).items():
+    folder = source.parts[0][1].file.parent
+    try:
+        made = converter.convert(first, model=model, config=model.config)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the weights in {folder} of which {first} is made do not fit together: {error}") from error
+    for name, whole in made.items():
         if name in targets:
+            whole = whole[0] if isinstance(whole, list) else whole
+            if whole.shape != targets[name].shape:  # some of its parts are missing, or of another model
+                shapes = f"{tuple(whole.shape)} instead of {tuple(targets[name].shape)}"
+                raise ValueError(f"the weights in {folder} make a {name} of shape {shapes}, which config.json asks for")
             local, region = local_part(targets[name])
-            local.copy_((whole[0] if isinstance(whole, list) else whole)[region])
+            local.copy_(whole[region])
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

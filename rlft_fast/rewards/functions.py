@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, cast
@@ -13,10 +14,13 @@ from rlft_fast.rewards.scoring import RewardFunction
 # A sign belongs to the number unless it stands behind a word, a digit or a bracket: 3-5 is a difference. Commas
 # count only where they separate thousands: 1,234 is one number, 1,2,3 are three.
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+\u2212])?"
-    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
-    r"(?:\.[0-9]+)?"
+    r"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])(?:\\?[$€£])?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
+    r"(?:\.[0-9]+)?)"
 )
+# Before a number that is only part of one: the 2 of 1/2, \frac{1}{2}, \sqrt{2}, 10^2, 10^{-2} and 1e-2.
+_PART = re.compile(r"(?:[0-9)}]\s{0,3}/\s{0,3}|\}\{|\\(?:sqrt|[dt]?frac)\{?|\^\{?|[0-9][eE][-+]?)$")
+_LONGEST_PART = 10  # characters
 
 
 def last_number(
@@ -28,8 +32,8 @@ def last_number(
 ) -> list[float | None]:
     """1.0 where the last number in the completion equals the answer, else 0.0.
 
-    Signs, decimals and thousands separators are understood and compared by value: 1,200.0 is 1200. Exponents and
-    fractions are not.
+    Signs, decimals and thousands separators are understood and compared by value: 1,200.0 is 1200. Fractions, roots,
+    powers and exponents are not: a text whose last number is part of one has none. `math_verify` reads them.
 
     Args:
         prompts: Not read.
@@ -198,8 +202,11 @@ def _number(answer: Any) -> Decimal | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
+    last = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
+    if last is None or _PART.search(text[max(last.start() - _LONGEST_PART, 0) : last.start()]):
+        return None
+    number = Decimal(last["digits"].replace(",", ""))
+    return number if last["sign"] in (None, "+") else number.copy_negate()  # unlike a minus, exact
 
 
 def _tagged_answer(completion: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import multiprocessing
+import os
 import queue
 import signal
 import warnings
@@ -16,6 +17,7 @@ from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import RewardError, compute_rewards
 
 _START_SECONDS = 120.0  # for imports, which are not the function's own time
+_SHOWN = 1000  # characters of an error
 
 
 class IsolatedReward:
@@ -107,8 +109,14 @@ class _Worker:
             if sample is not None:
                 self.connection.send(sample)
             if self.connection.poll(timeout_s):
-                return json.loads(self.connection.recv_bytes())
-            failure = f"no answer within {timeout_s:g} s"
+                answer = json.loads(self.connection.recv_bytes())
+                if isinstance(answer, dict):
+                    return answer
+                failure = "it wrote something that is no answer"
+            else:
+                failure = f"no answer within {timeout_s:g} s"
+        except ValueError:
+            failure = "it wrote something that is no answer"
         except (EOFError, OSError):
             self.process.join(1.0)
             failure = f"its process ended with exit code {self.process.exitcode}"
@@ -116,7 +124,11 @@ class _Worker:
         return {"failure": failure}
 
     def kill(self) -> None:
+        """Ends the process, and with it those that the function began."""
         self.is_usable = False
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it may not have come to have a group yet
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -124,6 +136,8 @@ class _Worker:
 
 def _serve(spec: str, connection: Connection) -> None:
     """The worker's main loop."""
+    os.setsid()  # a group of its own, of everything that a function may begin
+    pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the trainer finish its step, which needs rewards
     function = load_reward(spec)
     connection.send_bytes(b"{}")
@@ -132,7 +146,10 @@ def _serve(spec: str, connection: Connection) -> None:
             prompts, completions, completion_ids, columns = connection.recv()
         except EOFError:
             return
-        connection.send_bytes(json.dumps(_score(function, prompts, completions, completion_ids, columns)).encode())
+        answer = _score(function, prompts, completions, completion_ids, columns)
+        if os.getpid() != pid:  # forked by the function: a second answer would be taken for that to the next sample
+            os._exit(0)
+        connection.send_bytes(json.dumps(answer).encode())
 
 
 def _score(
@@ -141,4 +158,4 @@ def _score(
     try:
         return {"reward": compute_rewards(function, prompts, completions, ids, columns)[0]}
     except RewardError as error:
-        return {"failure": str(error)}
+        return {"failure": str(error)[:_SHOWN]}

@@ -54,7 +54,7 @@ def compute_rewards(
         ) from error
     values = _as_list(result, name, len(prompts))
     for i, value in enumerate(values):
-        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+        if value is not None and not _is_finite(value):
             raise RewardError(
                 f"reward function {name} returned {value!r} for sample {i} (prompt {_shorten(prompts[i])}, completion "
                 f"{_shorten(completions[i])}), expected a finite number, or None to leave the sample out"
@@ -118,6 +118,13 @@ def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
     if len(values) != num_samples:
         raise RewardError(f"reward function {name} returned {len(values)} rewards for {num_samples} samples")
     return list(values)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _name(function: RewardFunction) -> str:

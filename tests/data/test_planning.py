@@ -162,6 +162,8 @@ def test_plan_depends_on_the_arguments_alone():
         ({"lengths": [3, -4]}, ValueError, r"sequence 1 has length -4"),
         ({"lengths": [[3], [4]]}, ValueError, r"must be 1-D, got shape \(2, 1\)"),
         ({"lengths": [3.0, 4.0]}, TypeError, r"must be integers, got float64"),
+        ({"max_tokens": 4.5}, TypeError, r"max_tokens must be an integer, got 4\.5: convert it with int"),
+        ({"world_size": 2.0}, TypeError, r"world_size must be an integer, got 2\.0"),
         ({"max_tokens": 0}, ValueError, r"at least 1, got 0 and 1"),
         ({"world_size": 0}, ValueError, r"at least 1, got 10 and 0"),
         ({"cost": (0.0, 0.0)}, ValueError, r"not both 0"),

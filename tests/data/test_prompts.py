@@ -142,6 +142,9 @@ LONG = "x" * 65
             f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n', {},
             r"rows 1 \(counted from 0\) are longer than rollout.max_prompt_tokens=64 \(row 1 has 65 tokens\)",
         ),
+        ('{"prompt": "a"}\n{"prompt": "b \\ud83d"}\n', {}, r"row 1 .* is no text that can be tokenized: 'b \\ud83d'"),
+        ('{"prompt": "a", "x": ' + 200_000 * "[" + "\n", {}, "line 1 is not JSON: "),
+        (f'{{"prompt": "a", "x": {9999 * "1"}}}\n', {}, "line 1 is not JSON: Exceeds the limit"),
         ('{"prompt": "a"}\n', {"chat": True}, r"chat template cannot be applied to row 0 .*data.chat: false"),
     ],
 )  # fmt: skip
@@ -160,11 +163,19 @@ def test_a_template_that_refuses_a_row(tmp_path, chat_tokenizer):
         load(write(tmp_path, '{"prompt": "a"}\n'), chat_tokenizer, chat=True)
 
 
+@pytest.mark.parametrize("content", ["null", "5", '[{"type": "text", "text": "hi"}]'])
+def test_a_template_that_fails_at_a_row(content, tmp_path, chat_tokenizer):
+    path = write(tmp_path, f'{{"prompt": [{{"role": "user", "content": {content}}}]}}\n')
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] + ';' }}"
+    with pytest.raises(ValueError, match=r"cannot be applied to row 0 .*"):
+        load(path, chat_tokenizer)
+
+
 def test_unreadable_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"cannot read the data .*missing\.jsonl"):
         load(tmp_path / "missing.jsonl", tokenizer)
     (tmp_path / "latin").write_bytes('{"prompt": "\xe4"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"cannot read the data .*latin: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"cannot read the data .*latin: 'utf-8' codec .*expected JSON lines in UTF-8"):
         load(tmp_path / "latin", tokenizer)
 
 

@@ -1,5 +1,9 @@
 """Checkpoints that are damaged are left out by name, those of another model are refused with the differences."""
 
+import contextlib
+import itertools
+import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +13,7 @@ import torch
 
 from rlft_fast.engine import CheckpointError, CheckpointManager
 from tests.engine import reference
-from tests.engine.reference import make_engine, policy_loss, random_batch, state_of
+from tests.engine.reference import make_engine, names, policy_loss, random_batch, state_of
 from tests.tiny_models import save_tiny_model
 
 
@@ -104,3 +108,46 @@ def test_checkpoint_of_another_size(tiny_model, tmp_path):
         ValueError, match=r"shapes differ: \S+gate_proj\.weight is \[40, 32\] there and \[48, 32\] here, "
     ):
         CheckpointManager(tmp_path / "run").load({"actor": make_engine(tiny_model("llama"))})
+
+
+# ---- ended at any moment --------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing that the code could handle."""
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["replacing", "next"])
+def test_ended_at_any_moment(step, tiny_model, tmp_path, monkeypatch):
+    """Before each call that changes the disk: an intact checkpoint is there, and the next save clears up."""
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    calls_left: float = math.inf
+
+    def counted(function):
+        def call(*args, **options):
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left < 0:
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    for name in ("rename", "fsync", "unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    for moment in itertools.count():
+        calls_left = math.inf
+        directory = tmp_path / f"{moment}"
+        CheckpointManager(directory, max_num=1).save(1, engines, {"saved": 1})
+        calls_left = moment
+        with contextlib.suppress(Killed):
+            CheckpointManager(directory, max_num=1).save(step, engines, {"saved": 2})
+        is_done = calls_left >= 0
+        calls_left = math.inf
+        manager = CheckpointManager(directory, max_num=1)
+        assert manager.load(engines) in (({"saved": 2},) if is_done else ({"saved": 1}, {"saved": 2}))
+        manager.save(3, engines, {})
+        assert names(directory) == ["step_00000003"]
+        if is_done:
+            break
+    assert moment > 20

@@ -106,6 +106,15 @@ def test_a_folder_in_use_is_not_replaced(tiny_model, tmp_path):
     assert names(tmp_path / "mine") == ["thesis.tex"]
 
 
+def test_nothing_else_is_touched(tiny_model, tmp_path):
+    """Where a user has moved the folder of the last export aside."""
+    engine = make_engine(tiny_model("llama"))
+    (tmp_path / "hf.old").mkdir()
+    for _ in range(2):  # a new folder, and one that is replaced
+        export_hf(engine, tmp_path / "hf", overwrite=True)
+        assert names(tmp_path) == ["hf", "hf.old"]
+
+
 def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):
     engine = make_engine(tiny_model("llama"))
     export_hf(engine, tmp_path / "hf")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine, export_hf
@@ -116,12 +116,18 @@ def test_critic_with_adapters_trains_its_head_too(tiny_model):
     ("name", "targets", "message"),
     [
         ("llama", ["no_such_layer"], "do not fit LlamaForCausalLM"),
+        ("llama", ["q_proj", "proj"], "has proj, but LlamaForCausalLM has no such layer"),
+        ("llama", ["q_proj", "embed_tokens"], r"adapt model\.embed_tokens, .* is no torch\.nn\.Linear"),
+        ("gpt2", ["all-linear"], r"adapt transformer\.h\.0\.attn\.c_attn, .* is no torch\.nn\.Linear"),
         ("llama-tied", ["q_proj", "lm_head"], "tied to the embedding"),
     ],
 )
-def test_refused_by_name(name, targets, message, tiny_model):
+def test_refused_by_name(name, targets, message, tiny_model, tmp_path):
+    if name == "gpt2":  # its weights are (in, out)
+        GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    path = tmp_path if name == "gpt2" else tiny_model(name)
     with pytest.raises(ValueError, match=message):
-        make_engine(tiny_model(name), config={"lora": {"target_modules": targets}})
+        make_engine(path, config={"lora": {"target_modules": targets}})
 
 
 def test_engine_without_adapters_has_none_to_disable(tiny_model):

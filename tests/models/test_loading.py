@@ -1,6 +1,7 @@
 """Loading from local folders: what is loaded, and one clear error for every folder that cannot be used."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,19 +12,26 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     MambaConfig,
     MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
-from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer
+from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer, require_fixed_rope
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
@@ -147,6 +155,37 @@ def test_more_weights_than_the_config_has(load, folder):
         load(folder)
 
 
+def test_more_weights_than_the_config_of_a_backbone_has(tmp_path):
+    LlamaModel(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"hold layers\.1.* of different models"):
+        load_critic(tmp_path)
+
+
+# One expert would otherwise be taken for all of them.
+@pytest.mark.parametrize("lost", [r"experts\.1\.", r"experts\.[1-3]\.", r"experts\.1\.w1", r"experts\..\.w1"])
+def test_missing_experts(lost, tmp_path):
+    MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not re.search(lost, name)}
+    assert len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"gate_up_proj (of shape .* instead of \(4, 32, 16\)|is made do not fit)"):
+        load_policy(tmp_path)
+
+
+def test_tied_weights_that_differ(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"hold a lm_head\.weight that is not model\.embed_tokens\.weight"):
+        load_policy(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_policy(folder).head.weight, weights["lm_head.weight"])
+
+
 def test_config_of_another_architecture(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -183,6 +222,7 @@ SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_heads"} | {"is_decoder": True}
 
 
 @pytest.mark.parametrize(
@@ -192,12 +232,28 @@ SMALL = {
         (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
         (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "attention sinks"),
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
+        (LlamaForCausalLM, LlamaConfig(**SMALL, is_causal=False), "lets tokens see later ones"),
+        (RobertaForCausalLM, RobertaConfig(**ROBERTA), "counts positions from its padding token"),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class, config, reason):
     model_class(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{model_class.__name__} .*{reason}.*: sequences cannot be packed"):
         load_policy(tmp_path)
+
+
+def test_rotary_embeddings_by_layer_type():
+    """Each type may have its own; here one of them changes for all sequences, once one is longer than 16."""
+    ropes = {"full_attention": {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
+    ropes = {kind: rope | {"rope_theta": 1e4} for kind, rope in ropes.items()}
+    backbone = Gemma3TextModel(
+        Gemma3TextConfig(**SMALL, head_dim=8, max_position_embeddings=16, rope_parameters=ropes, layer_types=[*ropes])
+    )  # fmt: skip
+    long, short = (backbone.rotary_emb(torch.zeros(1, n, 16), torch.arange(n)[None], "full_attention") for n in (17, 8))
+    assert not torch.equal(long[0][:, :8], short[0])
+    require_fixed_rope(backbone, 16)
+    with pytest.raises(ValueError, match=r"17 tokens, but the dynamic rotary embeddings of Gemma3TextModel .* 16"):
+        require_fixed_rope(backbone, 17)
 
 
 def test_a_critic_that_sees_later_tokens_is_refused(tmp_path):

@@ -29,7 +29,7 @@ CONFIGS = {
     "tied": LlamaConfig(**TEXT, tie_word_embeddings=True),
     "gemma3": Gemma3TextConfig(**TEXT, head_dim=8),  # scales its embeddings by a buffer
     # Their files hold experts one by one, the models hold them in one tensor.
-    "qwen3-moe": Qwen3MoeConfig(**TEXT, **EXPERTS, num_experts=5, head_dim=8),
+    "qwen3-moe": Qwen3MoeConfig(**TEXT, **EXPERTS, num_experts=11, head_dim=8),  # experts.10 < experts.2 as text
     "deepseek": DeepseekV3Config(
         **(TEXT | {"num_key_value_heads": 4}), **EXPERTS, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8,
         kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,

@@ -1,6 +1,8 @@
 """Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
 
 import os
+import stat
+import subprocess
 import threading
 import time
 
@@ -16,12 +18,38 @@ def obey(prompts, completions, completion_ids, answer, **columns):
         raise KeyError("judge")
     if what == "none":
         return [None]
+    if what == "shout":
+        raise ValueError("a" * 1_000_000)
     return [len(what) + answer[0] + len(completion_ids[0]) / 10]
 
 
 def answer_and_exit(completions, **columns):
     threading.Timer(0.2, os._exit, [3]).start()
     return [1.0]
+
+
+def answer_twice(completions, **columns):
+    if completions == ["fork"] and os.fork() == 0:
+        time.sleep(0.2)
+        return [9.0]
+    return [1.0]
+
+
+def scribble(completions, **columns):
+    for descriptor in range(3, 32):
+        if os.path.exists(f"/dev/fd/{descriptor}") and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            os.write(descriptor, completions[0].encode())  # it is the pipe to the trainer
+    return [1.0]
+
+
+def start_others(completions, **columns):
+    """Begins one process that outlives the answer, and waits for one that outlives the time limit."""
+    for wait in (False, True):
+        child = subprocess.Popen(["sleep", "60"])
+        with open(completions[0], "a") as pids:
+            pids.write(f"{child.pid}\n")
+        if wait:
+            child.wait()
 
 
 def exit_for_sun(prompts, completion_ids, **columns):

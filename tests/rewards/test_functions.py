@@ -47,6 +47,22 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("", "0", 0.0),
         ("so 72", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
         ("1200", "1,200", 1.0),
+        ("-$5", "-5", 1.0),
+        ("-$5", "5", 0.0),
+        ("between $3-$5", "5", 1.0),
+        ("\u20135", "5", 0.0),
+        ("1/2", "2", 0.0),
+        ("(x + 1) / 2", "2", 0.0),
+        ("1/2 = 0.5", "0.5", 1.0),
+        ("at 60 km/h it takes 2", "2", 1.0),
+        (r"\boxed{\frac{1}{2}}", "2", 0.0),
+        (r"\frac12", "12", 0.0),
+        (r"\sqrt{2}", "2", 0.0),
+        ("10^2", "2", 0.0),
+        ("10^{-2}", "-2", 0.0),
+        ("1e5", "5", 0.0),
+        ("2.5E-3", "3", 0.0),
+        ("10^2 = 100", "100", 1.0),
     ],
 )
 def test_last_number(completion, answer, expected):
@@ -57,7 +73,7 @@ def test_last_number_scores_each_sample():
     assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("answer", ["seven", "", None, math.nan])  # the last two: what is missing in a data set
+@pytest.mark.parametrize("answer", ["seven", "", "1/2", None, math.nan])  # the last two: what is missing in a data set
 def test_last_number_refuses_an_answer_without_a_number(answer):
     with pytest.raises(ValueError, match=f"answer {answer!r} of sample 1 holds no number"):
         score(last_number, ["7", "7"], answer=["7", answer])

@@ -62,6 +62,47 @@ def test_a_worker_that_ends_between_two_questions_is_replaced(isolated):
         time.sleep(0.5)
 
 
+def test_a_process_that_a_function_forks_answers_nothing(isolated):
+    reward = isolated("answer_twice", timeout_s=5.0)
+    assert ask(reward, ["fork"]) == [1.0]
+    time.sleep(0.5)
+    assert ask(reward, ["a", "b"]) == [1.0, 1.0]
+
+
+def test_processes_that_a_function_starts_end_with_their_worker(isolated, tmp_path):
+    reward = isolated("start_others", timeout_s=2.0)
+    with pytest.warns(UserWarning, match="no answer within 2 s"):
+        assert ask(reward, [str(tmp_path / "pids")]) == [None]
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.perf_counter() + 5.0
+    while any(is_running(pid) for pid in pids) and time.perf_counter() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """What has ended may stay in the table until its new parent asks for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("text", ["\0\0\0\2[]", "\0\0\0\2zz"])  # messages of two bytes: a list, and no JSON
+def test_what_is_no_answer_costs_its_sample_alone(text, isolated):
+    reward = isolated("scribble", timeout_s=5.0)
+    with pytest.warns(UserWarning, match="wrote something that is no answer"):
+        assert ask(reward, [text]) == [None]
+    assert ask(reward, [""]) == [1.0]
+
+
+def test_a_long_error_is_shortened(isolated):
+    with pytest.warns(UserWarning, match="raised ValueError on a batch of 1 samples: aaa") as caught:
+        assert ask(isolated("obey", timeout_s=5.0), ["shout"]) == [None]
+    assert len(str(caught[0].message)) < 3000
+
+
 def test_an_unknown_function_is_refused():
     with pytest.raises(ValueError, match=r"has no function 'obeys' \(did you mean obey"):
         IsolatedReward(f"{HERE}:obeys", timeout_s=1.0)
