@@ -48,7 +48,7 @@ def loss(way: Way, problem: Problem) -> tuple[Tensor, ...]:
 Task = Callable[[Way, Problem], tuple[Tensor, ...]]
 TASKS: dict[str, tuple[Task, dict[str, Callable[[], Way]]]] = {
     "no grad": (no_grad, ways.LOGPROB_WAYS),
-    "entropy, soft cap": (no_grad, ways.ENTROPY_WAYS),
+    "entropy under a soft cap": (no_grad, ways.ENTROPY_WAYS),
     "forward + backward": (forward_backward, ways.TRAINING_WAYS),
     "frozen head": (frozen, ways.LOGPROB_WAYS),
     "PPO loss": (loss, ways.PPO_WAYS),

@@ -36,8 +36,8 @@ All variants run in one process on {threads} threads, interleaved: every round r
 peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
 four samples). {device_method} Extra memory is the peak of a variant's second run beyond what was allocated before and
 beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of its bare GEMMs, each walked in
-its fastest chunks into memory that is there already: for `no grad`, as for `entropy, soft cap`, logits; for `forward +
-backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen head` logits and dX;
+its fastest chunks into memory that is there already: for `no grad` and `entropy under a soft cap` logits; for `forward
++ backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen head` logits and dX;
 for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
@@ -56,7 +56,7 @@ DEVICE_METHOD = {
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
 FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
     "no grad": (1, 0, 0),
-    "entropy, soft cap": (1, 0, 0),
+    "entropy under a soft cap": (1, 0, 0),
     "forward + backward": (2, 1, 1),
     "frozen head": (1, 1, 0),
     "PPO loss": (1, 1, 1),
