@@ -62,11 +62,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(error: Exception) -> int:
-    from rlft_fast.config import ConfigError
-
     message = str(error) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        message += ": install rlft_fast with its dependencies (the ops alone need none but torch)"
     print("error: " + message.replace("\n", "\n       "), file=sys.stderr)
-    if isinstance(error, ConfigError):
+    config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
+    if config is not None and isinstance(error, config.ConfigError):
         return 2
     print("(rlft-fast --traceback COMMAND ... shows where it was raised)", file=sys.stderr)
     return 1

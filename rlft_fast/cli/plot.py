@@ -13,9 +13,11 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.output is None and len(options.runs) > 1:
         parser.error("several runs go into one picture: say where with --output FILE")
+    output = options.output or options.runs[0] / "curve.png"
+    if not output.suffix:
+        parser.error(f"--output {output} has no suffix that names the picture's format: png, svg or pdf")
     from rlft_fast.trainer.plot import plot_runs
 
-    output = options.output or options.runs[0] / "curve.png"
     plot_runs(options.runs, output)
     print(output)
     return 0

@@ -1,5 +1,6 @@
 import re
 from importlib import metadata
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ def report(capsys, monkeypatch) -> dict[str, tuple[str, str]]:
 def test_versions(report):
     for name in ("torch", "transformers"):
         assert report[name] == ("yes", metadata.version(name))
+
+
+def test_vllm_is_reported_whatever_its_distribution_is_called(report):
+    assert report["vllm"][0] == ("no" if find_spec("vllm") is None else "yes")
 
 
 def test_every_part_is_reported(report):

@@ -1,5 +1,6 @@
 """The program itself, in its own process: how fast it answers, what it loads, how it ends."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -110,3 +111,28 @@ def test_bench_reports_a_failed_benchmark(installed_without_source):
     folder.mkdir()
     (folder / "bench_sums.py").write_text("def test_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 4\n")
     assert run_cli("bench", cwd=installed_without_source).returncode == 1
+
+
+def test_a_missing_dependency_is_one_message(tmp_path):
+    """As with a wheel installed by --no-deps, which is enough for the ops."""
+    for name in ("pydantic", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for command, missing in (("train", "pydantic"), ("doctor", "rich")):
+        result = subprocess.run(
+            [sys.executable, "-m", "rlft_fast", command, "x.yaml"], env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"error: No module named '{missing}': ")
+        assert "Traceback" not in result.stderr
+
+
+# A folder, and a name to which matplotlib would add a suffix: neither is the file that would be written.
+@pytest.mark.parametrize("name", ["", "curve"])
+def test_plot_needs_the_name_of_a_picture(name, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plot", str(tmp_path), "--output", str(tmp_path / name)])
+    assert exit_info.value.code == 2
+    assert "has no suffix that names the picture's format" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

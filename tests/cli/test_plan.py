@@ -36,6 +36,19 @@ def test_plan_that_does_not_fit(config_file, capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])
+def test_a_machine_without_anything_is_wrong_usage(option, config_file, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plan", config_file, "--gpus", "2", "--memory", "1", option])
+    assert exit_info.value.code == 2
+    assert f"{option.partition('=')[0]} must be more than 0" in capsys.readouterr().err
+
+
+def test_nodes_that_do_not_divide_the_gpus_are_left_out(config_file, capsys):
+    assert main(["plan", config_file, "--gpus", "3", "--memory", "1", "--gpus-per-node", "2"]) == 0
+    assert capsys.readouterr().out.count("largest max_tokens") == 1
+
+
 def test_plan_takes_configuration_keys(config_file, capsys):
     main(["plan", config_file, "--gpus", "1", "--memory", "1", "--actor.max_tokens", "64"])
     assert "at most 16 micro-batches of 64 tokens" in capsys.readouterr().out
