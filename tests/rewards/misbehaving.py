@@ -36,9 +36,9 @@ def answer_twice(completions, **columns):
 
 
 def scribble(completions, **columns):
-    for descriptor in range(3, 32):
-        if os.path.exists(f"/dev/fd/{descriptor}") and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            os.write(descriptor, completions[0].encode())  # it is the pipe to the trainer
+    for name in os.listdir("/dev/fd"):
+        if os.path.exists(f"/dev/fd/{name}") and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+            os.write(int(name), completions[0].encode())  # it is the pipe to the trainer
     return [1.0]
 
 
