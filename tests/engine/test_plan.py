@@ -39,10 +39,8 @@ def full_batch(max_tokens: int, num_micro_batches: int) -> Batch:
     return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 9)
 
 
-def measured_bytes(engine: FSDPEngine, batch: Batch) -> int:
-    """The most that a step allocates on top of the weights and moments that are there before."""
-    assert engine.optimizer is not None
-    engine.optimizer.initialize_state()
+def peak_bytes(engine: FSDPEngine, batch: Batch) -> int:
+    """The most that a step allocates on top of what is there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.train_step(batch, PolicyLoss())
     live = peak = 0
@@ -50,6 +48,14 @@ def measured_bytes(engine: FSDPEngine, batch: Batch) -> int:
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
+    return peak
+
+
+def measured_bytes(engine: FSDPEngine, batch: Batch, steps: int = 1) -> int:
+    """The weights, the moments, and what a step allocates on top of them: the least of so many steps."""
+    assert engine.optimizer is not None
+    engine.optimizer.initialize_state()
+    peak = min(peak_bytes(engine, batch) for _ in range(steps))
     kept = [*engine.model.parameters(), *(t for state in engine.optimizer.state.values() for t in state.values())]
     return peak + sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in kept)
 
@@ -76,7 +82,10 @@ def compare(rank: int, path: Path, planned: list[int]) -> None:
     torch.set_num_threads(1)
     for (num_micro_batches, options), expected in zip(CASES, planned, strict=True):
         engine = FSDPEngine(str(path), sharded_config(options), num_training_steps=9).initialize()
-        assert expected == pytest.approx(measured_bytes(engine, full_batch(1024, 2 * num_micro_batches)), rel=TOLERANCE)
+        # gloo's threads drop a finished collective's tensors when the system next runs them. On a busy machine that is
+        # late, which adds to a step's peak and never takes away.
+        measured = measured_bytes(engine, full_batch(1024, 2 * num_micro_batches), steps=3)
+        assert expected == pytest.approx(measured, rel=TOLERANCE), (options, expected / measured)
 
 
 @pytest.mark.dist
