@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 requires_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 
@@ -23,3 +24,15 @@ def peak_mib(step: Callable[[], object]) -> float:
 def _peak_kib() -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1])
+
+
+def peak_allocated_bytes(step: Callable[[], object]) -> int:
+    """The most that ``step`` has from torch's CPU allocator, touched or not, beyond what is there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

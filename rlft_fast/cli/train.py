@@ -51,11 +51,12 @@ def _check_memory(config: Config) -> None:
     from rlft_fast.engine.plan import PlanError, check_memory, most_micro_batches, surely_fits
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    memory_bytes = device_memory(get_device())
-    if surely_fits(config.model, config.actor, world_size, memory_bytes):
+    device, steps = get_device(), most_micro_batches(config, world_size)
+    memory_bytes = device_memory(device)
+    if surely_fits(config.model, config.actor, world_size, memory_bytes, device.type):
         return
     try:
-        check_memory(config.model, config.actor, world_size, memory_bytes, most_micro_batches(config, world_size))
+        check_memory(config.model, config.actor, world_size, memory_bytes, steps, device.type)
     except PlanError as error:
         print(f"warning: it is not known whether the run fits into memory: {error}", file=sys.stderr)
 

@@ -5,6 +5,7 @@ tensors without data (`rlft_fast.engine.simulation`). Everything follows from ``
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,10 +18,10 @@ from rlft_fast.engine.mesh import resolve_shard_size, shard_numel
 from rlft_fast.engine.simulation import MemoryTracker, pretended_world, simulate_step
 from rlft_fast.engine.wrap import find_units
 from rlft_fast.models import PolicyModel
+from rlft_fast.ops.loss_memory import scratch_bytes
 
 USABLE = 0.9  # of a device's memory: the rest is the CUDA context, communication buffers, and holes between tensors
 _FLOAT = 4  # bytes: gradients, moments and masters are float32
-_GENEROUS_WORKSPACE_MIB = 256
 _FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # between which the largest cap is looked for
 
 
@@ -40,7 +41,8 @@ class EnginePlan:
         max_tokens: tokens of a micro-batch.
         memory: bytes by part. "gradients that wait" are those of the whole model, not yet reduced, between several
             micro-batches; "activations" what grows with the tokens; "gathered units" the weights and gradients of
-            units that are whole at that time, with their buffers; "logits workspace" is 0 where most is needed later.
+            units that are whole at that time, with their buffers; "logits workspace" what the head's loss takes for
+            itself, with the float32 sum of its weight's gradient, and 0 where most is needed at another time.
         sent: bytes that each rank sends in a step, where collectives run in rings.
     """
 
@@ -57,7 +59,9 @@ class EnginePlan:
         return sum(self.memory.values())
 
 
-def plan_engine(path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1) -> EnginePlan:
+def plan_engine(
+    path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1, device_type: str = "cuda"
+) -> EnginePlan:
     """Plans a policy that trains, on the mesh that the engine would make.
 
     To be called in a process that has joined no process group.
@@ -67,6 +71,7 @@ def plan_engine(path: str, config: EngineConfig, world_size: int, num_micro_batc
         config: of the engine.
         world_size: number of ranks.
         num_micro_batches: micro-batches of an optimizer step.
+        device_type: of the ranks, ``"cuda"`` or ``"cpu"``: how much the head's loss takes for itself depends on it.
 
     Raises:
         ValueError: the shard size does not divide the ranks, the folder cannot be used, or a group was joined.
@@ -78,6 +83,12 @@ def plan_engine(path: str, config: EngineConfig, world_size: int, num_micro_batc
         simulate(path, config, world_size, num_micro_batches, num_tokens)
         for num_tokens in (config.max_tokens, config.max_tokens // 2)
     )
+    scratch = loss_scratch_bytes(model, config, config.max_tokens, device_type)
+    peak, growth = whole.peak, whole.peak - half.peak
+    if whole.peak_at_operator + scratch > peak:
+        peak, growth = whole.peak_at_operator + scratch, whole.peak_at_operator - half.peak_at_operator
+    else:
+        scratch = 0
     wrapped = world_size > 1 or config.compute_dtype != "float32"
     waits = wrapped and num_micro_batches > 1 and not config.reduce_every_micro_batch
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -87,10 +98,10 @@ def plan_engine(path: str, config: EngineConfig, world_size: int, num_micro_batc
         "gradients": _FLOAT * local_numel(trained, shard_size),
         "gradients that wait": _FLOAT * local_numel(trained, 1) if waits else 0,
         "optimizer": (2 * _FLOAT + (_FLOAT if kept < _FLOAT else 0)) * local_numel(trained, shard_size),
-        "logits workspace": whole.peak_scratch,
-        "activations": 2 * (whole.peak - half.peak),
+        "logits workspace": scratch,
+        "activations": 2 * growth,
     }
-    rest = whole.peak - sum(memory.values())
+    rest = peak - sum(memory.values())
     memory["gradients"] += min(rest, 0)  # at the peak those of the first blocks may not be there yet
     memory["gathered units"] = max(rest, 0)
     return EnginePlan(
@@ -128,30 +139,50 @@ def simulate(
             ) from error
 
 
+def loss_scratch_bytes(model: PolicyModel, config: EngineConfig, num_tokens: int, device_type: str) -> int:
+    """What `linear_logprob_loss` takes for itself in a micro-batch, beside what `simulate` sees of it."""
+    vocab, dim = model.head.weight.shape
+    dtype, needs_dweight = getattr(torch, config.compute_dtype), model.head.weight.requires_grad
+    return scratch_bytes(num_tokens, dim, vocab, dtype, device_type, config.workspace_mib, needs_dweight)
+
+
 def largest_max_tokens(
-    path: str, config: EngineConfig, world_size: int, num_micro_batches: int, memory_bytes: float
+    path: str,
+    config: EngineConfig,
+    world_size: int,
+    num_micro_batches: int,
+    memory_bytes: float,
+    device_type: str = "cuda",
 ) -> int:
     """The largest token cap that fits into `USABLE` of a rank's memory; 0 if nothing does.
 
-    A step's peak is the largest of several needs that are each linear in the tokens, so it is convex in them: between
-    two numbers of tokens it lies below the chord, and where the chord meets the limit, the limit is kept.
+    What a step needs is the largest of several needs that are each linear in the tokens, but for the loss's scratch,
+    so it is convex in them: between two numbers of tokens it lies below the chord, and where that meets the limit, the
+    limit is kept.
     """
     limit = USABLE * memory_bytes
-
-    def peak(num_tokens: int) -> int:
-        return simulate(path, config, world_size, num_micro_batches, num_tokens).peak
-
+    model = build_model(path, config, "logprob", trains=True)
+    assert isinstance(model, PolicyModel)
     low, high = _FEWEST_TOKENS, _MOST_TOKENS
-    low_peak, high_peak = peak(low), peak(high)
-    if low_peak > limit or high_peak <= limit:
-        return 0 if low_peak > limit else high
+    at_low, at_high = (simulate(path, config, world_size, num_micro_batches, n) for n in (low, high))
+
+    def at_most(num_tokens: int) -> float:
+        share = (num_tokens - low) / (high - low)
+        anywhere = at_low.peak + share * (at_high.peak - at_low.peak)
+        in_loss = at_low.peak_at_operator + share * (at_high.peak_at_operator - at_low.peak_at_operator)
+        return max(anywhere, in_loss + loss_scratch_bytes(model, config, num_tokens, device_type))
+
     for _ in range(2):  # the second time from where the needs are those of large micro-batches
-        low += int((limit - low_peak) / (high_peak - low_peak) * (high - low))
-        low_peak = peak(low)
+        found = low - 1 + bisect_right(range(low, high + 1), limit, key=at_most)
+        if found < low:
+            return 0
+        if found == high:
+            return high
+        low, at_low = found, simulate(path, config, world_size, num_micro_batches, found)
     return low
 
 
-def surely_fits(path: str, config: EngineConfig, world_size: int, memory_bytes: float) -> bool:
+def surely_fits(path: str, config: EngineConfig, world_size: int, memory_bytes: float, device_type: str) -> bool:
     """Whether a rough estimate, meant to be too high, fits easily; then a plan, which takes seconds, tells nothing new.
 
     Args:
@@ -159,19 +190,26 @@ def surely_fits(path: str, config: EngineConfig, world_size: int, memory_bytes: 
         config: of the engine.
         world_size: number of ranks.
         memory_bytes: of each rank's device.
+        device_type: of the ranks.
     """
     model = build_model(path, config, "logprob", trains=True)
+    assert isinstance(model, PolicyModel)
     text = model.pretrained.config.get_text_config()
     per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     activations = config.max_tokens * text.num_hidden_layers * per_block * getattr(torch, config.compute_dtype).itemsize
     whole_gradients = 2 * _FLOAT * local_numel(model.parameters(), 1) if world_size > 1 else 0
     state = state_bytes(model, config, trains=True)  # if nothing is sharded
-    workspace = 4 * (config.workspace_mib or _GENEROUS_WORKSPACE_MIB) * 2**20
-    return activations + whole_gradients + state + workspace <= USABLE * memory_bytes
+    scratch = loss_scratch_bytes(model, config, config.max_tokens, device_type)
+    return activations + whole_gradients + state + scratch <= USABLE * memory_bytes
 
 
 def check_memory(
-    path: str, config: EngineConfig, world_size: int, memory_bytes: float, num_micro_batches: int = 1
+    path: str,
+    config: EngineConfig,
+    world_size: int,
+    memory_bytes: float,
+    num_micro_batches: int = 1,
+    device_type: str = "cuda",
 ) -> EnginePlan:
     """To be called before a run, and before its process group is joined: does the token cap fit?
 
@@ -181,6 +219,7 @@ def check_memory(
         world_size: number of ranks.
         memory_bytes: of each rank's device, see `rlft_fast.engine.mesh.device_memory`.
         num_micro_batches: micro-batches of an optimizer step.
+        device_type: of the ranks.
 
     Returns:
         The plan.
@@ -188,10 +227,10 @@ def check_memory(
     Raises:
         ValueError: it needs more than `USABLE` of the memory; with the numbers, and the largest cap that fits.
     """
-    plan = plan_engine(path, config, world_size, num_micro_batches)
+    plan = plan_engine(path, config, world_size, num_micro_batches, device_type)
     if plan.total_bytes <= USABLE * memory_bytes:
         return plan
-    largest = largest_max_tokens(path, config, world_size, num_micro_batches, memory_bytes)
+    largest = largest_max_tokens(path, config, world_size, num_micro_batches, memory_bytes, device_type)
     advice = f"lower max_tokens to {largest}" if largest else "use more ranks, or a larger shard_size"
     if not largest and plan.memory["gradients that wait"]:
         advice += ", or set reduce_every_micro_batch"

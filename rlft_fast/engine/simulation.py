@@ -28,25 +28,24 @@ from rlft_fast.models.weights import materialize
 from rlft_fast.rl import PolicyLoss
 
 WHOLE_SEQUENCE = "rlft_whole_sequence"
-_WORKSPACE_MIB = 256  # of logits, where the configuration leaves it to the shapes
 
 
 class MemoryTracker(TorchDispatchMode):
     """Follows the bytes of all storages that operators create while it is active; works on fake tensors, too.
 
     Args:
-        scratch: for an operator's namespace, bytes that each of its calls takes and gives back unseen.
+        operator: the name of one, ``namespace::name``, that takes memory of its own unseen.
 
     Attributes:
         live: bytes that are there now.
         peak: the most there were.
-        peak_scratch: what of it was an operator's scratch.
+        peak_at_operator: the most there were when a call of the operator ended, its results among them.
     """
 
-    def __init__(self, scratch: dict[str, int] | None = None) -> None:
+    def __init__(self, operator: str) -> None:
         super().__init__()
-        self.scratch = scratch or {}
-        self.live = self.peak = self.peak_scratch = 0
+        self.operator = operator
+        self.live = self.peak = self.peak_at_operator = 0
         self._sizes: dict[int, int] = {}
 
     def __enter__(self):
@@ -70,9 +69,9 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 self._follow(tensor.untyped_storage())
-        scratch = self.scratch.get(func.namespace, 0)
-        if self.live + scratch > self.peak:
-            self.peak, self.peak_scratch = self.live + scratch, scratch
+        self.peak = max(self.peak, self.live)
+        if func.name() == self.operator:
+            self.peak_at_operator = max(self.peak_at_operator, self.live)
         return outputs
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -122,6 +121,8 @@ def pretended_world(world_size: int) -> Iterator[None]:
 def simulate_step(path: str, config: EngineConfig, num_tokens: int, num_micro_batches: int) -> MemoryTracker:
     """Rank 0's memory during `FSDPEngine.train_step`, by the code that builds, shards and runs its model.
 
+    The operator whose own memory is not in it is `linear_logprob_loss`.
+
     Args:
         path: folder with the model's ``config.json``.
         config: of the engine.
@@ -131,9 +132,8 @@ def simulate_step(path: str, config: EngineConfig, num_tokens: int, num_micro_ba
     device = torch.device("cpu")
     model = build_model(path, config.model_copy(update={"compile": False}), "logprob", trains=True)
     assert isinstance(model, PolicyModel)
-    scratch = logits_bytes(model, config)
     shard(model, config, device, trains=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker({"rlft_fast": scratch}) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker("rlft_fast::linear_logprob_loss") as tracker:
         materialize(model, device)
         model.pretrained.set_attn_implementation(WHOLE_SEQUENCE)
         optimizer = build_optimizer(model.parameters(), config.optimizer)
@@ -143,12 +143,6 @@ def simulate_step(path: str, config: EngineConfig, num_tokens: int, num_micro_ba
                 model.set_requires_gradient_sync(config.reduce_every_micro_batch or i == 0)
             forward_backward(model, num_tokens)
     return tracker
-
-
-def logits_bytes(model: PolicyModel, config: EngineConfig) -> int:
-    """The workspace of the head, and the float32 sum of its weight's gradient where the weight is smaller."""
-    workspace = (config.workspace_mib or _WORKSPACE_MIB) * 2**20
-    return workspace + (4 * model.head.weight.numel() if config.compute_dtype != "float32" else 0)
 
 
 def forward_backward(model: PolicyModel, num_tokens: int) -> None:

@@ -93,7 +93,7 @@ def _linear_logprob(
     kept = in_huge_pages(_kept_logits(hidden, weight, active_index, workspace_mib, keep_logits))
     if backend == "triton_fused" or kept.numel():
         limit = max(num_active, 1)
-    for chunk in row_chunks(num_active, limit, hidden):
+    for chunk in row_chunks(num_active, limit, hidden.device.type):
         index = active_index[chunk]
         rows = Rows.gather(hidden, target, inv_temperature, index, threshold)
         sums = Sums.of_nothing(rows, return_entropy, return_sum_prob_squared)
@@ -241,7 +241,7 @@ def _linear_logprob_frozen(
     jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
     num_active = active_index.shape[0]
     limit, columns = tile_shape(num_active, hidden, workspace_mib * 4 // Tile.bytes_per_logit(hidden))
-    for chunk in row_chunks(num_active, limit, hidden):
+    for chunk in row_chunks(num_active, limit, hidden.device.type):
         index = active_index[chunk]
         rows = Rows.gather(hidden, target, inv_temperature, index)
         sums = Sums.of_nothing(rows)

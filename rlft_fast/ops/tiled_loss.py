@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops.checks import check_losses, check_row_fits, check_shards
+from rlft_fast.ops.loss_memory import default_workspace_mib, group_limits
 from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
-    CPU_LOGIT_ROWS,
-    GPU_LOGIT_ROWS,
     Gradients,
     Head,
     Rows,
@@ -86,8 +85,8 @@ class _ThreadTiles:
         self, head: Head, grads: Gradients, hidden: Tensor, num_rows: int, workspace_mib: int, widest: int
     ) -> None:
         self.head, self.grads = head, grads
-        limit = rounded_rows(workspace_mib * 2**20 // (4 * widest), hidden)
-        self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(num_rows, limit, hidden)]
+        limit = rounded_rows(workspace_mib * 2**20 // (4 * widest), "cpu")
+        self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(num_rows, limit, "cpu")]
         self.logits = in_huge_pages(hidden.new_empty(min(limit, num_rows) * head.vocab, dtype=torch.float32))
         self.sums = grads.accumulators(in_float=True)
 
@@ -129,14 +128,14 @@ class _LargeGemms:
     ) -> None:
         self.head, self.grads = head, grads
         self.weight = operand(head.weight_VD)
-        distance = padded_columns(head.vocab)
-        limit, group_limit = self._limits(hidden, workspace_mib * 2**20 // padded_columns(widest))
+        distance, device_type = padded_columns(head.vocab), hidden.device.type
+        limit, group_limit = group_limits(widest, self.weight.dtype, device_type, workspace_mib)
         self.groups = [
             [
                 _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
-                for rows in row_chunks(group.stop - group.start, limit, hidden)
+                for rows in row_chunks(group.stop - group.start, limit, device_type)
             ]
-            for group in row_chunks(num_rows, group_limit, hidden)
+            for group in row_chunks(num_rows, group_limit, device_type)
         ]
         memory = hidden.new_empty(min(group_limit, num_rows), distance, dtype=self.weight.dtype)
         self.grad_logits = memory[:, : head.vocab]
@@ -146,15 +145,6 @@ class _LargeGemms:
             self.logits = memory[:, : head.vocab]
         self.unseen = hidden.new_empty(min(group_limit, num_rows), dtype=torch.bool)
         self.sums = grads.accumulators(in_float=len(self.groups) > 1)
-
-    def _limits(self, like: Tensor, column_bytes: int) -> tuple[int, int]:
-        """Most rows of a chunk and of a group, in so many bytes per column."""
-        if self.weight.dtype == torch.float32:
-            limit = rounded_rows(column_bytes // 4, like)
-            return limit, limit
-        size = self.weight.dtype.itemsize
-        limit = rounded_rows(min(column_bytes // (4 + size), GPU_LOGIT_ROWS), like)
-        return limit, max((column_bytes - 4 * limit) // (size * limit), 1) * limit
 
     def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
         logits, _ = self._memory(chunk)
@@ -211,7 +201,8 @@ def _linear_logprob_loss(
     """
     hidden = hidden.detach()
     widest = _widest(weight, shards)
-    workspace_mib = _default_workspace_mib(hidden, widest) if workspace_mib is None else workspace_mib
+    if workspace_mib is None:
+        workspace_mib = default_workspace_mib(*hidden.shape, widest, hidden.dtype, hidden.device.type)
     check_row_fits(widest, workspace_mib)
     head = Head(weight.detach(), float_bias(bias), softcap, scale, backend, group)
     grads = Gradients.allocate(hidden, weight, bias, needs_grad)
@@ -253,21 +244,6 @@ def _widest(weight: Tensor, shards: Tensor | None) -> int:
     shapes = shards.tolist()
     check_shards(shapes)
     return max(vocab for vocab, *_ in shapes)
-
-
-def _default_workspace_mib(hidden: Tensor, vocab: int) -> int:
-    """On a CPU logits of as many rows as its GEMMs need to be fast, however large the vocabulary.
-
-    On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare. The
-    accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these would
-    move it eleven times. So a GiB of dlogits there may be in any case.
-    """
-    if not hidden.is_cuda:
-        return max(-(-4 * CPU_LOGIT_ROWS * vocab // 2**20), 64)
-    distance = padded_columns(vocab)
-    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
-    grad_bytes = hidden.dtype.itemsize * hidden.shape[0] * distance
-    return -(-(chunk_bytes + min(grad_bytes, max(4 * vocab * hidden.shape[1], 2**30))) // 2**20)
 
 
 def _differentiate(

@@ -33,7 +33,7 @@ _ALIGNED_COLUMNS = 64  # 128 bytes of bfloat16: a line of the cache, and more th
 CPU_LOGIT_ROWS = 480
 # On a GPU enough for a full GEMM of the vocabulary, and little beside dlogits of all rows.
 GPU_LOGIT_ROWS = 512
-_ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
+ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
 
 
 # ---- the projection and its GEMMs -----------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ def tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, in
     """Most rows and columns of a tile of a forward pass: logits alone within the workspace."""
     logits = workspace_mib * 2**20 // 4
     if not like.is_cuda:
-        return rounded_rows(logits // TILE_COLUMNS, like), TILE_COLUMNS
+        return rounded_rows(logits // TILE_COLUMNS, "cpu"), TILE_COLUMNS
     columns = min(max(logits // max(num_rows, 1) // _GPU_BLOCK * _GPU_BLOCK, _GPU_BLOCK), GPU_TILE_COLUMNS)
-    return rounded_rows(logits // columns, like), columns
+    return rounded_rows(logits // columns, "cuda"), columns
 
 
 def rounded_columns(limit: int, like: Tensor) -> int:
@@ -163,18 +163,18 @@ def rounded_columns(limit: int, like: Tensor) -> int:
     return limit - limit % multiple if limit > multiple else limit
 
 
-def rounded_rows(limit: int, like: Tensor) -> int:
+def rounded_rows(limit: int, device_type: str) -> int:
     """At most ``limit`` rows, at least one, and whole tiles of the GEMM where there is room for one."""
-    multiple = _ROW_MULTIPLE[like.device.type]
+    multiple = ROW_MULTIPLE[device_type]
     return max(limit - limit % multiple if limit > multiple else limit, 1)
 
 
-def row_chunks(num_rows: int, limit: int, like: Tensor) -> Iterator[slice]:
+def row_chunks(num_rows: int, limit: int, device_type: str) -> Iterator[slice]:
     """Slices of at most ``limit`` rows, as equal as whole tiles of the GEMM allow, and none of few rows.
 
     Among few rows a row has other bits.
     """
-    multiple = _ROW_MULTIPLE[like.device.type]
+    multiple = ROW_MULTIPLE[device_type]
     multiple = multiple if limit % multiple == 0 else 1
     num_chunks, num_tiles = max(-(-num_rows // limit), 1), -(-num_rows // multiple)
     for i in range(num_chunks if num_rows else 0):

@@ -5,26 +5,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.plan import check_memory, largest_max_tokens, plan_engine
+from rlft_fast.ops.loss_memory import scratch_bytes
 from rlft_fast.rl import PolicyLoss
 from tests.distributed import run_distributed
+from tests.memory import peak_allocated_bytes
 
 VOCAB_SIZE = 8000
 TOLERANCE = 0.10
 LLAMA_70B = Path(__file__).parents[2] / "examples" / "llama_70b"
 
 
-def save_model(folder: Path, width: int) -> Path:
-    """With thousands of tokens its activations are most of the memory."""
+def save_model(folder: Path, width: int, vocab_size: int = VOCAB_SIZE) -> Path:
+    """With thousands of tokens and a small vocabulary its activations are most of the memory."""
     config = LlamaConfig(
         hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=VOCAB_SIZE, tie_word_embeddings=False,
+        num_key_value_heads=4, vocab_size=vocab_size, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -39,23 +40,11 @@ def full_batch(max_tokens: int, num_micro_batches: int) -> Batch:
     return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 9)
 
 
-def peak_bytes(engine: FSDPEngine, batch: Batch) -> int:
-    """The most that a step allocates on top of what is there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        engine.train_step(batch, PolicyLoss())
-    live = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
 def measured_bytes(engine: FSDPEngine, batch: Batch, steps: int = 1) -> int:
     """The weights, the moments, and what a step allocates on top of them: the least of so many steps."""
     assert engine.optimizer is not None
     engine.optimizer.initialize_state()
-    peak = min(peak_bytes(engine, batch) for _ in range(steps))
+    peak = min(peak_allocated_bytes(lambda: engine.train_step(batch, PolicyLoss())) for _ in range(steps))
     kept = [*engine.model.parameters(), *(t for state in engine.optimizer.state.values() for t in state.values())]
     return peak + sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in kept)
 
@@ -64,7 +53,7 @@ def measured_bytes(engine: FSDPEngine, batch: Batch, steps: int = 1) -> int:
 def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
     path = save_model(tmp_path, width=512)
     config = EngineConfig(max_tokens=2048, workspace_mib=16, activation_checkpointing=checkpointing)
-    plan = plan_engine(str(path), config, world_size=1, num_micro_batches=2)
+    plan = plan_engine(str(path), config, world_size=1, num_micro_batches=2, device_type="cpu")
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     assert plan.total_bytes == pytest.approx(measured_bytes(engine, full_batch(2048, 2)), rel=TOLERANCE)
     assert plan.sent == 0
@@ -91,7 +80,7 @@ def compare(rank: int, path: Path, planned: list[int]) -> None:
 @pytest.mark.dist
 def test_plan_is_what_each_of_two_processes_allocates(tmp_path):
     path = save_model(tmp_path, width=256)
-    planned = [plan_engine(str(path), sharded_config(options), 2, count).total_bytes for count, options in CASES]
+    planned = [plan_engine(str(path), sharded_config(options), 2, count, "cpu").total_bytes for count, options in CASES]
     assert len(set(planned)) == len(planned)
     run_distributed(compare, 2, path, planned)
 
@@ -124,6 +113,22 @@ def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     with pytest.raises(ValueError, match="use more ranks"):
         check_memory(path, config, 1, 0.1 * 2**30, 2)
     assert largest_max_tokens(path, config, 1, 2, 1e15) == 1 << 20
+
+
+def test_on_a_gpu_the_loss_takes_dlogits_of_all_rows(tmp_path):
+    """Of as many as spare the accumulator, and more tokens need it: with a large vocabulary most of all memory."""
+    path, dim, vocab = str(save_model(tmp_path, width=64, vocab_size=151936)), 64, 151936
+    config = EngineConfig(compute_dtype="bfloat16", max_tokens=3000)
+    on_gpu, on_cpu = (plan_engine(path, config, 2, device_type=device) for device in ("cuda", "cpu"))
+    scratch = scratch_bytes(3000, dim, vocab, torch.bfloat16, "cuda", None)
+    assert on_gpu.memory["logits workspace"] == scratch > 2 * 3000 * vocab
+    less = scratch - scratch_bytes(3000, dim, vocab, torch.bfloat16, "cpu", None)
+    assert on_gpu.total_bytes - on_cpu.total_bytes == less
+    for memory in (1.2e9, 1.8e9, 2.2e9):  # before the dlogits are a GiB, about then, and after
+        largest = largest_max_tokens(path, config, 2, 1, memory)
+        check_memory(path, config.model_copy(update={"max_tokens": largest}), 2, memory)
+        with pytest.raises(ValueError, match="lower max_tokens to"):
+            check_memory(path, config.model_copy(update={"max_tokens": int(1.1 * largest)}), 2, memory)
 
 
 def test_ranks_must_divide(tmp_path):

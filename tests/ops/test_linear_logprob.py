@@ -237,8 +237,8 @@ def test_kept_logits_give_the_same_bits(silent):
 @given(num_rows=st.integers(0, 3000), most=st.integers(1, 700))
 def test_chunks_of_rows_are_alike(num_rows, most):
     """Among fewer than 16 rows a row has other bits, so that no chunk may be the small rest of a division."""
-    limit = rounded_rows(most, torch.empty(0))
-    chunks = list(row_chunks(num_rows, limit, torch.empty(0)))
+    limit = rounded_rows(most, "cpu")
+    chunks = list(row_chunks(num_rows, limit, "cpu"))
     sizes = [chunk.stop - chunk.start for chunk in chunks]
     assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(num_rows))
     assert all(0 < size <= limit <= most for size in sizes)

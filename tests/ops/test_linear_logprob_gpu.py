@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, reference
 from rlft_fast.ops.backends import device_name
+from rlft_fast.ops.loss_memory import scratch_bytes
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.logprob_problems import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
 
@@ -289,6 +290,22 @@ def test_peak_memory(backend):
     step()
     extra = torch.cuda.max_memory_allocated() - before - outputs
     assert extra < 128 * 2**20 + 4 * T * D + 32 * 2**20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("T", "workspace_mib"), [(1000, None), (6000, None), (6000, 512)])
+def test_scratch_is_what_the_loss_takes(T, workspace_mib, backend):
+    D, V = 1024, 151936
+    hidden, weight, target, _ = cuda_problem(T, D, V, dtype=BF16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    how = {"workspace_mib": workspace_mib, "backend": backend}
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, **how)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, **how)
+    measured = torch.cuda.max_memory_allocated() - before - 2 * (T + V) * D
+    assert measured == pytest.approx(scratch_bytes(T, D, V, BF16, "cuda", workspace_mib), rel=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

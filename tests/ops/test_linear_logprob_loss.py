@@ -5,10 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from rlft_fast.ops import linear_logprob_loss, reference
+from rlft_fast.ops.loss_memory import default_workspace_mib, group_limits, scratch_bytes
+from rlft_fast.ops.tiles import padded_columns
+from tests.memory import peak_allocated_bytes
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.logprob_problems import loss_problem, make_problem, ppo_clip
 
@@ -126,3 +131,30 @@ def test_threads_share_a_loss_function():
     with ThreadPoolExecutor(4) as pool:
         losses = pool.map(lambda _: linear_logprob_loss(hidden, weight, target, shared).loss, range(1000))
     assert all(loss == expected for loss in losses)
+
+
+@given(num_rows=st.integers(1, 40_000), dim=st.sampled_from([64, 896, 4096]), vocab=st.sampled_from([5003, 151936]))
+def test_on_a_gpu_rows_whose_dlogits_spare_the_accumulator_are_one_group(num_rows, dim, vocab):
+    """Any number of rows, as packing leaves it: two groups would take an accumulator and read and write it twice."""
+    workspace_mib = default_workspace_mib(num_rows, dim, vocab, BF16, "cuda")
+    limit, group_limit = group_limits(vocab, BF16, "cuda", workspace_mib)
+    assert (4 * limit + 2 * group_limit) * padded_columns(vocab) <= workspace_mib * 2**20
+    dlogits = 2 * (num_rows + 127) * padded_columns(vocab)
+    if dlogits <= max(4 * vocab * dim, 2**30):
+        assert group_limit >= num_rows
+        assert scratch_bytes(num_rows, dim, vocab, BF16, "cuda", None) < 2**30 + dlogits + 8 * num_rows * dim
+    elif dlogits > 1.1 * max(4 * vocab * dim, 2**30):
+        assert group_limit < num_rows
+        assert scratch_bytes(num_rows, dim, vocab, BF16, "cuda", None) > 8 * vocab * dim
+
+
+@pytest.mark.parametrize("workspace_mib", [None, 24])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_scratch_is_what_the_loss_takes_on_a_cpu(dtype, workspace_mib):
+    T, D, V = 1024, 512, 20000
+    hidden, weight, target, _ = make_problem(T, D, V)
+    h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    how = {"workspace_mib": workspace_mib}
+    measured = peak_allocated_bytes(lambda: linear_logprob_loss(h, w, target, lambda logprob, _: logprob, **how))
+    results = (T + V) * D * dtype.itemsize
+    assert measured == pytest.approx(scratch_bytes(T, D, V, dtype, "cpu", workspace_mib) + results, rel=0.05)
