@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Of these, sample among the most likely that together have this probability. Needs a top_k."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, as an end token does."""
+    """Texts, or special tokens by name, that end a completion, as an end token does."""
     batch_size: PositiveInt = 64
     """Completions generated at once on each process."""
 

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -124,6 +125,9 @@ def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -
     options = {"dtype": dtype, "attn_implementation": packed_implementation(config)}
     try:
         model = build_on_meta(lambda: auto_class.from_config(config, **options))
+        if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+            # It may name end tokens that config.json does not.
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot build the model in {path}: {error}") from error
     require_packed_attention(model)

@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PolicyModel
+from rlft_fast.rollout.ends import split_stop
 from rlft_fast.rollout.hf import HFRollout
 from rlft_fast.rollout.types import Rollout
 from rlft_fast.rollout.vllm import VLLMRollout
@@ -22,8 +23,9 @@ def build_rollout(
         max_tokens: most tokens of a sequence, prompt and completion.
 
     Raises:
-        ValueError: see `VLLMRollout`.
+        ValueError: see `split_stop` and `VLLMRollout`.
     """
+    split_stop(config.stop, tokenizer)  # before anything runs
     if config.backend == "vllm":
         return VLLMRollout(engine, tokenizer, config, max_tokens)
     assert isinstance(engine.model, PolicyModel)

@@ -11,7 +11,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -19,6 +18,7 @@ from transformers import (
 
 from rlft_fast.engine.wrap import gathered
 from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
+from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.types import Completion, SamplingParams
 
 
@@ -82,15 +82,17 @@ class HFRollout:
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         sampler = _Sampler(params)
+        end_ids, stop = split_stop(params.stop, self.tokenizer)
+        end_ids = [*self.eos_token_ids, *end_ids]
         sequences, prompt_length = self.model.generate(
             *self._pad(prompts),
             num_samples=params.n,
             synced_gpus=False,  # weights are gathered: ranks need not wait for each other
-            stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, params.stop)] if params.stop else []),
+            stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, stop)] if stop else []),
             logits_processor=LogitsProcessorList([sampler]),
             generation_config=GenerationConfig(
                 max_new_tokens=params.max_new_tokens,
-                eos_token_id=self.eos_token_ids,
+                eos_token_id=end_ids,
                 pad_token_id=self.pad_token_id,
                 do_sample=False,  # the sampler has chosen
             ),
@@ -98,7 +100,7 @@ class HFRollout:
         tokens_BN, logprobs_BN, support_BNK = sequences[:, prompt_length:].tolist(), *sampler.results()
         supports = [None] * len(tokens_BN) if support_BNK is None else support_BNK.cpu()
         rows = zip(tokens_BN, logprobs_BN.tolist(), supports, strict=True)
-        return [self._completion(*row, params.stop) for row in rows]
+        return [self._completion(*row, end_ids, stop) for row in rows]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
@@ -108,9 +110,14 @@ class HFRollout:
         return ids, mask
 
     def _completion(
-        self, tokens: list[int], logprobs: list[float], support: Tensor | None, stop: tuple[str, ...]
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        support: Tensor | None,
+        end_ids: list[int],
+        stop: tuple[str, ...],
     ) -> Completion:
-        ends = [i for i, token in enumerate(tokens) if token in self.eos_token_ids][:1]
+        ends = [i for i, token in enumerate(tokens) if token in end_ids][:1]
         if stop:
             counts = range(1, len(tokens) + 1)
             complete = bisect_left(counts, True, key=lambda count: _has_stop(self.tokenizer, stop, tokens[:count]))
@@ -228,17 +235,3 @@ def _generation_mode(model: PolicyModel) -> Iterator[None]:
     finally:
         model.model.set_attn_implementation(packed_implementation(model.model.config))
         model.model.generation_config = defaults
-
-
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: all end tokens of the model's generation defaults, and the tokenizer's.
-
-    Raises:
-        ValueError: there is none.
-    """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    known = {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
-    if not known:
-        raise ValueError("neither the model nor its tokenizer names an end token: set eos_token_id in one of them")
-    return sorted(known)

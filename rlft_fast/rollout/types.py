@@ -17,7 +17,8 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k: most tokens to choose among, the most likely ones; None: all.
         top_p: of these the fewest whose probabilities, of 1 in all, add up to this. Needs a `top_k`.
-        stop: texts that end a completion, as an end token does; the tokens that make up the text are kept.
+        stop: texts that end a completion, as an end token does; the tokens that make up the text are kept. One may be a
+            special token by name.
 
     Raises:
         ValueError: a `top_p` without a `top_k`, or one of them out of range.

@@ -18,7 +18,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
 from rlft_fast.errors import RunError
 from rlft_fast.models import PolicyModel
-from rlft_fast.rollout.hf import end_token_ids
+from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
 from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateEngine
@@ -59,6 +59,7 @@ class VLLMRollout:
         self.engine = engine
         self.config = config
         self.max_tokens = max_tokens
+        self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
         self.weight_version = 0
         self.has_weights = False
@@ -156,6 +157,7 @@ class VLLMRollout:
     def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
         import vllm
 
+        end_ids, stop = split_stop(params.stop, self.tokenizer)
         return vllm.SamplingParams(
             n=params.n,
             max_tokens=params.max_new_tokens,
@@ -165,9 +167,9 @@ class VLLMRollout:
             seed=seed,
             logprobs=self._num_logprobs(params),
             flat_logprobs=True,
-            stop_token_ids=self.eos_token_ids,
-            stop=list(params.stop),
-            detokenize=bool(params.stop),
+            stop_token_ids=[*self.eos_token_ids, *end_ids],
+            stop=list(stop),
+            detokenize=bool(stop),
         )
 
     def _num_logprobs(self, params: SamplingParams) -> int:

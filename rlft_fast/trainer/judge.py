@@ -90,6 +90,8 @@ class Judge:
                 function.close()
 
     def _score_own(self, prompts: Prompts, own: Answers) -> list[Sample]:
+        if not own:  # there are fewer prompts than processes: functions need not know what to do with nothing
+            return []
         asked = prompts.select([row for row, _ in own])
         ids = [completion.token_ids for _, completion in own]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AddedToken,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -283,6 +284,22 @@ def test_stop_texts_end_a_completion(tiny_model):
     assert sample.finish_reason == "stop"
 
 
+def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
+    """Decoding leaves it out, so that it would never be found in the text."""
+    rollout = make_rollout(tiny_model("llama"))
+    free = rollout.generate([PROMPTS[3]], GREEDY)[0][0]
+    name = rollout.tokenizer.convert_ids_to_tokens(free.token_ids[4])
+    rollout.tokenizer.add_tokens([AddedToken(name, special=True)])
+    params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", name))
+    (sample,) = rollout.generate([PROMPTS[3]], params)[0]
+    assert sample.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[4]) + 1]
+    assert sample.finish_reason == "stop"
+    with pytest.raises(ValueError, match="is a special token: give the token or the text alone"):
+        rollout.generate([PROMPTS[3]], SamplingParams(stop=(f"a {name}",)))
+    with pytest.raises(ValueError, match="has an empty text"):
+        rollout.generate([PROMPTS[3]], SamplingParams(stop=("",)))
+
+
 def test_one_new_token(tiny_model):
     params = SamplingParams(n=2, max_new_tokens=1)
     for group in make_rollout(tiny_model("llama")).generate(PROMPTS, params):
@@ -296,6 +313,8 @@ def test_no_prompts(tiny_model):
 def test_end_tokens_of_model_and_tokenizer_count(tiny_model, tmp_path):
     path = save_tiny_model("llama", tmp_path / "two", eos_token_id=[3, 9])
     assert make_rollout(path).eos_token_ids == [3, 9, EOS_TOKEN_ID]
+    GenerationConfig(eos_token_id=[4, 9]).save_pretrained(path)  # as from_pretrained does: instead of config.json's
+    assert make_rollout(path).eos_token_ids == [4, 9, EOS_TOKEN_ID]
     policy, tokenizer = load_policy(tiny_model("llama")), load_tokenizer(tiny_model("llama"))
     policy.model.generation_config.eos_token_id = None
     tokenizer.eos_token = None

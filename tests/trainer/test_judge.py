@@ -145,7 +145,11 @@ def on_two_processes(rank: int, *folders: Path) -> None:
 
 @pytest.mark.dist
 def test_two_processes(model, reward_model, tmp_path):
-    """Greedy baselines, a reward model and worker processes; refills, of which both processes need the same number."""
+    """Greedy baselines, a reward model and worker processes; refills, of which both processes need the same number.
+
+    Of the one held-out prompt the second process has none.
+    """
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "lake", "answer": 3}])
     weights = {f"{MISBEHAVING}:even_share": 2.0, f"{MISBEHAVING}:count_tokens": -0.5}
     runs = {
         "remax": {
@@ -155,6 +159,7 @@ def test_two_processes(model, reward_model, tmp_path):
         "refills": {
             "reward__function": f"{HERE}:even_share_of_some",
             "algorithm": {"skip_equal_groups": True, "max_refills": 2, "rollout_correction": "sequence-mask"},
+            "evaluation": {"path": str(held_out), "max_new_tokens": 6},
         },
     }
     for name, changes in runs.items():
@@ -168,7 +173,9 @@ def test_two_processes(model, reward_model, tmp_path):
         even, length, score = (row["parts"][name] for name in (*weights, "model"))
         assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length + score)
     for name in runs:
-        rows = comparable(tmp_path / name / "run")
+        rows = [row for row in comparable(tmp_path / name / "run") if "grad_norm" in row]
         assert [row["step"] for row in rows] == [1, 2]
         assert all(row["grad_norm"] > 0 and row["mismatch_max"] < 1e-4 for row in rows)
         assert rows[0]["ratio_max"] == 1.0
+    evaluations = [row for row in comparable(tmp_path / "refills" / "run") if "accuracy" in row]
+    assert [row["step"] for row in evaluations] == [0, 2]
