@@ -202,7 +202,8 @@ def _linear_logprob_loss(
     hidden = hidden.detach()
     widest = _widest(weight, shards)
     if workspace_mib is None:
-        workspace_mib = default_workspace_mib(*hidden.shape, widest, hidden.dtype, hidden.device.type)
+        num_rows, dim = hidden.shape
+        workspace_mib = default_workspace_mib(num_rows, dim, widest, hidden.dtype, hidden.device.type)
     check_row_fits(widest, workspace_mib)
     head = Head(weight.detach(), float_bias(bias), softcap, scale, backend, group)
     grads = Gradients.allocate(hidden, weight, bias, needs_grad)

@@ -294,7 +294,7 @@ def test_peak_memory(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("T", "workspace_mib"), [(1000, None), (6000, None), (6000, 512)])
-def test_scratch_is_what_the_loss_takes(T, workspace_mib, backend):
+def test_scratch_is_the_memory_of_the_loss(T, workspace_mib, backend):
     D, V = 1024, 151936
     hidden, weight, target, _ = cuda_problem(T, D, V, dtype=BF16)
     hidden.requires_grad_(), weight.requires_grad_()
