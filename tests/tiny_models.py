@@ -17,6 +17,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -74,6 +76,11 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+# Checkpoints call its layers otherwise than transformers does. Its grouped GEMMs know no float64.
+EXPERT_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 12, "num_experts_per_tok": 2}),
+}
+
 IMAGE_TOKEN_ID = 258
 _VISION: dict[str, Any] = {
     "depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
@@ -96,7 +103,7 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
 }
-ALL_MODELS = MODELS | MORE_MODELS | VISION_MODELS | REWARD_MODELS
+ALL_MODELS = MODELS | MORE_MODELS | EXPERT_MODELS | VISION_MODELS | REWARD_MODELS
 
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:

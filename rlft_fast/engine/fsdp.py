@@ -8,6 +8,7 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -36,9 +37,10 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, Source, join_pieces, stream_pieces, weight_sources
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, split_pieces, stream_pieces, weight_sources
 from rlft_fast.engine.wrap import describe_units, no_leftovers, reshard
 from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
+from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
@@ -354,7 +356,7 @@ class FSDPEngine:
     def named_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """Full weights one after the other, under the names of the Hugging Face model; tied ones once, adapters merged.
+        """Full weights one after the other, as the model's checkpoint has them; tied ones once, adapters merged.
 
         Every rank must iterate to the end: sharded weights are gathered by all, a bucket at a time.
 
@@ -369,11 +371,18 @@ class FSDPEngine:
     def weight_pieces(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
         """`named_weights` in pieces no larger than a bucket where they are sharded; no more memory than a bucket."""
         reshard(self.model)
-        yield from stream_pieces(self.weight_sources(dtype), bucket_bytes, self.device)
+        pieces = stream_pieces(weight_sources(self.model, self.optimizer, dtype), bucket_bytes, self.device)
+        yield from split_pieces(pieces, self._checkpoint_parts)
 
-    def weight_sources(self, dtype: torch.dtype | None = None) -> Iterator[Source]:
-        """What `named_weights` streams, still in shards; the model must not be gathered."""
-        return weight_sources(self.model, self.optimizer, dtype)
+    def weight_metadata(self, dtype: torch.dtype | None = None) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of `named_weights`, without gathering; the model must not be gathered."""
+        sources = weight_sources(self.model, self.optimizer, dtype)
+        return [(part.name, s.dtype, part.shape) for s in sources for part in self._checkpoint_parts[s.name]]
+
+    @cached_property
+    def _checkpoint_parts(self) -> dict[str, list[Part]]:
+        model = self.model.pretrained
+        return {name: checkpoint_parts(model, name, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.

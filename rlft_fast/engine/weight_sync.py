@@ -2,13 +2,17 @@
 
     shards -> cast into one flat buffer -> one all-gather -> pieces -> joined to whole weights, or sent as they are
 
+Names and shapes are those of the model's original checkpoint, which every reader knows: where the model has the experts
+of a layer in one tensor, the checkpoint has a few tensors for each expert, and pieces are cut between them.
+
 A bucket ends where it is full, be it inside a weight; so a stream of pieces needs one bucket of memory however large a
 weight is (gloo takes another for itself), and a stream of whole weights needs the weights at hand besides.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlft_fast.engine.mesh import shard_numel
 from rlft_fast.models import RLModel, low_rank_factors
-from rlft_fast.models.weights import checkpoint_tensors
+from rlft_fast.models.weights import Part, checkpoint_tensors
 from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
@@ -39,7 +43,7 @@ class Piece(NamedTuple):
     """Consecutive elements of a weight."""
 
     name: str
-    shape: torch.Size
+    shape: tuple[int, ...]
     offset: int
     """Of the first element, in the flattened weight."""
     data: Tensor
@@ -50,7 +54,7 @@ class Piece(NamedTuple):
 
 @torch.no_grad()
 def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
-    """A model's weights by their names in its checkpoint, still in shards: tied ones once, adapters merged.
+    """A model's weights by its own names, still in shards: tied ones once, adapters merged.
 
     Args:
         model: not gathered.
@@ -91,6 +95,24 @@ def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.de
         yield from bucket.add(source)
     if bucket is not None:
         yield from bucket.flush()
+
+
+def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> Iterator[Piece]:
+    """The same elements as pieces of the parts that a checkpoint has.
+
+    Args:
+        pieces: of the model's weights.
+        parts: of each of them by name, in their order; together they are all of it.
+    """
+    for piece in pieces:
+        own = parts[piece.name]
+        begin, end = piece.offset, piece.offset + piece.data.numel()
+        for part in own[bisect_right(own, begin, key=lambda part: part.start) - 1 :]:
+            first, last = max(part.start, begin), min(part.start + math.prod(part.shape), end)
+            if first >= end:
+                break
+            data = piece.data[first - begin : last - begin]
+            yield Piece(part.name, part.shape, first - part.start, data, piece.borrowed)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:

@@ -9,12 +9,13 @@ experts of a layer become one tensor), transformers' own conversion mapping know
 import contextlib
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.initialization import no_init_weights
 
 _SHOWN = 3  # names in an error message
@@ -105,6 +112,47 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if "lora_" not in name}
+
+
+class Part(NamedTuple):
+    """A tensor of a checkpoint that is a run of consecutive elements of one of the model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """Of the first element, in the model's tensor flattened."""
+
+
+def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[Part]:
+    """What a checkpoint in the model's original format has of a tensor: the weights of each expert, for instance.
+
+    Readers other than transformers 5 know only that format. Whole, under its own name, where it has none there that is
+    a run of elements: transposed, or made of several of the model's tensors.
+
+    Args:
+        model: on any device; only its class and configuration matter.
+        name: of one of its `checkpoint_tensors`.
+        shape: its whole shape.
+    """
+    whole = [Part(name, tuple(shape), 0)]
+    if not math.prod(shape):
+        return whole
+    # Numbers instead of weights show what becomes of each row; two of them, since converters squeeze dimensions of one.
+    numbers = torch.arange(2 * math.prod(shape[:-1])).view(*shape[:-1], 2)
+    try:
+        stored = revert_weight_conversion(model, {name: numbers})
+    except (RuntimeError, ValueError, KeyError):
+        return whole
+    parts = []
+    for stored_name, part in stored.items():
+        part = cast(Tensor, part[0] if isinstance(part, list) else part)
+        first = int(part.flatten()[0])
+        if part.shape[-1:] != (2,) or not torch.equal(part.flatten(), torch.arange(first, first + part.numel())):
+            return whole
+        start = first // 2 * (shape[-1] if shape else 1)
+        parts.append(Part(stored_name, (*part.shape[:-1], *shape[-1:]), start))
+    complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    return sorted(parts, key=lambda part: part.start) if complete else whole
 
 
 # ---- which stored tensors make which of the model's -----------------------------------------------------------------

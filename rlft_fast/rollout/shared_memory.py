@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces
-from rlft_fast.rollout.vllm_engine import renew_tied_heads
+from rlft_fast.rollout.vllm_engine import renew_packed_weights
 
 BACKEND = "shared_memory"
 _ALIGNMENT = 16  # bytes
@@ -49,7 +49,7 @@ class EngineSource(WeightSource):
         self.dtype = dtype
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(s.name, s.dtype, tuple(s.tensor.shape)) for s in self.engine.weight_sources(self.dtype)]
+        return [ParamMeta(*fields) for fields in self.engine.weight_metadata(self.dtype)]
 
     def renew(self) -> Iterator[Piece]:
         """The stream of the weights as they are now, of which the others take; who fails to can still end it."""
@@ -200,7 +200,7 @@ class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     def finish_weight_update(self) -> None:
         self.joiner.finish()
         finalize_layerwise_reload(self.model, self.model_config)
-        renew_tied_heads(self.model)
+        renew_packed_weights(self.model)
         if missing := {name for name, _ in self.model.named_parameters()} - self.loaded:
             raise RuntimeError(f"vLLM did not get all weights of its model: {', '.join(sorted(missing)[:3])}, ...")
 

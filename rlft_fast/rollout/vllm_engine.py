@@ -194,7 +194,7 @@ class ColocatedEngine(VLLMEngine):
         with self._taking_weights(weights), _nothing_left_out():
             stream = _noting_checksums(weights, self.handed_over) if self.check_weights else weights
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-            self.llm.apply_model(renew_tied_heads)
+            self.llm.apply_model(renew_packed_weights)
 
     def checksums(self) -> dict[str, str]:
         """Of each weight as vLLM was handed it."""
@@ -241,11 +241,11 @@ def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **opti
     )
 
 
-def renew_tied_heads(model: nn.Module) -> None:
-    """Has vLLM pack the heads anew that are tied to the embedding.
+def renew_packed_weights(model: nn.Module) -> None:
+    """Has vLLM pack anew, after a reload, what it multiplies by in packed copies on CPUs.
 
-    On CPUs it multiplies by packed copies, which a reload renews for the layers that get weights; a tied head gets none
-    (0.32), and would go on sampling with the weights of the start.
+    A reload (0.32) renews those of the layers that get weights, but for two, which it would go on sampling with in a
+    wrong form: a head that is tied to the embedding gets none, and experts are packed when they are first loaded only.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform
@@ -253,9 +253,12 @@ def renew_tied_heads(model: nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and any(head.weight is embedding.weight for embedding in embeddings):
-            head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and any(module.weight is embedding.weight for embedding in embeddings):
+            method.process_weights_after_loading(module)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.weight_sync import Source, checksum, join_pieces, stream_pieces
@@ -28,7 +29,8 @@ CASES = {
     "replicated": ("llama", {"shard_size": 1}),
     "lora": ("qwen2-tied", {"lora": {"rank": 4, "alpha": 8}}),
     "lora-head": ("llama", {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "lm_head"]}}),
-    "experts": ("deepseek-v3", {}),  # three-dimensional weights, and a buffer that is no parameter
+    "experts": ("deepseek-v3", {}),  # of a layer in one tensor, and a buffer that is no parameter
+    "renamed": ("mixtral", {}),  # whose checkpoints call their layers otherwise
 }
 
 
@@ -53,7 +55,7 @@ def gathered_one_by_one(engine: FSDPEngine, dtype: torch.dtype | None) -> dict[s
             weight = weight + scale * (full(up).detach() @ full(down).detach())
         cast = dtype is not None and isinstance(tensor, torch.nn.Parameter)
         weights[name] = weight.to(dtype) if cast else weight
-    return weights
+    return revert_weight_conversion(engine.model.pretrained, weights)  # as save_pretrained writes them
 
 
 def check_stream(engine: FSDPEngine) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
+from transformers import AddedToken
 
 from rlft_fast.cli import main
 from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
@@ -184,6 +185,10 @@ def check_ends(rollout: VLLMRollout) -> None:
     assert (group[0].token_ids, group[0].finish_reason) == (tokens[: first + 1], "stop")
     assert group[0].logprobs == pytest.approx(free[0][0].logprobs[: first + 1], abs=1e-5)
     rollout.eos_token_ids = [EOS_TOKEN_ID]
+    name = rollout.tokenizer.convert_ids_to_tokens(tokens[4])
+    rollout.tokenizer.add_tokens([AddedToken(name, special=True)])
+    (group,) = rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, temperature=0.0, stop=(name,)))
+    assert (group[0].token_ids, group[0].finish_reason) == (tokens[: first + 1], "stop")
     assert rollout.generate([], SAMPLED) == []
     check_stop_text(rollout)
 
@@ -299,6 +304,31 @@ def corrupt_next_bucket(rollout: VLLMRollout) -> None:
 @needs_vllm
 def test_separate_on_two_processes(tmp_path):
     run_distributed(separate, 2, save_tiny_model("qwen2-tied", tmp_path / "tied", **HEADS))
+
+
+# ---- mixtures of experts --------------------------------------------------------------------------------------------
+
+
+def experts(rank: int, path: Path, process: str) -> None:
+    torch.set_num_threads(1)
+    share = [PROMPTS[:4], PROMPTS[4:]][rank]
+    engine = make_engine(path)
+    rollout = make_rollout(engine, process=process, check_weights=True)
+    for seed in range(2):
+        update(engine, seed)
+        rollout.sync()
+        check_logprobs(engine, share, sample(rollout, share))
+    rollout.close()
+
+
+@pytest.mark.dist
+@needs_vllm
+@pytest.mark.parametrize("process", ["colocated", "separate"])
+def test_experts_on_two_processes(process, tmp_path):
+    """A layer's are one tensor of the policy, a few for each in its checkpoint, and packed by vLLM."""
+    run_distributed(
+        experts, 2, save_tiny_model("mixtral", tmp_path / "mixtral", **HEADS, intermediate_size=64), process
+    )
 
 
 # ---- in a run -------------------------------------------------------------------------------------------------------
