@@ -129,18 +129,26 @@ class HFRollout:
 
 
 class _StopTexts(StoppingCriteria):
-    """Stops a row when a text is complete in what was generated; transformers' own looks into the prompt, too."""
+    """Stops a row when a text is complete in what was generated; transformers' own looks into the prompt, too.
+
+    It looks at the last tokens, since decoding all of them after each one would be quadratic in their number. A text
+    that special tokens stretch further is missed, and `_completion` cuts there later.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
+        self.span = 8 + max(len(text.encode()) for text in stop)  # a token is a byte at least; some before them
         self.prompt_length: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # pyrefly: ignore
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1] - 1  # it is asked after every token, first after the first
         rows = input_ids[:, self.prompt_length :].tolist()
-        return torch.tensor([_has_stop(self.tokenizer, self.stop, row) for row in rows], device=input_ids.device)
+        return torch.tensor([self._ends(row) for row in rows], device=input_ids.device)
+
+    def _ends(self, row: list[int]) -> bool:
+        return all(_has_stop(self.tokenizer, self.stop, tokens) for tokens in (row[-self.span :], row))
 
 
 def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens: list[int]) -> bool:

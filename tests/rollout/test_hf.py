@@ -23,7 +23,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
-from rlft_fast.rollout.hf import _draw, most_likely
+from rlft_fast.rollout.hf import _draw, _StopTexts, most_likely
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, VISION_MODELS, save_tiny_model
 
@@ -282,6 +282,17 @@ def test_stop_texts_end_a_completion(tiny_model):
         assert len(sample.logprobs) == len(sample.token_ids)
     (sample,) = rollout.generate([PROMPTS[3]], params)[0]
     assert sample.finish_reason == "stop"
+
+
+def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
+    tokenizer = load_tokenizer(tiny_model("llama"))
+    text = tokenizer.encode("never; so stop")
+    rows = torch.tensor([[*text, *range(60, 100), *text, 65], [*text, *range(40, 80), *text[:-1], 65, 65]])
+    criteria = _StopTexts(tokenizer, ("nonsense", "so stop"))
+    first = len(text) + 1  # the prompt has the text, too
+    found = [criteria(rows[:, :length], None).tolist() for length in range(first, rows.shape[1] + 1)]
+    assert [one for one, _ in found].index(True) == len(found) - 2
+    assert not any(other for _, other in found)
 
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
