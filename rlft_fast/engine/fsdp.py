@@ -37,7 +37,7 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, split_pieces, stream_pieces, weight_sources
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.engine.wrap import describe_units, no_leftovers, reshard
 from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
 from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
@@ -365,22 +365,25 @@ class FSDPEngine:
                 is their float32 master where they have one. Buffers keep theirs.
             bucket_bytes: memory of the bucket, which comes on top of the weight at hand.
         """
-        return join_pieces(self.weight_pieces(dtype, bucket_bytes))
+        return join_pieces(self.weight_pieces(dtype, bucket_bytes), self.checkpoint_parts)
 
     @torch.no_grad()
     def weight_pieces(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
-        """`named_weights` in pieces no larger than a bucket where they are sharded; no more memory than a bucket."""
+        """All weights under the model's own names, in pieces no larger than a bucket where they are sharded.
+
+        It needs no more memory than a bucket. `split_pieces` makes them pieces of `named_weights`.
+        """
         reshard(self.model)
-        pieces = stream_pieces(weight_sources(self.model, self.optimizer, dtype), bucket_bytes, self.device)
-        yield from split_pieces(pieces, self._checkpoint_parts)
+        yield from stream_pieces(weight_sources(self.model, self.optimizer, dtype), bucket_bytes, self.device)
 
     def weight_metadata(self, dtype: torch.dtype | None = None) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes of `named_weights`, without gathering; the model must not be gathered."""
         sources = weight_sources(self.model, self.optimizer, dtype)
-        return [(part.name, s.dtype, part.shape) for s in sources for part in self._checkpoint_parts[s.name]]
+        return [(part.name, s.dtype, part.shape) for s in sources for part in self.checkpoint_parts[s.name]]
 
     @cached_property
-    def _checkpoint_parts(self) -> dict[str, list[Part]]:
+    def checkpoint_parts(self) -> dict[str, list[Part]]:
+        """What the model's checkpoint has of each of its tensors, by their names in the model."""
         model = self.model.pretrained
         return {name: checkpoint_parts(model, name, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 

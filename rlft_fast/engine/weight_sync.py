@@ -76,7 +76,7 @@ def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dt
 
 
 def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.device) -> Iterator[Piece]:
-    """Every element of every weight once; all ranks must iterate to the end.
+    """Every element of every weight once, weights in the order of the sources; all ranks must iterate to the end.
 
     Weights that this process holds whole come as they are, without a copy if their dtype is the right one.
 
@@ -89,7 +89,11 @@ def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.de
     for source in sources:
         if not isinstance(source.tensor, DTensor):
             data = source.tensor.detach().to(source.dtype).contiguous().view(-1)
-            yield Piece(source.name, source.tensor.shape, 0, data, borrowed=False)
+            piece = Piece(source.name, source.tensor.shape, 0, data, borrowed=False)
+            if bucket is None:
+                yield piece
+            else:
+                bucket.entries.append(piece)  # after those that are in it
             continue
         bucket = bucket or _Bucket(source.tensor, bucket_bytes, device)
         yield from bucket.add(source)
@@ -115,11 +119,13 @@ def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> It
             yield Piece(part.name, part.shape, first - part.start, data, piece.borrowed)
 
 
-def join_pieces(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights by name, in the order in which they become complete; each has memory of its own."""
+def join_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights, or the parts that a checkpoint has of them, by name in their order; no two share elements."""
     joiner = PieceJoiner()
     for piece in pieces:
-        yield from joiner.add(piece)
+        for name, whole in joiner.add(piece):
+            for part in [Part(name, whole.shape, 0)] if parts is None else parts[name]:
+                yield part.name, whole.view(-1)[part.start : part.start + math.prod(part.shape)].view(part.shape)
     joiner.finish()
 
 
@@ -202,7 +208,7 @@ class _Bucket:
         self.rank = mesh.get_local_rank(dim)
         share = max(num_bytes // self.num_ranks // _ALIGNMENT, 1) * _ALIGNMENT
         self.buffer = torch.empty(self.num_ranks, share, dtype=torch.uint8, device=device)
-        self.entries: list[_Entry] = []
+        self.entries: list[_Entry | Piece] = []  # whole weights wait for their turn
         self.used = 0  # bytes of each row
 
     def add(self, source: Source) -> Iterator[Piece]:
@@ -228,9 +234,13 @@ class _Bucket:
         used = self.buffer.view(-1)[: self.num_ranks * self.used].view(self.num_ranks, self.used)
         if self.used < self.buffer.shape[1]:  # rows must follow each other: the own one moves to where it belongs
             used[self.rank] = self.buffer[self.rank, : self.used].clone()
-        _all_gather(used.view(-1), used[self.rank], group=self.group)
+        if self.used:
+            _all_gather(used.view(-1), used[self.rank], group=self.group)
         entries, self.entries, self.used = self.entries, [], 0
         for entry in entries:
+            if isinstance(entry, Piece):
+                yield entry
+                continue
             for rank in range(self.num_ranks):
                 if (piece := entry.piece(rank, self.num_ranks, used[rank])) is not None:
                     yield piece

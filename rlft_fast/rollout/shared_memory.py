@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces, split_pieces
 from rlft_fast.rollout.vllm_engine import renew_packed_weights
 
 BACKEND = "shared_memory"
@@ -57,7 +57,7 @@ class EngineSource(WeightSource):
         return self.pieces
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return join_pieces(self.pieces)
+        return join_pieces(self.pieces, self.engine.checkpoint_parts)
 
 
 class Content(NamedTuple):
@@ -110,7 +110,8 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
     def send_weights(self) -> None:
         assert isinstance(self.source, EngineSource)
         self.client.start_weight_update()
-        for contents in fill(self.source.pieces, self.buffer):
+        pieces = split_pieces(self.source.pieces, self.source.engine.checkpoint_parts)
+        for contents in fill(pieces, self.buffer):
             self.client.update_weights({"contents": [list(content) for content in contents]})
         self.client.finish_weight_update()
 
