@@ -29,6 +29,7 @@ def run(arguments: list[str]) -> int:
     from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
 
+    _check_output_dir(Path(config.output_dir))
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
     if checkpoint is not None and not options.resume:
         raise ValueError(
@@ -39,6 +40,14 @@ def run(arguments: list[str]) -> int:
     with leaving_process_group():
         train(config, resume=options.resume)
     return 0
+
+
+def _check_output_dir(directory: Path) -> None:
+    """Raises ValueError if the folder cannot be made or written to."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        what = "may not be written to" if existing.is_dir() else "is a file"
+        raise ValueError(f"output_dir is {directory}, but {existing} {what}: set another one")
 
 
 def _check_memory(config: Config) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -140,6 +141,8 @@ def _read_config(path: str | Path):
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a model folder: {error}") from error
+    except StrictDataclassError as error:
+        raise ValueError(f"{path}/config.json is of no model: {error}\nSave or download the model again") from error
 
 
 def _require_folder(path: str | Path) -> None:

@@ -33,7 +33,8 @@ class RunLog:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        self.progress = Progress(*columns, console=self.console, disable=not self.active)
+        shown = self.active and self.console.is_terminal  # elsewhere `metrics` prints lines
+        self.progress = Progress(*columns, console=self.console, disable=not shown)
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 
     def __enter__(self) -> Self:

@@ -130,3 +130,11 @@ def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(tiny_model, tmp
     largest = int(error.split("lower max_tokens to ")[1].split()[0])
     assert 10_000 < largest < 50_000_000  # 2^20 at most
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("output_dir", ["file", "file/run"])
+def test_an_output_dir_that_cannot_be_made(output_dir, config_file, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["train", config_file, "--output_dir", str(tmp_path / output_dir)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: output_dir is {tmp_path / output_dir}, but {tmp_path / 'file'} is a file")

@@ -101,6 +101,15 @@ def test_unreadable_config(load, text, folder):
         load(folder)
 
 
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("num_attention_heads", 5)])
+def test_config_that_transformers_refuses(load, key, value, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=r"config\.json is of no model"):
+        load(folder)
+
+
 def test_models_without_lm_head(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
