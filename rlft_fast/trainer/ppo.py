@@ -81,12 +81,14 @@ class PPOTrainer:
         self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.judge.check(self.prompts, "the training data")
+        require_agreement("training data", self.prompts.description)
         self.held_out: Prompts | None = None
         if config.evaluation is not None:
             self.held_out = load_prompts(
                 config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
             )
             (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
+            require_agreement("held-out data", self.held_out.description)
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature

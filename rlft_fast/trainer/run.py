@@ -1,5 +1,6 @@
 """A run: the loop around `PPOTrainer.train_step`, and its folder with logs, checkpoints, weights and summary."""
 
+import contextlib
 import importlib.util
 import json
 import signal
@@ -56,8 +57,11 @@ class Run:
         self.stop_requested = False
 
     def run(self, resume: bool = False) -> dict[str, Any]:
-        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds."""
-        state = self._prepare(resume)
+        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer."""
+        with contextlib.closing(self.trainer):
+            return self._run_interruptibly(self._prepare(resume))
+
+    def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
         handler = signal.signal(signal.SIGINT, self._request_stop)
         try:
             with self.log, self.checkpoints:
@@ -70,7 +74,6 @@ class Run:
             raise
         finally:
             signal.signal(signal.SIGINT, handler)
-            self.trainer.close()
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
@@ -80,13 +83,15 @@ class Run:
                 self.checkpoints.clear()
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
+            (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
-        state = state or {
-            "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
-            "objective": {},
+        beginning: dict[str, Any] = {
+            "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "accuracy_before": None, "examples_before": None,
+            "log_bytes": {}, "objective": {},
         }  # fmt: skip
+        state = beginning | (state or {})
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
@@ -99,8 +104,9 @@ class Run:
                 self.log.message(f"{name}: units of sharding\n{engine.units}")
         self.trainer.rollout.sync()
         if self.trainer.held_out is not None and state["accuracy_before"] is None:
-            state["accuracy_before"], samples = self._evaluate_and_log(0)
+            state["accuracy_before"], samples = self._evaluate_and_log(state)
             state["examples_before"] = self._examples(samples)
+        self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
         stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
         while state["step"] < config.steps and not stop:
             done_step = self.trainer.train_step(state["step"])
@@ -111,8 +117,7 @@ class Run:
             state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
             self.log.metrics(state["step"], metrics)
             step, done = state["step"], state["step"] == config.steps
-            if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
-                self._evaluate_and_log(step)
+            self._evaluate_if_due(state)
             stop = any_rank(self.stop_requested)
             if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
@@ -151,9 +156,17 @@ class Run:
             return "nothing was learned yet, so nothing is saved"
         return f"step {self.saved_step} is saved, continue with --resume"
 
-    def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
+    def _evaluate_if_due(self, state: dict[str, Any]) -> None:
+        """Every so many steps, each of them once; the last one has its evaluation at the end of the run."""
+        evaluation, step = self.config.evaluation, state["step"]
+        due = evaluation is not None and evaluation.every and step % evaluation.every == 0
+        if due and state["evaluated"] < step < self.config.steps:
+            self._evaluate_and_log(state)
+
+    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[float, list[Sample]]:
         accuracy, samples = self.trainer.evaluate()
-        self.log.metrics(step, {"accuracy": accuracy})
+        self.log.metrics(state["step"], {"accuracy": accuracy})
+        state["evaluated"] = state["step"]
         return accuracy, samples
 
     def _examples(self, samples: list[Sample]) -> list[str]:
@@ -168,7 +181,7 @@ class Run:
             "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
         }
         if self.trainer.held_out is not None:
-            accuracy, samples = self._evaluate_and_log(state["step"])
+            accuracy, samples = self._evaluate_and_log(state)
             summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
             rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
