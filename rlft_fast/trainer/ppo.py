@@ -260,7 +260,9 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
+        """The first of the step's seeds, of which every attempt of every rank takes one."""
+        num_seeds = (1 + self.config.algorithm.max_refills) * get_world_size()
+        return (self.config.seed * 1_000_003 + step) * max(num_seeds, 1_009) % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
