@@ -4,12 +4,13 @@ import contextlib
 import importlib.util
 import json
 import signal
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.engine import CheckpointManager, export_hf
+from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.rewards import RewardError
@@ -65,15 +66,19 @@ class Run:
         handler = signal.signal(signal.SIGINT, self._request_stop)
         try:
             with self.log, self.checkpoints:
-                return self._run(state)
+                return self._run_or_save(state)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._run(state)
         except (RewardError, RolloutError) as error:
             if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
                 self._save(state)
             what = "reward function" if isinstance(error, RewardError) else "generator"
             self.log.message(f"the {what} failed after step {state['step']}: {self._saved()}")
             raise
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
@@ -127,7 +132,7 @@ class Run:
         return self._finish(state)
 
     def _record(self, number: int, step: Step) -> None:
-        """Writes the samples of a step, counted from 1, and warns of one that teaches nothing."""
+        """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         tokens = [sample.completion.token_ids for sample in step.samples]
         texts = self.trainer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         for sample, text in zip(step.samples, texts, strict=True):
@@ -140,16 +145,26 @@ class Run:
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
         elif step.metrics["reward_std"] == 0:
             self.log.message(
-                f"warning: step {number}: all rewards are {step.metrics['reward_mean']:g}; there is nothing to learn "
-                "from in this step (is the task too easy, too hard, or the reward function blind?)"
+                f"warning: step {number}: all rewards are {step.metrics['reward_mean']:g}, which tells no answer from "
+                "another (is the task too easy, too hard, or the reward function blind?)"
             )
 
     def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
         """A checkpoint of the last complete step, unless there is one."""
-        if state["step"] != self.saved_step:
-            state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
-            self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
-            self.saved_step = state["step"]
+        if state["step"] == self.saved_step and self._is_written():
+            return
+        state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
+        self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
+        self.saved_step = state["step"]
+
+    def _is_written(self) -> bool:
+        """Whether the last save ended well, for which it waits."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as failure:
+            warnings.warn(f"{failure}. It is tried once more", stacklevel=2)
+            return False
+        return True
 
     def _saved(self) -> str:
         if self.saved_step == 0:

@@ -266,7 +266,7 @@ def test_all_rewards_equal(run, tmp_path):
     code, out, _ = run(reward__function=f"{HERE}:constant")
     assert code == 0
     for step in (1, 2, 3):
-        assert f"warning: step {step}: all rewards are 0.25; there is nothing to learn from" in out
+        assert f"warning: step {step}: all rewards are 0.25, which tells no answer from another" in out
     assert [row["step"] for row in comparable(tmp_path / "run")] == [1, 2, 3]
 
 

@@ -35,7 +35,7 @@ OPTIONS = {
 FEWER_OPTIONS = {name: value for name, value in OPTIONS.items() if name not in ("algorithm", "critic")}  # for speed
 # Calls of the reward function: 1 evaluation, 2 and 3 steps 1 and 2, 4 evaluation, 5 and 6 steps 3 and 4 (with the
 # checkpoint after step 3 between them), 7 evaluation, 8 and 9 steps 5 and 6, 10 evaluation.
-BEFORE_THE_FIRST_CHECKPOINT, IN_THE_THIRD_EVALUATION, IN_STEP_5, IN_THE_LAST_EVALUATION = 4, 7, 8, 10
+BEFORE_THE_FIRST_CHECKPOINT, IN_STEP_4, IN_THE_THIRD_EVALUATION, IN_STEP_5, IN_THE_LAST_EVALUATION = 4, 6, 7, 8, 10
 
 
 def write_config(model: Path, folder: Path, options: dict[str, Any] = OPTIONS) -> Path:
@@ -134,6 +134,18 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
     assert main(["train", str(config), "--resume"]) == 1
     assert main(["train", str(config), "--resume"]) == 0
     assert_same_result(tmp_path / "run", uninterrupted)
+
+
+def test_what_could_not_be_written_in_the_background_is_not_called_saved(model, tmp_path, capsys):
+    config = write_config(model, tmp_path)
+    (tmp_path / "strike").write_text(f"raise {IN_STEP_4} 0")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="could not save checkpoint"):
+        assert main(["train", str(config)]) == 1
+    captured = capsys.readouterr()
+    assert "is saved" not in captured.out
+    assert "error: could not save checkpoint" in captured.err
 
 
 def test_an_evaluation_that_the_reward_function_spoiled_is_made_up_for(model, uninterrupted, tmp_path):
