@@ -200,9 +200,10 @@ class Run:
             summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
             rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+            num_scored = sum(sample.reward is not None for sample in samples)
             self.log.message(
                 f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
-                f"on {len(self.trainer.held_out)} problems, {summary['minutes']:.1f} minutes of training"
+                f"on {num_scored} problems, {summary['minutes']:.1f} minutes of training"
             )
         if get_rank() == 0:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -246,6 +246,13 @@ def test_none_leaves_a_sample_out(run, tmp_path):
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
+def test_none_leaves_a_held_out_problem_out(run, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": word} for word in ("sun", "moon", "star")])
+    code, out, _ = run(reward__function=f"{HERE}:not_for_sun", evaluation__path=str(held_out), steps=1)
+    assert code == 0
+    assert "on 2 problems" in out
+
+
 def sun_and_moon(folder) -> dict:
     """Two prompts, both in every step, and more mini-batches than the samples that are left."""
     path = write_rows(folder / "two.jsonl", [{"prompt": "sun"}, {"prompt": "moon"}])
