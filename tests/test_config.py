@@ -108,6 +108,14 @@ def test_dotted_overrides(key, text, value, config_file):
     assert get(Config.load(config_file), "steps") == 3
 
 
+def test_an_override_leaves_a_section_of_the_same_anchor_alone(config_file):
+    text = "actor: &engine {max_tokens: 999}\ncritic: *engine\nalgorithm: {advantage: gae}\n"
+    config_file.write_text(config_file.read_text() + text)
+    config = Config.load(config_file, {"actor.max_tokens": "1000"})
+    assert config.critic is not None
+    assert (config.actor.max_tokens, config.critic.max_tokens) == (1000, 999)
+
+
 # YAML 1.1 reads the first two as texts, the last two as numbers.
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001"])
 def test_scientific_notation(text, tmp_path, config_file):
@@ -214,9 +222,19 @@ def test_value_of_wrong_type_or_range(key, value):
         ({"algorithm.max_refills": 2}, "set that, too"),
         ({"algorithm.correction_high": 2.0}, "none has no bounds"),
         ({"algorithm.correction_low": 0.0}, "none has no bounds"),
+        (
+            {"algorithm.advantage": "m:f", "algorithm.skip_equal_groups": True, "rollout.samples_per_prompt": 1},
+            "leaves out every prompt that has a single sample",
+        ),
+        ({"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k1"}, "its gradient is 0 on average"),
         ({"rollout.prompts_per_step": 1, "algorithm.mini_batches": 9}, "larger than the number of samples"),
         ({"data.path": "train.jsonl"}, "not both"),
         ({"data.task": None}, "give either path"),
+        ({"data.system_prompt": "Be brief.", "data.chat": False}, "which chat: false leaves out"),
+        (
+            {"data": {"path": "train.jsonl", "task_options": {"min_terms": 2}}, "reward.function": "m:f"},
+            "task_options are those of a reasoning-gym task",
+        ),
         ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
         ({"actor.max_tokens": 639}, "may have 640 tokens"),
         ({"actor.max_tokens": 640, "reward.model": "rm"}, "may see 641 tokens .* raise it by 1"),
@@ -258,6 +276,33 @@ def test_reference_without_a_use():
 def test_override_into_a_value(config_file):
     with pytest.raises(ConfigError, match="steps is a value, not a section"):
         Config.load(config_file, {"steps.warmup": "1"})
+
+
+def test_paths_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = with_value("data.path", "~/train.jsonl", with_value("evaluation.path", "~/test.jsonl", FULL))
+    values = with_value("reward.model", "~/judge", with_value("critic.model", "~/critic", values))
+    config = Config.parse(values | {"model": "~/policy", "output_dir": "~/run"})
+    assert config.critic is not None
+    assert config.evaluation is not None
+    paths = (config.model, config.output_dir, config.data.path, config.critic.model, config.reward.model)
+    assert paths == ("/home/me/policy", "/home/me/run", "/home/me/train.jsonl", "/home/me/critic", "/home/me/judge")
+    assert config.evaluation.path == "/home/me/test.jsonl"
+
+
+@pytest.mark.parametrize("text", ["steps: 4\n", "rollout: {top_k: 5, top_k: 6}\n"])
+def test_a_key_that_stands_twice(text, config_file):
+    config_file.write_text(config_file.read_text() + text)
+    with pytest.raises(ConfigError, match=r"the key (steps|top_k) stands there twice"):
+        Config.load(config_file)
+
+
+def test_a_merged_section_may_change_what_it_takes_over(config_file):
+    text = "actor: &engine {max_tokens: 999}\ncritic: {<<: *engine, max_tokens: 1000}\nalgorithm: {advantage: gae}\n"
+    config_file.write_text(config_file.read_text() + text)
+    config = Config.load(config_file)
+    assert config.critic is not None
+    assert (config.actor.max_tokens, config.critic.max_tokens) == (999, 1000)
 
 
 @pytest.mark.parametrize("text", [None, "model: [", "- a list", "just text", ""])

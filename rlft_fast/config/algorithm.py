@@ -95,6 +95,11 @@ class AlgorithmConfig(Section):
             raise ValueError("kl_target adapts kl_coef, which is 0: give a kl_coef to start from")
         if self.entropy_target is not None and not self.entropy_coef:
             raise ValueError("entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from")
+        if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator: k1 in the loss holds nothing back, its gradient is 0 on average: take kl_in: reward, or "
+                "another estimator"
+            )
         if self.max_refills and not self.skip_equal_groups:
             raise ValueError("max_refills replaces the prompts that skip_equal_groups leaves out: set that, too")
         bounds = {self.correction_low, self.correction_high} - {None}

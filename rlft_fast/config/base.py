@@ -1,11 +1,15 @@
 """What every section of the configuration is, how YAML is read, and how mistakes in it are explained."""
 
 import difflib
+import os.path
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Of a file or folder; ~ is the home folder, which no shell fills in inside YAML or after ``--key=``."""
 
 
 class ConfigError(ValueError):
@@ -19,7 +23,18 @@ class Section(BaseModel):
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2, and not a text."""
+    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2, and not a text, and every key stands once."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuses a key that stands twice, of which the last one would win."""
+        node = super().compose_mapping_node(anchor)
+        names: list[Any] = []
+        for key, _ in node.value:
+            if key.value in names:
+                problem = f"the key {key.value} stands there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            names.append(key.value)
+        return node
 
 
 Loader.add_implicit_resolver(
@@ -30,11 +45,11 @@ Loader.add_implicit_resolver(
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
     """Sets the nested value that a dotted key names; sections that are absent are made."""
     for i, key in enumerate(keys[:-1]):
-        if values.get(key) is None:  # absent, or a section that the file switches off
-            values[key] = {}
-        values = values[key]
-        if not isinstance(values, dict):
+        section = {} if values.get(key) is None else values[key]  # absent, or a section that the file switches off
+        if not isinstance(section, dict):
             raise ConfigError(f"{'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a section")
+        values[key] = dict(section)  # a copy: by an anchor of YAML it may be another section, too
+        values = values[key]
     values[keys[-1]] = value
 
 

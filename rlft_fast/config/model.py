@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlft_fast.config.base import Section
+from rlft_fast.config.base import LocalPath, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -105,7 +105,7 @@ class EngineConfig(ModelConfig):
 class CriticConfig(EngineConfig):
     """The value model of PPO."""
 
-    model: str | None = None
+    model: LocalPath | None = None
     """Folder of the model that the critic starts from; null: the policy's."""
     value_clip: PositiveFloat = 0.2
     """How far a value may move from its value at rollout before its loss is clipped."""

@@ -11,12 +11,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Loader, Section, explain, set_key
+from rlft_fast.config.base import ConfigError, Loader, LocalPath, Section, explain, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.rollout import RolloutConfig
 
@@ -24,7 +23,7 @@ from rlft_fast.config.rollout import RolloutConfig
 class DataConfig(Section):
     """Where prompts come from: a JSONL file, a Hugging Face dataset folder, or a reasoning-gym task."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     """JSONL file, or folder written by datasets.save_to_disk."""
     task: str | None = None
     """Name of a reasoning-gym task, instead of a path."""
@@ -43,6 +42,10 @@ class DataConfig(Section):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.task is None):
             raise ValueError("give either path (JSONL file or dataset folder) or task (reasoning-gym), not both")
+        if self.task is None and self.task_options:
+            raise ValueError("task_options are those of a reasoning-gym task: leave them out beside a path")
+        if self.system_prompt is not None and not self.chat:
+            raise ValueError("system_prompt is a message of the chat template, which chat: false leaves out")
         return self
 
 
@@ -51,7 +54,7 @@ class RewardConfig(Section):
 
     function: str | dict[str, float] | None = None
     """module:function or file.py:function, or several with their weights; null: the reasoning-gym task's own."""
-    model: str | None = None
+    model: LocalPath | None = None
     """Folder of a reward model (sequence classification, one label), whose score is added; runs as the actor does."""
     model_weight: float = 1.0
     """Weight of that score."""
@@ -70,7 +73,7 @@ class RewardConfig(Section):
 class EvaluationConfig(Section):
     """Greedy accuracy on held-out prompts, before and after training."""
 
-    path: str
+    path: LocalPath
     """JSONL file or dataset folder with the held-out prompts; same columns as the training data."""
     max_new_tokens: PositiveInt = 32
     """Most tokens of an answer."""
@@ -96,9 +99,9 @@ class CheckpointConfig(Section):
 class Config(Section):
     """A training run."""
 
-    model: str
+    model: LocalPath
     """Folder of the policy to train: a Hugging Face causal language model."""
-    output_dir: str
+    output_dir: LocalPath
     """Folder for everything the run writes."""
     steps: PositiveInt
     """Rollouts to make and learn from."""
@@ -125,11 +128,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
 
-    @field_validator("model", "output_dir")
-    @classmethod
-    def _expand_home(cls, path: str) -> str:
-        return str(Path(path).expanduser())
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         algorithm = self.algorithm
@@ -148,6 +146,11 @@ class Config(Section):
             raise ValueError(
                 "algorithm.skip_equal_groups needs an advantage that compares samples of one prompt "
                 f"({', '.join(GROUP_ADVANTAGES)}); {algorithm.advantage} learns from equal rewards too"
+            )
+        if algorithm.skip_equal_groups and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "algorithm.skip_equal_groups leaves out every prompt that has a single sample: "
+                "rollout.samples_per_prompt must be >= 2"
             )
         if self.rollout.prompts_per_step * self.rollout.samples_per_prompt < algorithm.mini_batches:
             raise ValueError("algorithm.mini_batches is larger than the number of samples per step")

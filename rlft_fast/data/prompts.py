@@ -1,6 +1,7 @@
 """Prompts: read from JSONL, a dataset folder or a reasoning-gym task, checked and tokenized before anything runs."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def description(self) -> dict[str, int]:
+        """What tells these prompts from others."""
+        texts = "\0".join(self.texts).encode(errors="surrogatepass")
+        return {"rows": len(self), "tokens": sum(map(len, self.token_ids)), "checksum": zlib.crc32(texts)}
 
     def select(self, indices: Sequence[int]) -> "Prompts":
         """The named rows, in that order."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class AdaptiveKL:
     """Moves the weight of the KL penalty until the divergence is at its target (arXiv 1909.08593).
 
-        e = clip(KL/target - 1, -0.2, 0.2),    coef ← coef·(1 + e·n/horizon)
+        e = clip(KL/target - 1, -0.2, 0.2),    coef ← coef·(1 + e·min(n/horizon, 1))
 
     Attributes:
         coef: weight of the penalty.
@@ -22,7 +22,7 @@ class AdaptiveKL:
     def update(self, kl: float, num_sequences: int) -> None:
         """Takes note of the mean divergence per token of `num_sequences` sequences."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * num_sequences / self.horizon
+        self.coef *= 1.0 + error * min(num_sequences / self.horizon, 1.0)  # beyond 5 horizons it would be negative
 
 
 @dataclass

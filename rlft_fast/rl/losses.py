@@ -331,11 +331,13 @@ def explained_variance(metrics: Mapping[str, Tensor]) -> Tensor:
         metrics: The fully reduced metrics of `ValueLoss`.
 
     Returns:
-        0-d tensor: 1 is a perfect critic, 0 one no better than a constant; NaN where the returns do not vary.
+        0-d tensor: 1 is a perfect critic, 0 one no better than a constant; NaN where the returns do not vary by more
+        than the rounding of their float32 moments.
     """
     return_variance = metrics["return_square_mean"] - metrics["return_mean"].square()
     error_variance = metrics["value_error_square_mean"] - metrics["value_error_mean"].square()
-    return torch.where(return_variance > 0, 1.0 - error_variance / return_variance, torch.nan)
+    varies = return_variance > 1e-6 * metrics["return_square_mean"]
+    return torch.where(varies, 1.0 - error_variance / return_variance, torch.nan)
 
 
 def _zero_inactive(loss_weight_T: Tensor, **tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """From completions to samples with rewards: functions on the rank that sampled, a reward model on all of them."""
 
+import math
 import warnings
 from dataclasses import replace
 from itertools import compress
@@ -136,6 +137,9 @@ class RewardModelScorer:
         """The scores of the completions of all ranks, which every rank must ask for together.
 
         None, of which a warning tells, where the token cap has no room for a text.
+
+        Raises:
+            RewardError: a score is not finite.
         """
         sequences = self._sequences(prompts, answers)
         cap = self.engine.config.max_tokens
@@ -148,6 +152,12 @@ class RewardModelScorer:
             )
         asked = [*compress(sequences, fitting)]
         scores = self.engine.score(Batch.from_samples(asked, [[] for _ in asked])).tolist() if asked else []
+        for (row, _), score in zip(compress(answers, fitting), scores, strict=True):
+            if not math.isfinite(score):
+                raise RewardError(
+                    f"the reward model scored an answer to the prompt {prompts.texts[row][:80]!r} with {score}: look "
+                    "at its weights, or whether actor.compute_dtype, which it runs in, is too narrow for it"
+                )
         remaining = iter(scores)
         return [next(remaining) if fits else None for fits in fitting]
 

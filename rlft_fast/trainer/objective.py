@@ -150,10 +150,15 @@ class Objective:
             seed: of the choice of tokens by clip-cov.
 
         Raises:
-            ValueError: the batch lacks a field that a method reads.
+            ValueError: the batch lacks a field that a method reads, or there is a critic and nothing for it to learn.
         """
         config = self.config
         batch = compute_advantages(self._with_rewards(batch), self.advantage, gamma=config.gamma, lam=config.lam)
+        if batch.value_T is not None and batch.return_T is None:
+            raise ValueError(
+                f"advantage {function_name(self.advantage)} returned no returns, which the critic is trained towards: "
+                "return an rlft_fast.rl.AdvantageReturn, or leave the critic section out"
+            )
         batch = self._with_selection(batch, seed)
         assert batch.advantage_T is not None
         # A factor on the advantage is one on the policy loss, and leaves entropy bonus, penalty and critic alone.

@@ -113,8 +113,10 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
             axis.plot(steps, _running_mean(values, reach=len(values) // _NUM_SMOOTHED), color=color, linewidth=1.8)
     axis.set_title(_PANELS[name], fontsize=10, loc="left")
     axis.set_xlabel("step", fontsize=9)
-    if name == "accuracy":
-        axis.set_ylim(-0.03, 1.03)
+    if name == "accuracy":  # from 0 to 1, or as far as a reward goes that is no share of right answers
+        every = [value for _, values in series_by_run for value in values]
+        low, high = min(0.0, *every), max(1.0, *every)
+        axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
     if name == "tokens_per_second":  # its noise is no story
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

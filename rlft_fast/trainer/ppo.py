@@ -81,12 +81,14 @@ class PPOTrainer:
         self.judge = Judge(config, self.tokenizer)
         self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
         self.judge.check(self.prompts, "the training data")
+        require_agreement("training data", self.prompts.description)
         self.held_out: Prompts | None = None
         if config.evaluation is not None:
             self.held_out = load_prompts(
                 config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
             )
             (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
+            require_agreement("held-out data", self.held_out.description)
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
@@ -258,7 +260,9 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
+        """The first of the step's seeds, of which every attempt of every rank takes one."""
+        num_seeds = (1 + self.config.algorithm.max_refills) * get_world_size()
+        return (self.config.seed * 1_000_003 + step) * max(num_seeds, 1_009) % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 

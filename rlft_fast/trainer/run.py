@@ -1,14 +1,16 @@
 """A run: the loop around `PPOTrainer.train_step`, and its folder with logs, checkpoints, weights and summary."""
 
+import contextlib
 import importlib.util
 import json
 import signal
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.engine import CheckpointManager, export_hf
+from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.rewards import RewardError
@@ -56,21 +58,27 @@ class Run:
         self.stop_requested = False
 
     def run(self, resume: bool = False) -> dict[str, Any]:
-        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds."""
-        state = self._prepare(resume)
+        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer."""
+        with contextlib.closing(self.trainer):
+            return self._run_interruptibly(self._prepare(resume))
+
+    def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
         handler = signal.signal(signal.SIGINT, self._request_stop)
         try:
             with self.log, self.checkpoints:
-                return self._run(state)
+                return self._run_or_save(state)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._run(state)
         except (RewardError, RolloutError) as error:
             if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
                 self._save(state)
             what = "reward function" if isinstance(error, RewardError) else "generator"
             self.log.message(f"the {what} failed after step {state['step']}: {self._saved()}")
             raise
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            self.trainer.close()
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
@@ -80,13 +88,15 @@ class Run:
                 self.checkpoints.clear()
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
+            (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
-        state = state or {
-            "step": 0, "seconds": 0.0, "tokens": 0, "accuracy_before": None, "examples_before": None, "log_bytes": {},
-            "objective": {},
+        beginning: dict[str, Any] = {
+            "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "accuracy_before": None, "examples_before": None,
+            "log_bytes": {}, "objective": {},
         }  # fmt: skip
+        state = beginning | (state or {})
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
@@ -99,8 +109,9 @@ class Run:
                 self.log.message(f"{name}: units of sharding\n{engine.units}")
         self.trainer.rollout.sync()
         if self.trainer.held_out is not None and state["accuracy_before"] is None:
-            state["accuracy_before"], samples = self._evaluate_and_log(0)
+            state["accuracy_before"], samples = self._evaluate_and_log(state)
             state["examples_before"] = self._examples(samples)
+        self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
         stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
         while state["step"] < config.steps and not stop:
             done_step = self.trainer.train_step(state["step"])
@@ -111,8 +122,7 @@ class Run:
             state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
             self.log.metrics(state["step"], metrics)
             step, done = state["step"], state["step"] == config.steps
-            if config.evaluation and config.evaluation.every and step % config.evaluation.every == 0 and not done:
-                self._evaluate_and_log(step)
+            self._evaluate_if_due(state)
             stop = any_rank(self.stop_requested)
             if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
@@ -122,7 +132,7 @@ class Run:
         return self._finish(state)
 
     def _record(self, number: int, step: Step) -> None:
-        """Writes the samples of a step, counted from 1, and warns of one that teaches nothing."""
+        """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         tokens = [sample.completion.token_ids for sample in step.samples]
         texts = self.trainer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         for sample, text in zip(step.samples, texts, strict=True):
@@ -135,25 +145,43 @@ class Run:
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
         elif step.metrics["reward_std"] == 0:
             self.log.message(
-                f"warning: step {number}: all rewards are {step.metrics['reward_mean']:g}; there is nothing to learn "
-                "from in this step (is the task too easy, too hard, or the reward function blind?)"
+                f"warning: step {number}: all rewards are {step.metrics['reward_mean']:g}, which tells no answer from "
+                "another (is the task too easy, too hard, or the reward function blind?)"
             )
 
     def _save(self, state: dict[str, Any], asynchronous: bool = False) -> None:
         """A checkpoint of the last complete step, unless there is one."""
-        if state["step"] != self.saved_step:
-            state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
-            self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
-            self.saved_step = state["step"]
+        if state["step"] == self.saved_step and self._is_written():
+            return
+        state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
+        self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
+        self.saved_step = state["step"]
+
+    def _is_written(self) -> bool:
+        """Whether the last save ended well, for which it waits."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as failure:
+            warnings.warn(f"{failure}. It is tried once more", stacklevel=2)
+            return False
+        return True
 
     def _saved(self) -> str:
         if self.saved_step == 0:
             return "nothing was learned yet, so nothing is saved"
         return f"step {self.saved_step} is saved, continue with --resume"
 
-    def _evaluate_and_log(self, step: int) -> tuple[float, list[Sample]]:
+    def _evaluate_if_due(self, state: dict[str, Any]) -> None:
+        """Every so many steps, each of them once; the last one has its evaluation at the end of the run."""
+        evaluation, step = self.config.evaluation, state["step"]
+        due = evaluation is not None and evaluation.every and step % evaluation.every == 0
+        if due and state["evaluated"] < step < self.config.steps:
+            self._evaluate_and_log(state)
+
+    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[float, list[Sample]]:
         accuracy, samples = self.trainer.evaluate()
-        self.log.metrics(step, {"accuracy": accuracy})
+        self.log.metrics(state["step"], {"accuracy": accuracy})
+        state["evaluated"] = state["step"]
         return accuracy, samples
 
     def _examples(self, samples: list[Sample]) -> list[str]:
@@ -168,13 +196,14 @@ class Run:
             "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
         }
         if self.trainer.held_out is not None:
-            accuracy, samples = self._evaluate_and_log(state["step"])
+            accuracy, samples = self._evaluate_and_log(state)
             summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
             rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+            num_scored = sum(sample.reward is not None for sample in samples)
             self.log.message(
                 f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
-                f"on {len(self.trainer.held_out)} problems, {summary['minutes']:.1f} minutes of training"
+                f"on {num_scored} problems, {summary['minutes']:.1f} minutes of training"
             )
         if get_rank() == 0:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

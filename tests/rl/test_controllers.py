@@ -15,6 +15,12 @@ def test_adaptive_kl_by_hand():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.2 * 0.9)
 
 
+def test_adaptive_kl_stays_positive_where_a_step_has_many_horizons():
+    controller = AdaptiveKL(coef=0.1, target=0.05, horizon=50)
+    controller.update(kl=0.0, num_sequences=512)
+    assert controller.coef == pytest.approx(0.08)
+
+
 def test_adaptive_entropy_by_hand():
     controller = AdaptiveEntropy(coef=0.01, target=0.5, step=0.005)
     coefficients = []

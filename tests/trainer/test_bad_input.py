@@ -246,6 +246,13 @@ def test_none_leaves_a_sample_out(run, tmp_path):
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
+def test_none_leaves_a_held_out_problem_out(run, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": word} for word in ("sun", "moon", "star")])
+    code, out, _ = run(reward__function=f"{HERE}:not_for_sun", evaluation__path=str(held_out), steps=1)
+    assert code == 0
+    assert "on 2 problems" in out
+
+
 def sun_and_moon(folder) -> dict:
     """Two prompts, both in every step, and more mini-batches than the samples that are left."""
     path = write_rows(folder / "two.jsonl", [{"prompt": "sun"}, {"prompt": "moon"}])
@@ -266,7 +273,7 @@ def test_all_rewards_equal(run, tmp_path):
     code, out, _ = run(reward__function=f"{HERE}:constant")
     assert code == 0
     for step in (1, 2, 3):
-        assert f"warning: step {step}: all rewards are 0.25; there is nothing to learn from" in out
+        assert f"warning: step {step}: all rewards are 0.25, which tells no answer from another" in out
     assert [row["step"] for row in comparable(tmp_path / "run")] == [1, 2, 3]
 
 

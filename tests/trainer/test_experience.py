@@ -187,7 +187,10 @@ def gae_in_fp64(rewards: list[float], values: list[float], gamma: float, lam: fl
 # KL in the reward, KL elsewhere: only the first changes rewards.
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_gae_advantages(kl_in):
-    config = AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8, kl_coef=0.5, kl_estimator="k1", kl_in=kl_in)
+    estimator = {"reward": "k1", "loss": "k2"}[kl_in]
+    config = AlgorithmConfig(
+        advantage="gae", gamma=0.9, lam=0.8, kl_coef=0.5, kl_in=kl_in, kl_estimator=estimator,
+    )  # fmt: skip
     batch = build_batch(SAMPLES, PROMPTS)
     generator = torch.Generator().manual_seed(0)
     value_T, old_T, ref_T = (torch.randn(14, generator=generator) * batch.loss_mask_T for _ in range(3))

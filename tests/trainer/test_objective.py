@@ -114,6 +114,14 @@ def test_unusable_methods_are_refused_before_anything_runs(options, message):
         Objective(AlgorithmConfig(**options), max_new_tokens=8)
 
 
+def test_a_critic_needs_returns():
+    batch = make_batch()
+    batch = batch.replace(value_T=torch.zeros(batch.num_tokens))
+    objective = Objective(AlgorithmConfig(advantage=f"{OWN}:centered"), max_new_tokens=8, has_critic=True)
+    with pytest.raises(ValueError, match="advantage centered returned no returns, which the critic is trained towards"):
+        objective.prepare(batch)
+
+
 def test_what_a_method_reads_may_be_there_for_another():
     options = {"advantage": "optimal-token", "loss_options": {"strength": 2.0}, "policy_loss": f"{OWN}:concentrated"}
     loss = Objective(AlgorithmConfig(**options), max_new_tokens=8).policy_loss

@@ -52,6 +52,16 @@ def test_a_single_step_is_visible(tmp_path):
     assert ((blue > 0.6) & (red < 0.1)).any()  # the colour of the series; text and axes are grey
 
 
+@pytest.mark.parametrize("rewards", [(2.5, 3.0), (-40.0, -30.0), (0.2, 0.4)])
+def test_a_mean_reward_that_is_no_share_is_in_the_picture(rewards, tmp_path):
+    (tmp_path / "run").mkdir()
+    rows = [{"step": step, "accuracy": reward} for step, reward in enumerate(rewards)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_runs([tmp_path / "run"], tmp_path / "out.png")
+    red, _, blue, _ = imread(tmp_path / "out.png").transpose(2, 0, 1)
+    assert ((blue > 0.6) & (red < 0.1)).any()
+
+
 def test_running_mean_is_centred():
     values = [float(i) for i in range(9)]
     assert _running_mean(values, reach=2)[2:-2] == values[2:-2]  # a straight line stays where it is

@@ -1,6 +1,8 @@
 """A run that was interrupted, whichever way, ends with the same numbers and weights as one that was not."""
 
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.rewards import RewardError
-from rlft_fast.trainer import train
+from rlft_fast.trainer import PPOTrainer, Run, train
 from rlft_fast.trainer.log import RunLog
 from tests.distributed import run_distributed
 from tests.trainer.test_experience import check_gathering_on_two_ranks
@@ -33,7 +35,7 @@ OPTIONS = {
 FEWER_OPTIONS = {name: value for name, value in OPTIONS.items() if name not in ("algorithm", "critic")}  # for speed
 # Calls of the reward function: 1 evaluation, 2 and 3 steps 1 and 2, 4 evaluation, 5 and 6 steps 3 and 4 (with the
 # checkpoint after step 3 between them), 7 evaluation, 8 and 9 steps 5 and 6, 10 evaluation.
-BEFORE_THE_FIRST_CHECKPOINT, IN_STEP_5, IN_THE_LAST_EVALUATION = 4, 8, 10
+BEFORE_THE_FIRST_CHECKPOINT, IN_STEP_4, IN_THE_THIRD_EVALUATION, IN_STEP_5, IN_THE_LAST_EVALUATION = 4, 6, 7, 8, 10
 
 
 def write_config(model: Path, folder: Path, options: dict[str, Any] = OPTIONS) -> Path:
@@ -134,6 +136,45 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
     assert_same_result(tmp_path / "run", uninterrupted)
 
 
+def test_what_could_not_be_written_in_the_background_is_not_called_saved(model, tmp_path, capsys):
+    config = write_config(model, tmp_path)
+    (tmp_path / "strike").write_text(f"raise {IN_STEP_4} 0")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="could not save checkpoint"):
+        assert main(["train", str(config)]) == 1
+    captured = capsys.readouterr()
+    assert "is saved" not in captured.out
+    assert "error: could not save checkpoint" in captured.err
+
+
+def test_an_evaluation_that_the_reward_function_spoiled_is_made_up_for(model, uninterrupted, tmp_path):
+    config = write_config(model, tmp_path)
+    (tmp_path / "strike").write_text(f"raise {IN_THE_THIRD_EVALUATION} 0")
+    assert main(["train", str(config)]) == 1
+    assert main(["train", str(config), "--resume"]) == 0
+    assert_same_result(tmp_path / "run", uninterrupted)
+
+
+def test_an_evaluation_that_is_new_when_resuming_is_of_that_step(model, tmp_path):
+    train(toy_config(model, tmp_path, steps=2))
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
+    train(toy_config(model, tmp_path, steps=3, evaluation={"path": str(held_out), "every": 1}), resume=True)
+    assert [row["step"] for row in comparable(tmp_path / "run") if "accuracy" in row] == [2, 3]
+
+
+def test_a_checkpoint_of_another_model_leaves_no_worker_behind(model, tiny_model, tmp_path):
+    train(toy_config(model, tmp_path, steps=1))
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
+    changes = {"reward__timeout_s": 60, "reward__workers": 1, "evaluation": {"path": str(held_out)}}
+    trainer = PPOTrainer(toy_config(tiny_model("qwen2"), tmp_path, **changes))
+    trainer.evaluate()
+    assert multiprocessing.active_children()
+    with pytest.raises(ValueError, match="is of another model than the actor"):
+        Run(trainer).run(resume=True)
+    assert not multiprocessing.active_children()
+
+
 def test_resuming_a_finished_run_does_not_train(model, uninterrupted, tmp_path):
     config = write_config(model, tmp_path)
     assert main(["train", str(config)]) == 0
@@ -158,6 +199,13 @@ def test_starting_anew_from_python_replaces_the_run(model, tmp_path):
     train(toy_config(model, tmp_path, steps=1))  # its checkpoint is the older one by number
     assert [row["step"] for row in comparable(tmp_path / "run")] == [1]
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def test_a_run_that_fails_has_no_summary_of_an_earlier_one(model, tmp_path):
+    train(toy_config(model, tmp_path, steps=1))
+    with pytest.raises(RewardError):
+        train(toy_config(model, tmp_path, steps=1, reward__function=f"{HERE}:raises"))
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_unusual_line_separators_in_samples_survive(tmp_path):
@@ -217,6 +265,23 @@ def test_two_processes_stop_together(model, by_torchrun, tmp_path):
     run_distributed(run_interrupted, 2, folders)
     for folder in folders.values():
         assert_same_result(folder / "run", by_torchrun)
+
+
+def train_on_own_data(rank: int, folder: Path) -> None:
+    """Every process in a folder of its own, as on machines that do not share their disks."""
+    os.chdir(folder / str(rank))
+    with pytest.raises(ValueError, match=r"disagree on the training data: checksum is .* on rank 1 and .* on rank 0"):
+        train(Config.load(folder / "config.yaml"))
+
+
+@pytest.mark.dist
+def test_two_processes_with_other_data_refuse_it(model, tmp_path):
+    for rank, words in enumerate((WORDS[1:5], WORDS[5:9])):  # as many rows, and tokens
+        (tmp_path / str(rank)).mkdir()
+        write_rows(tmp_path / str(rank) / "data.jsonl", [{"prompt": word} for word in words])
+    values = toy_values(model, tmp_path, steps=1, data__path="data.jsonl")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    run_distributed(train_on_own_data, 2, tmp_path)
 
 
 @pytest.mark.dist

@@ -267,6 +267,14 @@ def test_seeds(model, tmp_path):
     assert runs[0] != runs[2]
 
 
+def test_no_seed_is_drawn_twice(model, tmp_path):
+    """However many attempts, or processes, a step has."""
+    options = {"algorithm__skip_equal_groups": True, "algorithm__max_refills": 2000}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **options))
+    seeds = [trainer._seed(step) + attempt for step in range(3) for attempt in range(2001)]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_bfloat16(model, tmp_path):
     rows = short_run(model, tmp_path, actor__compute_dtype="bfloat16")
     assert rows[0]["ratio_max"] == 1.0
