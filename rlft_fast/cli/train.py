@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         print(config.to_yaml(), end="")
         return 0
+    require_writable(Path(config.output_dir))
     from rlft_fast.engine import CheckpointManager
     from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
@@ -39,6 +40,19 @@ def run(arguments: list[str]) -> int:
     with leaving_process_group():
         train(config, resume=options.resume)
     return 0
+
+
+def require_writable(output_dir: Path) -> None:
+    """Raises ValueError if a run could not write its folder, which is not made yet: the run may still be refused."""
+    try:
+        nearest = next(place for place in (output_dir, *output_dir.parents) if place.exists())
+        reason = "" if nearest.is_dir() else f"{nearest} is a file"
+        if not reason and not os.access(nearest, os.W_OK | os.X_OK):
+            reason = f"there is no permission to write to {nearest}"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
 def _check_memory(config: Config) -> None:
