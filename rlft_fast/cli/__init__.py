@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows the program's name; None: this process's arguments.
 
     Returns:
-        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted; of bench pytest's.
+        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted; of ``bench``
+            pytest's.
     """
     options = _parser().parse_args(argv)
     try:
