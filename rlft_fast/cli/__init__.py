@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows the program's name; None: this process's arguments.
 
     Returns:
-        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted.
+        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted; of ``bench``
+            pytest's.
     """
     options = _parser().parse_args(argv)
     try:
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 def _report(error: Exception) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
-        message += ": install rlft_fast with its dependencies (the ops alone need none but torch)"
+        message += ": install it; rlft_fast's own dependencies come with it (its ops alone need none but torch)"
     print("error: " + message.replace("\n", "\n       "), file=sys.stderr)
     config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
     if config is not None and isinstance(error, config.ConfigError):

@@ -1,6 +1,9 @@
 """``rlft-fast demo``: a real model learns a real task while one watches."""
 
 import argparse
+from pathlib import Path
+
+from rlft_fast.cli.train import require_writable
 
 
 def run(arguments: list[str]) -> int:
@@ -11,6 +14,7 @@ def run(arguments: list[str]) -> int:
         "--rollout", choices=("hf", "vllm"), help="what generates (default: vllm where installed, which is faster)"
     )
     options = parser.parse_args(arguments)
+    require_writable(Path(options.output))
     from rlft_fast import demo
 
     demo.main(seed=options.seed, output_dir=options.output, rollout=options.rollout)

@@ -25,11 +25,11 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         print(config.to_yaml(), end="")
         return 0
+    require_writable(Path(config.output_dir))
     from rlft_fast.engine import CheckpointManager
     from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
 
-    _check_output_dir(Path(config.output_dir))
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
     if checkpoint is not None and not options.resume:
         raise ValueError(
@@ -42,12 +42,17 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _check_output_dir(directory: Path) -> None:
-    """Raises ValueError if the folder cannot be made or written to."""
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        what = "may not be written to" if existing.is_dir() else "is a file"
-        raise ValueError(f"output_dir is {directory}, but {existing} {what}: set another one")
+def require_writable(output_dir: Path) -> None:
+    """Raises ValueError if a run could not write its folder, which is not made yet: the run may still be refused."""
+    try:
+        nearest = next(place for place in (output_dir, *output_dir.parents) if place.exists())
+        reason = "" if nearest.is_dir() else f"{nearest} is a file"
+        if not reason and not os.access(nearest, os.W_OK | os.X_OK):
+            reason = f"there is no permission to write to {nearest}"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
 def _check_memory(config: Config) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -137,12 +137,16 @@ def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -
 
 def _read_config(path: str | Path):
     _require_folder(path)
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} is not a model folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a model folder: {error}") from error
-    except StrictDataclassError as error:
-        raise ValueError(f"{path}/config.json is of no model: {error}\nSave or download the model again") from error
+        # None would ask on the terminal whether to run Python files of the folder.
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a configuration class raises whatever a wrong value makes it stumble over
+        raise ValueError(
+            f"{path} is not a model folder: transformers {transformers.__version__} cannot use its config.json "
+            f"({' '.join(str(error).split())}): correct it, or give another folder"
+        ) from error
 
 
 def _require_folder(path: str | Path) -> None:

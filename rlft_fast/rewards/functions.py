@@ -11,15 +11,19 @@ from typing import Any, cast
 
 from rlft_fast.rewards.scoring import RewardFunction
 
-# A sign belongs to the number unless it stands behind a word, a digit or a bracket: 3-5 is a difference. Commas
-# count only where they separate thousands: 1,234 is one number, 1,2,3 are three.
+# A sign belongs to the number unless it stands behind a word, a digit or a bracket: 3-5 is a difference. Commas, and
+# spaces that do not break, count only where they separate thousands: 1,234 is one number, 1,2,3 are three. A plain
+# space parts numbers: a list may end in 90 100.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])(?:\\?[$€£])?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
+    r"(?P<digits>(?:[0-9]{1,3}(?P<comma>,(?:\\!)?|\{,\})[0-9]{3}(?:(?P=comma)[0-9]{3})*(?![0-9])"
+    r"|(?<![\w.,])[1-9][0-9]{0,2}(?P<space>\\[, ]|[\u00a0\u2009\u202f])[0-9]{3}(?:(?P=space)[0-9]{3})*(?![0-9])"
+    r"|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
     r"(?:\.[0-9]+)?)"
 )
-# Before a number that is only part of one: the 2 of 1/2, \frac{1}{2}, \sqrt{2}, 10^2, 10^{-2} and 1e-2.
-_PART = re.compile(r"(?:[0-9)}]\s{0,3}/\s{0,3}|\}\{|\\(?:sqrt|[dt]?frac)\{?|\^\{?|[0-9][eE][-+]?)$")
+_SEPARATOR = re.compile(r"[^0-9.]+")
+# Before a number that is only part of one: the 2 of 1/2, 1:2, \frac{1}{2}, \sqrt{2}, 10^2, 10^{-2} and 1e-2.
+_PART = re.compile(r"(?:[0-9)}]\s{0,3}/\s{0,3}|[0-9]:|\}\{|\\(?:sqrt|[dt]?frac)\{?|\^\{?|[0-9][eE][-+]?)$")
 _LONGEST_PART = 10  # characters
 
 
@@ -32,8 +36,9 @@ def last_number(
 ) -> list[float | None]:
     """1.0 where the last number in the completion equals the answer, else 0.0.
 
-    Signs, decimals and thousands separators are understood and compared by value: 1,200.0 is 1200. Fractions, roots,
-    powers and exponents are not: a text whose last number is part of one has none. `math_verify` reads them.
+    Signs, decimals and separators of thousands (commas, spaces that do not break, those of LaTeX) are understood and
+    compared by value: 1,200.0 is 1200. Fractions, ratios, times, roots, powers and exponents are not: a text whose last
+    number is part of one has none. `math_verify` reads most of them.
 
     Args:
         prompts: Not read.
@@ -205,7 +210,7 @@ def _last_number(text: str) -> Decimal | None:
     last = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
     if last is None or _PART.search(text[max(last.start() - _LONGEST_PART, 0) : last.start()]):
         return None
-    number = Decimal(last["digits"].replace(",", ""))
+    number = Decimal(_SEPARATOR.sub("", last["digits"]))
     return number if last["sign"] in (None, "+") else number.copy_negate()  # unlike a minus, exact
 
 

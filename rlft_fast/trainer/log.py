@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines on disk, and a live progress bar."""
+"""Where a run's numbers go: JSON lines on disk, and a live progress bar, or lines where there is no terminal."""
 
 import json
 import math
@@ -33,8 +33,8 @@ class RunLog:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        shown = self.active and self.console.is_terminal  # elsewhere `metrics` prints lines
-        self.progress = Progress(*columns, console=self.console, disable=not shown)
+        # Anything but a terminal has the lines of `metrics`, and a bar would only leave its last state behind.
+        self.progress = Progress(*columns, console=self.console, disable=not (self.active and self.console.is_terminal))
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 
     def __enter__(self) -> Self:

@@ -123,8 +123,15 @@ def test_a_missing_dependency_is_one_message(tmp_path):
             [sys.executable, "-m", "rlft_fast", command, "x.yaml"], env=environment, capture_output=True, text=True
         )
         assert result.returncode == 1
-        assert result.stderr.startswith(f"error: No module named '{missing}': ")
+        assert result.stderr.startswith(f"error: No module named '{missing}': install it; ")
         assert "Traceback" not in result.stderr
+
+
+def test_plot_into_a_folder_that_does_not_exist(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plot", str(tmp_path), "--output", str(tmp_path / "no" / "curve.png")])
+    assert exit_info.value.code == 2
+    assert f"cannot be written: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 # A folder, and a name to which matplotlib would add a suffix: neither is the file that would be written.

@@ -1,5 +1,8 @@
 """``rlft-fast plan`` says what is needed, and its exit status whether it fits."""
 
+import json
+import shutil
+
 import pytest
 import yaml
 
@@ -61,3 +64,34 @@ def test_plan_takes_configuration_keys(config_file, capsys):
 def test_num_micro_batches(max_tokens, world_size, expected):
     config = Config.parse(CONFIG | {"model": "x", "actor": {"max_tokens": max_tokens}})
     assert most_micro_batches(config, world_size) == expected
+
+
+# A field of another type, fields that contradict each other, and values that a configuration class stumbles over.
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str (value: '32')"),
+        ({"num_attention_heads": 3}, "The hidden size (32) is not a multiple of the number of attention heads (3)"),
+        ({"num_attention_heads": 0}, "integer modulo by zero"),
+        ({"rope_scaling": {"type": "dynamic"}}, "Missing required keys in `rope_parameters`"),
+        ({"dtype": "nonsense"}, "'nonsense'"),
+    ],
+)
+def test_a_model_configuration_that_transformers_refuses(change, reason, config_file, tiny_model, tmp_path, capsys):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | change))
+    assert main(["plan", config_file, "--gpus", "2", "--memory", "1", "--model", str(folder)]) == 1
+    error = capsys.readouterr().err.splitlines()[0]
+    assert error.startswith(f"error: {folder} is not a model folder: transformers ")
+    assert reason in error
+    assert error.endswith(": correct it, or give another folder")
+
+
+def test_code_in_a_model_folder_is_not_run(config_file, tiny_model, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    (folder / "own.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("it asks"))
+    assert main(["plan", config_file, "--gpus", "2", "--memory", "1", "--model", str(folder)]) == 1
+    assert "contains custom code" in capsys.readouterr().err

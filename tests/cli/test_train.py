@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import yaml
 
@@ -132,9 +134,32 @@ def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(tiny_model, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("output_dir", ["file", "file/run"])
-def test_an_output_dir_that_cannot_be_made(output_dir, config_file, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main(["train", config_file, "--output_dir", str(tmp_path / output_dir)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: output_dir is {tmp_path / output_dir}, but {tmp_path / 'file'} is a file")
+@pytest.fixture
+def toy_file(tiny_model, tmp_path):
+    """A run that could start, in the folder `tmp_path`."""
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path)))
+    return str(path)
+
+
+@pytest.mark.parametrize("place", ["toy.yaml", "toy.yaml/run", "toy.yaml/runs/first"])
+def test_an_output_dir_that_is_a_file_or_below_one(place, toy_file, tmp_path, capsys):
+    assert main(["train", toy_file, "--output_dir", str(tmp_path / place)]) == 1
+    message = f"error: output_dir {tmp_path / place} cannot be written: {toy_file} is a file: name another folder"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize(("mode", "reason"), [(0o500, "there is no permission to write to "), (0, "Permission denied")])
+def test_an_output_dir_without_permission(mode, reason, toy_file, tmp_path, capsys):
+    parent = tmp_path / "locked"
+    parent.mkdir()
+    parent.chmod(mode)
+    assert main(["train", toy_file, "--output_dir", str(parent / "run")]) == 1
+    assert f"cannot be written: {reason}" in capsys.readouterr().err
+
+
+def test_demo_refuses_an_output_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "demo").touch()
+    assert main(["demo", "--output", str(tmp_path / "demo")]) == 1
+    assert f"output_dir {tmp_path / 'demo'} cannot be written" in capsys.readouterr().err

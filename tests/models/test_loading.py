@@ -106,7 +106,7 @@ def test_unreadable_config(load, text, folder):
 def test_config_that_transformers_refuses(load, key, value, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match=r"config\.json is of no model"):
+    with pytest.raises(ValueError, match=r"is not a model folder: transformers .* cannot use its config\.json"):
         load(folder)
 
 

@@ -63,6 +63,27 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("1e5", "5", 0.0),
         ("2.5E-3", "3", 0.0),
         ("10^2 = 100", "100", 1.0),
+        # Thousands apart: by spaces that do not break, in LaTeX, and as the MATH data set writes them.
+        ("1\u00a0000", "1000", 1.0),
+        ("-12\u202f345.5", "-12345.5", 1.0),
+        ("1\u2009234\u2009567", "1234567", 1.0),
+        (r"\boxed{12\,345}", "12345", 1.0),
+        (r"$2\ 000\ 000$", "2000000", 1.0),
+        (r"1{,}234", "1234", 1.0),
+        (r"10,\!000", "10000", 1.0),
+        ("10000", "10\u00a0000", 1.0),
+        ("80 90 100", "100", 1.0),
+        ("3 4 5", "5", 1.0),
+        ("12 3456", "3456", 1.0),
+        ("in 2020 300", "300", 1.0),
+        ("1,234 567", "567", 1.0),
+        ("x2 100", "100", 1.0),
+        ("1.5 300", "300", 1.0),
+        ("1\n000", "0", 1.0),
+        # Ratios and times, but not a colon that ends a phrase.
+        ("2:30", "30", 0.0),
+        ("day 2: 30", "30", 1.0),
+        ("answer:30", "30", 1.0),
     ],
 )
 def test_last_number(completion, answer, expected):
@@ -73,14 +94,18 @@ def test_last_number_scores_each_sample():
     assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("answer", ["seven", "", "1/2", None, math.nan])  # the last two: what is missing in a data set
+# The last two: what is missing in a data set.
+@pytest.mark.parametrize("answer", ["seven", "", "1/2", "2:30", None, math.nan])
 def test_last_number_refuses_an_answer_without_a_number(answer):
     with pytest.raises(ValueError, match=f"answer {answer!r} of sample 1 holds no number"):
         score(last_number, ["7", "7"], answer=["7", answer])
 
 
 # What a model may repeat until it is cut off. Some of these would take minutes if a search began again at every one.
-@pytest.mark.parametrize("text", ["1", "1,", "111,", "1.", ".1", "-", "-1", "a", "\u2212", "<answer>", "</answer>"])
+@pytest.mark.parametrize(
+    "text",
+    ["1", "1,", "111,", "111\u00a0", "1\\,", "1:", "1.", ".1", "-", "-1", "a", "\u2212", "<answer>", "</answer>"],
+)
 def test_scoring_takes_linear_time(text):
     completion = text * (1_000_000 // len(text))
     entry = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
