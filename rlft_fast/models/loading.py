@@ -115,9 +115,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     _require_folder(path)
     try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # damaged files are found by whatever stumbles over them
+        raise ValueError(f"cannot load a tokenizer from {path}: {type(error).__name__}: {error}") from error
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:

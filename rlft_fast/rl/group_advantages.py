@@ -1,7 +1,7 @@
 """Advantages of whole sequences relative to the other samples of their prompt: one number per sequence.
 
 The group's mean is taken relative to its lowest reward, so that a group of equal rewards, and so also a group of one,
-has advantages of exactly 0: never rounding noise divided by eps, and never the bare reward.
+has advantages of exactly 0 (before any whitening): never rounding noise divided by eps, and never the bare reward.
 """
 
 from typing import NamedTuple

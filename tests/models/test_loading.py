@@ -227,6 +227,27 @@ def test_folder_without_tokenizer(folder):
         load_tokenizer(folder)
 
 
+def test_damaged_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("file", "load"), [("tokenizer_config.json", load_tokenizer), ("config.json", load_policy)])
+def test_code_in_a_folder_is_not_run(file, load, folder, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "n")
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    classes = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Slow", "own.Fast"]}
+    values = json.loads((folder / file).read_text()) | {"auto_map": classes, "model_type": "own"}
+    values.pop("tokenizer_class", None)
+    (folder / file).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(folder)
+    assert not asked
+    assert not (folder / "ran").exists()
+
+
 SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
