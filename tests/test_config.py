@@ -171,6 +171,13 @@ def test_all_problems_are_named_at_once():
         ("steps", 0),
         ("steps", 1.5),
         ("steps", "many"),
+        ("steps", True),
+        ("actor.lora", True),
+        ("output_dir", ""),
+        ("output_dir", "~nobodyhere/run"),
+        ("reward.function", 3),
+        ("actor.wrap", "Block"),
+        ("actor.shard_size", "many"),
         ("seed", -1),
         ("data", None),
         ("data.chat", "perhaps"),
@@ -202,6 +209,24 @@ def test_value_of_wrong_type_or_range(key, value):
         Config.parse(with_value(key, value))
     assert str(error.value).startswith(f"{key}: ")
     assert f"got {value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("reward.function", 3, "reward.function: Input should be a valid string or a mapping, got 3"),
+        ("actor.wrap", "Block", "actor.wrap: Input should be a list, got 'Block'"),
+        ("critic", 3, "critic: Input should be a mapping, got 3"),
+        (
+            "reward.function", {"m:f": "much"},
+            "reward.function.m:f: Input should be a valid number, unable to parse string as a number, got 'much'",
+        ),
+    ],
+)  # fmt: skip
+def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
+    with pytest.raises(ConfigError) as error:
+        Config.parse(with_value(key, value))
+    assert str(error.value) == message
 
 
 # Combinations that no single key can refuse.

@@ -225,7 +225,7 @@ class Config(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError("\n".join(explain(cls, problem) for problem in error.errors())) from error
+            raise ConfigError(explain(cls, values, error.errors())) from error
 
     def to_yaml(self) -> str:
         """The fully resolved configuration; loading it gives an equal one."""

@@ -3,7 +3,7 @@
 Everything works on packed, position-aligned tensors (see `rlft_fast.data.Batch`) and never communicates.
 """
 
-from rlft_fast.rl.advantages import ADVANTAGES, AdvantageFunction, compute_advantages
+from rlft_fast.rl.advantages import ADVANTAGES, AdvantageError, AdvantageFunction, compute_advantages
 from rlft_fast.rl.aggregation import Aggregation, loss_scale, loss_weights, response_lengths
 from rlft_fast.rl.controllers import AdaptiveEntropy, AdaptiveKL
 from rlft_fast.rl.correction import (
@@ -28,6 +28,7 @@ __all__ = [
     "POLICY_LOSSES",
     "AdaptiveEntropy",
     "AdaptiveKL",
+    "AdvantageError",
     "AdvantageFunction",
     "AdvantageReturn",
     "Aggregation",

@@ -30,6 +30,11 @@ from rlft_fast.rl.token_advantages import (
 
 AdvantageFunction = Callable[..., Tensor | AdvantageReturn]
 
+
+class AdvantageError(ValueError):
+    """An advantage estimator failed or returned something that is not an advantage."""
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "gae": whitened_gae,
     "grpo": grpo_advantage,
@@ -56,23 +61,28 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
         lam: the λ of GAE, for an estimator with a parameter of this name.
 
     Raises:
-        ValueError: a field that the estimator reads is missing, or it returned another shape, or numbers that are not
-            finite.
+        ValueError: a field that the estimator reads is missing.
+        AdvantageError: the estimator raised, or returned another shape, or numbers that are not finite.
     """
     if not batch.num_sequences:
         return batch.replace(advantage_T=torch.zeros(0), return_T=torch.zeros(0))
-    result = function(**_arguments(batch, function, {"gamma": gamma, "lam": lam}))
+    name, arguments = function_name(function), _arguments(batch, function, {"gamma": gamma, "lam": lam})
+    try:
+        result = function(**arguments)
+    except Exception as error:
+        raise AdvantageError(f"advantage {name} raised {type(error).__name__}: {error}") from error
     advantage, return_T = result if isinstance(result, AdvantageReturn) else (result, None)
     sizes = ((batch.num_tokens,), (batch.num_sequences,))
-    name = function_name(function)
     if not isinstance(advantage, Tensor) or tuple(advantage.shape) not in sizes:
         got = tuple(advantage.shape) if isinstance(advantage, Tensor) else type(advantage).__name__
-        raise ValueError(f"advantage {name} returned {got}, expected one per token {sizes[0]} or sequence {sizes[1]}")
+        raise AdvantageError(
+            f"advantage {name} returned {got}, expected one per token {sizes[0]} or sequence {sizes[1]}"
+        )
     if tuple(advantage.shape) == sizes[1]:
         advantage = segment_expand(advantage, batch.cu_seqlens, num_tokens=batch.num_tokens)
     advantage_T = advantage.float().where(batch.loss_mask_T, 0.0)
     if not advantage_T.isfinite().all():
-        raise ValueError(f"advantage {name} returned numbers that are not finite at response tokens")
+        raise AdvantageError(f"advantage {name} returned numbers that are not finite at response tokens")
     return batch.replace(advantage_T=advantage_T, return_T=batch.return_T if return_T is None else return_T)
 
 

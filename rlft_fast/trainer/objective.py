@@ -17,6 +17,7 @@ from rlft_fast.rl import (
     POLICY_LOSSES,
     AdaptiveEntropy,
     AdaptiveKL,
+    AdvantageError,
     PolicyLoss,
     check_correction,
     clip_cov_tokens,
@@ -150,12 +151,13 @@ class Objective:
             seed: of the choice of tokens by clip-cov.
 
         Raises:
-            ValueError: the batch lacks a field that a method reads, or there is a critic and nothing for it to learn.
+            ValueError: the batch lacks a field that a method reads.
+            AdvantageError: the advantage failed, or there is a critic and nothing for it to learn.
         """
         config = self.config
         batch = compute_advantages(self._with_rewards(batch), self.advantage, gamma=config.gamma, lam=config.lam)
         if batch.value_T is not None and batch.return_T is None:
-            raise ValueError(
+            raise AdvantageError(
                 f"advantage {function_name(self.advantage)} returned no returns, which the critic is trained towards: "
                 "return an rlft_fast.rl.AdvantageReturn, or leave the critic section out"
             )

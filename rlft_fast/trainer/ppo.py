@@ -19,13 +19,14 @@ from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import (
+    any_rank,
     get_rank,
     get_world_size,
     init_distributed,
     require_agreement,
 )
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rl import ValueLoss, explained_variance
+from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
@@ -145,7 +146,7 @@ class PPOTrainer:
         with self._timed("logprobs"):
             batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
         metrics = rollout_metrics(samples, batch)
-        batch = self.objective.prepare(batch, self._seed(step))
+        batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
             batch = leave_out_truncated(batch, taught, greedy)
@@ -235,6 +236,17 @@ class PPOTrainer:
             return self.reference.infer(batch, ("logprob",))["logprob"]
         with self.actor.disable_adapter():
             return self.actor.infer(batch, ("logprob",))["logprob"]
+
+    def _with_advantages(self, batch: Batch, seed: int) -> Batch:
+        """What the objective makes of the batch, on all ranks or none: nobody updates beside a rank that gave up."""
+        failure: AdvantageError | None = None
+        try:
+            batch = self.objective.prepare(batch, seed)
+        except AdvantageError as error:
+            failure = error
+        if any_rank(failure is not None):
+            raise failure or AdvantageError("the advantage failed in another process, which says why")
+        return batch
 
     def _update(self, batch: Batch, seed: int) -> dict[str, float]:
         """One optimizer step per mini-batch: first all of the critic's, then all of the policy's."""

@@ -14,6 +14,7 @@ from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.rewards import RewardError
+from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import RolloutError
 from rlft_fast.trainer.experience import Sample
 from rlft_fast.trainer.log import RunLog
@@ -21,6 +22,7 @@ from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step
 
 _SHOWN_EXAMPLES = 3
+_MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}
 
 
 def train(config: Config, resume: bool = False) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: models, data or reward function cannot be used.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
+        AdvantageError: an advantage of one's own failed; likewise.
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
         KeyboardInterrupt: it was interrupted; likewise.
     """
@@ -73,10 +76,10 @@ class Run:
     def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._run(state)
-        except (RewardError, RolloutError) as error:
+        except tuple(_MAY_FAIL) as error:
             if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
                 self._save(state)
-            what = "reward function" if isinstance(error, RewardError) else "generator"
+            what = next(name for kind, name in _MAY_FAIL.items() if isinstance(error, kind))
             self.log.message(f"the {what} failed after step {state['step']}: {self._saved()}")
             raise
 

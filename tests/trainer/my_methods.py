@@ -1,12 +1,24 @@
 """An advantage and a policy loss as a user would write them, in a file of their own."""
 
+import itertools
+
+from rlft_fast.engine.distributed import get_rank
 from rlft_fast.rl import grpo_advantage
+
+_calls = itertools.count(1)
 
 
 def centered(reward_B, group_B):
     """Rewards minus the mean of their prompt."""
     same_BB = (group_B[:, None] == group_B).float()
     return reward_B - same_BB @ reward_B / same_BB.sum(1)
+
+
+def fails_in_step_3(reward_B, group_B):
+    """On the second process alone."""
+    if next(_calls) == 3 and get_rank() == 1:
+        raise ZeroDivisionError("division by zero")
+    return grpo_advantage(reward_B, group_B)
 
 
 def unclipped(logprob_T, old_logprob_T, advantage_T, *, strength=1.0):

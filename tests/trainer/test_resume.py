@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.rewards import RewardError
+from rlft_fast.rl import AdvantageError
 from rlft_fast.trainer import PPOTrainer, Run, train
 from rlft_fast.trainer.log import RunLog
 from tests.distributed import run_distributed
@@ -265,6 +266,22 @@ def test_two_processes_stop_together(model, by_torchrun, tmp_path):
     run_distributed(run_interrupted, 2, folders)
     for folder in folders.values():
         assert_same_result(folder / "run", by_torchrun)
+
+
+def train_with_an_advantage_that_fails(rank: int, config: Config) -> None:
+    message = "failed in another process" if rank == 0 else "fails_in_step_3 raised ZeroDivisionError: division by zero"
+    with pytest.raises(AdvantageError, match=message):
+        train(config)
+    assert (Path(config.output_dir) / "checkpoints" / "step_00000002").is_dir()
+    train(config, resume=True)
+
+
+@pytest.mark.dist
+def test_an_own_advantage_that_fails_on_one_of_two_processes_loses_nothing(model, tmp_path):
+    advantage = f"{HERE.with_name('my_methods.py')}:fails_in_step_3"
+    config = toy_config(model, tmp_path, steps=4, algorithm__advantage=advantage)
+    run_distributed(train_with_an_advantage_that_fails, 2, config)
+    assert [row["step"] for row in comparable(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def train_on_own_data(rank: int, folder: Path) -> None:
