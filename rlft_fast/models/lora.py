@@ -33,8 +33,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
 
     Raises:
         ImportError: peft is missing.
-        ValueError: no linear layer of one of these names, or a head that is tied to the embedding, which would have to
-            change with it.
+        ValueError: no linear layer of one of these names, all-linear for a mixture of experts, or a head that is tied
+            to the embedding, which would have to change with it.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -48,6 +48,8 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     except ImportError as error:
         raise ImportError("LoRA needs peft: pip install 'rlft_fast[lora]'") from error
     targets = [name for name in target_modules if name != _HEAD]
+    if targets == ["all-linear"]:
+        _check_no_experts(model)
     if targets:
         named = "all-linear" if targets == ["all-linear"] else targets
         options = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=named)
@@ -63,6 +65,20 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+
+
+def _check_no_experts(model: RLModel) -> None:
+    """All linear layers are then not all matrices, whether peft says so (from 0.19 on, by another error) or not."""
+    layers = [*model.pretrained.named_modules()]
+    experts = [f"{name}.{key}" for name, layer in layers for key, x in layer.named_parameters(recurse=False)
+               if x.dim() == 3 and not isinstance(layer, nn.Conv1d)]  # fmt: skip
+    if experts:
+        linear = {name.rpartition(".")[2]: None for name, layer in layers if isinstance(layer, nn.Linear)}
+        raise ValueError(
+            f"lora.target_modules all-linear cannot adapt the experts of {type(model.pretrained).__name__} "
+            f"({experts[0]}), which are no linear layers: train the whole model, or name the layers to adapt, of which "
+            f"there are {', '.join(linear)}"
+        )
 
 
 def _check_adapted(model: RLModel, targets: list[str]) -> None:

@@ -1,5 +1,6 @@
 """From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -189,8 +190,8 @@ def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
     groups = {sample.row for sample in samples if sample.reward is not None}
     unequal = {sample.row for sample in skip_equal_groups(samples)}
     metrics = {
-        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,  # null in the log, and no point of a curve
+        "reward_std": float(rewards.std()) if len(rewards) else math.nan,
         "completion_length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
         "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
         "left_out_share": 1.0 - len(rewards) / len(samples),

@@ -73,7 +73,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} has no metrics.jsonl: give the output_dir of a training run")
-    lines = path.read_text().split("\n")[:-1]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # damage is no JSON, which names it
     if not lines:
         raise ValueError(f"{path} holds no complete line: the run has not finished a step yet")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

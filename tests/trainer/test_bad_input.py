@@ -266,7 +266,8 @@ def test_all_none(run, model, tmp_path):
         assert f"warning: step {step}: the reward function left out every sample; nothing is learned" in out
     trained, initial = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "hf", model))
     assert all(torch.equal(trained[name], initial[name]) for name in initial)
-    assert [row["left_out_share"] for row in comparable(tmp_path / "run")] == [1.0] * 3
+    rows = comparable(tmp_path / "run")
+    assert [(row["left_out_share"], row["reward_mean"]) for row in rows] == [(1.0, None)] * 3
 
 
 def test_all_rewards_equal(run, tmp_path):

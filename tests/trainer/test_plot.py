@@ -82,6 +82,8 @@ def test_a_line_being_written_is_left_out(tmp_path):
         (None, "has no metrics.jsonl"),
         ("", "holds no complete line"),
         ('{"step": 1}\nnonsense\n', "line 2 is no JSON"),
+        (b'{"step": 1}\n{"step\xff', "nothing to draw"),  # the second line is still being written
+        (b'{"step": 1}\n\xff\n', "line 2 is no JSON"),
         ("[1]\n", "line 1 must be a JSON object with an integer step"),
         ('{"kl": 0.1}\n', "line 1 must be a JSON object with an integer step"),
         ('{"step": 1, "approx_kl": null}\n', "nothing to draw"),
@@ -89,7 +91,7 @@ def test_a_line_being_written_is_left_out(tmp_path):
 )
 def test_unusable_metrics(text, message, tmp_path):
     if text is not None:
-        (tmp_path / "metrics.jsonl").write_text(text)
+        (tmp_path / "metrics.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         plot_runs([tmp_path], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
