@@ -130,8 +130,8 @@ def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
             # It may name end tokens that config.json does not.
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot build the model in {path}: {error}") from error
+    except Exception as error:  # a model's code divides by and indexes with whatever the configuration says
+        raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_packed_attention(model)
     return model
 
@@ -142,7 +142,11 @@ def _read_config(path: str | Path):
         raise ValueError(f"{path} is not a model folder: it has no config.json")
     try:
         # None would ask on the terminal whether to run Python files of the folder.
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        names = config.architectures
+        if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+            raise ValueError(f"architectures is {names!r}, expected a list of names")
+        return config
     except Exception as error:  # a configuration class raises whatever a wrong value makes it stumble over
         raise ValueError(
             f"{path} is not a model folder: transformers {transformers.__version__} cannot use its config.json "

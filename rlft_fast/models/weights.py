@@ -282,11 +282,12 @@ def _files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        paths = [folder / name for name in names]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error
-    if absent := [name for name in names if not (folder / name).is_file()]:
+    if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"cannot load the model in {folder}: {_some(absent)} of {index.name} are missing")
-    return [folder / name for name in names]
+    return paths
 
 
 def _equal(first: _Stored, other: _Stored) -> bool:

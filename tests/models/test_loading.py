@@ -121,6 +121,38 @@ def test_models_without_lm_head(tmp_path):
 
 
 @pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pad_token_id": 10**6}, "cannot build the model in .* AssertionError: Padding_idx"),
+        ({"num_key_value_heads": 0}, "cannot build the model in .* ZeroDivisionError"),
+        ({"hidden_size": -8}, "cannot build the model in .* negative dimension"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', expected a list of names"),
+        ({"architectures": [1]}, r"architectures is \[1\], expected a list of names"),
+    ],
+)
+def test_configuration_of_no_model(load, changes, message, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"weight_map": []}', '{"weight_map": {"a": null}}'])
+def test_damaged_index_of_shards(text, folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
+        load_policy(folder)
+
+
+def test_damaged_generation_config(folder):
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="cannot build the model"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
 def test_missing_weights(load, folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot load the model"):
