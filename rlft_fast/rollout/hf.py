@@ -21,6 +21,8 @@ from rlft_fast.models import PolicyModel, packed_implementation, padded_implemen
 from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.types import Completion, SamplingParams
 
+_PAD_TOKEN_ID = 0  # never attended to, never read; a tokenizer's own may have been added without an embedding
+
 
 class HFRollout:
     """Samples from a policy on its own device.
@@ -30,7 +32,7 @@ class HFRollout:
 
     Args:
         model: the policy.
-        tokenizer: names the end and padding tokens.
+        tokenizer: names an end token, and finds stop texts.
         batch_size: completions generated at once.
         phase: gives the context in which the policy is on its device.
     """
@@ -48,8 +50,6 @@ class HFRollout:
         self.batch_size = batch_size
         self.weight_version = 0
         self.eos_token_ids = end_token_ids(model.model, tokenizer)
-        pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_token_ids[0]
-        self.pad_token_id = int(pad_token_id)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
@@ -93,7 +93,7 @@ class HFRollout:
             generation_config=GenerationConfig(
                 max_new_tokens=params.max_new_tokens,
                 eos_token_id=end_ids,
-                pad_token_id=self.pad_token_id,
+                pad_token_id=_PAD_TOKEN_ID,
                 do_sample=False,  # the sampler has chosen
             ),
         )
@@ -105,7 +105,7 @@ class HFRollout:
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
         width = max(map(len, prompts))
-        ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + list(p) for p in prompts], device=device)
+        ids = torch.tensor([[_PAD_TOKEN_ID] * (width - len(p)) + list(p) for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         return ids, mask
 

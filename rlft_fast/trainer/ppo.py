@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch
@@ -95,13 +97,17 @@ class PPOTrainer:
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
         ).initialize()
         self._check_support()
+        _check_tokens("model", self.actor, self.prompts, self.held_out)
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
         if config.critic is not None:
+            if config.critic.model is not None:
+                _check_same_tokens(config.critic.model, self.tokenizer)
             self.critic = self.engines["critic"] = FSDPEngine(
                 config.critic.model or config.model, config.critic,
                 head="value", num_training_steps=num_training_steps,
             ).initialize()  # fmt: skip
+            _check_tokens("critic.model", self.critic, self.prompts)
             self.value_loss = ValueLoss(
                 clip=config.critic.value_clip, aggregation=algorithm.aggregation,
                 max_response_tokens=config.rollout.max_new_tokens,
@@ -293,6 +299,30 @@ class PPOTrainer:
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
             for part in filter(None, (self.rollout, self.evaluation_judge, self.judge)):
                 stack.callback(part.close)
+
+
+def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
+    """Before an embedding is asked for a row that it does not have, which ends a GPU's process without saying why."""
+    num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
+    highest = max(max(ids) for prompts in given if prompts is not None for ids in prompts.token_ids)
+    if highest >= num_rows:
+        raise ValueError(
+            f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
+            "the policy's folder is of another model, or knows tokens that were added without new embeddings"
+        )
+
+
+def _check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A critic reads the policy's tokens, which another model would read as other texts."""
+    if not any(Path(path).glob("tokenizer*")):
+        return
+    own = load_tokenizer(path).get_vocab()
+    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
+    if others:
+        raise ValueError(
+            f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
+            f"as {others[0]!r}): take a model of the policy's family"
+        )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

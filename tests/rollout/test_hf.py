@@ -46,6 +46,16 @@ def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int
     return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :].tolist()
 
 
+def test_a_padding_token_that_has_no_embedding(tiny_model):
+    path = tiny_model("llama")
+    expected = make_rollout(path).generate(PROMPTS, GREEDY)
+    policy, tokenizer = load_policy(path), load_tokenizer(path)
+    tokenizer.add_tokens(["[OTHER]"])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == policy.model.config.vocab_size
+    assert HFRollout(policy, tokenizer, 64).generate(PROMPTS, GREEDY) == expected
+
+
 def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     """(L, V)"""
     with torch.no_grad():

@@ -119,6 +119,31 @@ def test_model_without_lm_head(run, model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_critic_of_another_vocabulary(run, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "critic")
+    text = (folder / "tokenizer.json").read_text()
+    file = json.loads(text)
+    vocabulary = file["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    options = {"algorithm__advantage": "gae", "critic": {"model": str(folder), "max_tokens": 64}}
+    code, _, error = run(**options)
+    assert code == 1
+    assert error.startswith(f"critic.model is {folder}, whose tokenizer has other numbers for 2 of the policy's tokens")
+    (folder / "tokenizer.json").write_text(text)
+    assert run(**options, steps=1)[0] == 0
+
+
+@pytest.mark.parametrize("key", ["model", "critic.model"])
+def test_embeddings_for_fewer_tokens_than_the_prompts_have(key, run, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "small", vocab_size=60, pad_token_id=0)
+    critic = {"algorithm__advantage": "gae", "critic": {"model": str(folder), "max_tokens": 64}}
+    code, _, error = run(**critic if key == "critic.model" else {"model": folder})
+    assert code == 1
+    assert error.startswith(f"{key} has embeddings of 60 tokens, but the prompts have the token ")
+    assert not (tmp_path / "run").exists()
+
+
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
