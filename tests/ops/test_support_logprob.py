@@ -113,6 +113,25 @@ def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend
         assert_no_further_from_truth(actual, plain, exact)
 
 
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("train_hidden", [False, True])
+def test_threshold_of_a_frozen_weight(train_hidden, backend):
+    """Whose ways are others: no gradient, and one of the hidden states alone."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem()
+    threshold = (hidden @ weight.T).topk(12).values[:, -2:].mean(-1)
+
+    def results(function) -> list[Tensor]:
+        h = hidden.clone().requires_grad_(train_hidden)
+        logprob = function(h, weight, target, threshold_T=threshold).logprob
+        return [logprob.detach(), *(torch.autograd.grad(logprob.sum(), h) if train_hidden else [])]
+
+    ours = results(partial(linear_logprob, backend=backend))
+    for actual, expected in zip(ours, results(reference.linear_logprob), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_threshold_agrees_with_ids():
     """The k-th largest logit keeps k tokens, whichever target was sampled, and a tie both."""
     hidden, weight, _, _ = make_problem()
