@@ -24,6 +24,7 @@ from tests.ops.adamw_problems import (
     reference,
     take_steps,
 )
+from tests.threads import num_threads
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -227,14 +228,15 @@ def test_a_backward_pass_through_weights_that_are_no_more_raises(dtype, view, de
     losses[1].backward()  # it had no gradient, and did not change
 
 
-def test_result_does_not_depend_on_the_number_of_threads():
-    results, threads = [], torch.get_num_threads()
+# Threads meet within a piece, which one of them takes, and between two.
+@pytest.mark.parametrize("shapes", [[(300_000,), (1000,), (77,)], [(4 * 16 * 1024,)]])
+def test_result_does_not_depend_on_the_number_of_threads(shapes):
+    results = []
     for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        parameters = as_parameters(random_tensors([(300_000,), (1000,), (77,)]))
-        take_steps(FusedAdamW(parameters, **OPTIONS), 2)
+        parameters = as_parameters(random_tensors(shapes))
+        with num_threads(count):
+            take_steps(FusedAdamW(parameters, **OPTIONS), 2)
         results.append(parameters)
-    torch.set_num_threads(threads)
     for other in results[1:]:
         assert_same_bits([p.detach() for p in other], [p.detach() for p in results[0]])
 

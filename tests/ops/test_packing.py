@@ -94,12 +94,17 @@ def test_rows_of_many_words(dtype, trailing, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_payload_need_not_be_contiguous_or_aligned(device):
-    cu_seqlens = cumulative([3, 5], device)
+    cu_seqlens, lengths = cumulative([3, 5], device), torch.tensor([3, 5], device=device)
     transposed = random((4, 8), torch.float32, device).T
     assert torch.equal(packing.pad(transposed, cu_seqlens, 5), reference_pad(transposed, [3, 5], 5, "right", 0))
     # 8 floats per row, but the first lies 4 bytes behind a 16-byte boundary.
     shifted = random((65,), torch.float32, device)[1:].view(8, 8)
     assert torch.equal(packing.pad(shifted, cu_seqlens, 5), reference_pad(shifted, [3, 5], 5, "right", 0))
+    sums = packing.segment_sum(transposed, cu_seqlens)
+    assert torch.equal(sums, torch.stack([transposed[:3].sum(0), transposed[3:].sum(0)]))
+    assert torch.equal(packing.segment_expand(sums.T.contiguous().T, cu_seqlens), sums.repeat_interleave(lengths, 0))
+    every_other = torch.arange(16, device=device)[::2]
+    assert packing.next_token_targets(every_other, cu_seqlens).tolist() == [2, 4, -100, 8, 10, 12, 14, -100]
 
 
 def micro_batch(shape: tuple[int, ...], device: str) -> dict[str, Tensor]:
