@@ -283,6 +283,10 @@ def test_bad_input_is_named(gradient, arguments, error, message):
     assert torch.equal(good, torch.ones(2))
 
 
+def test_a_vanishing_norm_is_divided_by_no_less_than_torch_does():
+    assert clip_coefficient(torch.tensor(1e-6), 1e-6).coefficient.item() == pytest.approx(0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize(("norm", "got"), [(3.0, r"is 3\.0"), (torch.ones(2), r"has shape \(2,\)")])
 def test_a_norm_that_is_none_is_named(norm, got):
     with pytest.raises(ValueError, match=f"norm {got}, expected a 0-d tensor: take it from grad_norm"):
