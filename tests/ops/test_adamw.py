@@ -309,7 +309,9 @@ def test_gradients_of_another_dtype(dtype, gradient_dtype, device):
     ours.grad_dtype = gradient_dtype
     ours.grad = random_tensors([(5001,)], gradient_dtype, device, seed=1)[0]
     theirs.grad = ours.grad.float()
-    FusedAdamW([ours], **OPTIONS).step()
+    neighbour = nn.Parameter(initial.clone())  # whose gradient is of its own dtype: another list of the same group
+    neighbour.grad = initial.clone()
+    FusedAdamW([neighbour, ours], **OPTIONS).step()
     torch.optim.AdamW([theirs], **OPTIONS).step()
     rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(ours.float(), theirs, rtol=rounding, atol=1e-6)
