@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
 from tests.ops.logprob_problems import make_problem
 
 
@@ -65,3 +65,14 @@ def test_impossible_tokens(V, possible, train_weight):
     ours = gradients(weight, target + possible.start, bias_V=bias)
     for actual, expected in zip(ours, gradients(weight[possible], target), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_gradients_of_certain_targets_are_no_difference_of_equal_numbers():
+    """The frozen head's U = (onehot - P) W where p is 1 but for 1e-6 or less, of which 1 - p has a digit at most."""
+    hidden, weight, target, _ = make_problem(32, 128, 1500)
+    hidden = (hidden + 30 / weight[target].square().sum(-1, keepdim=True) * weight[target]).requires_grad_()
+    grad = torch.autograd.grad(linear_logprob(hidden, weight, target).logprob.sum(), hidden)[0]
+    exact = reference.linear_logprob(hidden.double(), weight.double(), target)
+    assert exact.logprob.mean() > -1e-5
+    truth = torch.autograd.grad(exact.logprob.sum(), hidden)[0]
+    assert (grad - truth).norm(dim=-1).div(truth.norm(dim=-1)).max() < 1e-4
