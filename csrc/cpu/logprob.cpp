@@ -189,10 +189,16 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
                mutable_float_or_null(sum_exp_squared), nullptr});
 }
 
+// In double: in float, one rounding per row would put several times a tree's error into the bias gradient.
 void add_column_sums(const Tile& tile, float* out, bool accumulate) {
-  if (!accumulate) std::fill_n(out, tile.columns, 0.0f);
-  for (int64_t r = 0; r < tile.rows; ++r)
-    for (int64_t j = 0; j < tile.columns; ++j) out[j] += tile.out[r * tile.stride + j];
+  for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
+    const int64_t count = std::min(kBlock, tile.columns - begin);
+    double sum[kBlock] = {};
+    if (accumulate) std::copy_n(out + begin, count, sum);
+    for (int64_t r = 0; r < tile.rows; ++r)
+      for (int64_t j = 0; j < count; ++j) sum[j] += tile.out[r * tile.stride + begin + j];
+    for (int64_t j = 0; j < count; ++j) out[begin + j] = static_cast<float>(sum[j]);
+  }
 }
 
 void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,

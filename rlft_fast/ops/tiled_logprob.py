@@ -216,9 +216,8 @@ def _recompute_backward(ctx, grad_logprob, grad_entropy, *_):
         grad_logprob = torch.zeros_like(grad_entropy)
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[4]]
     grads = torch.ops.rlft_fast.linear_logprob_backward(
-        *tensors, *ctx.options, normalizer, kept, entropy, grad_logprob.contiguous(),
-        None if grad_entropy is None else grad_entropy.contiguous(), needs,
-    )  # fmt: skip
+        *tensors, *ctx.options, normalizer, kept, entropy, grad_logprob, grad_entropy, needs
+    )
     return scatter_gradients(grads, needs, num_inputs=16)
 
 

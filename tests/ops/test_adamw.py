@@ -24,6 +24,7 @@ from tests.ops.adamw_problems import (
     reference,
     take_steps,
 )
+from tests.threads import num_threads
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -227,14 +228,15 @@ def test_a_backward_pass_through_weights_that_are_no_more_raises(dtype, view, de
     losses[1].backward()  # it had no gradient, and did not change
 
 
-def test_result_does_not_depend_on_the_number_of_threads():
-    results, threads = [], torch.get_num_threads()
+# Threads meet within a piece, which one of them takes, and between two.
+@pytest.mark.parametrize("shapes", [[(300_000,), (1000,), (77,)], [(4 * 16 * 1024,)]])
+def test_result_does_not_depend_on_the_number_of_threads(shapes):
+    results = []
     for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        parameters = as_parameters(random_tensors([(300_000,), (1000,), (77,)]))
-        take_steps(FusedAdamW(parameters, **OPTIONS), 2)
+        parameters = as_parameters(random_tensors(shapes))
+        with num_threads(count):
+            take_steps(FusedAdamW(parameters, **OPTIONS), 2)
         results.append(parameters)
-    torch.set_num_threads(threads)
     for other in results[1:]:
         assert_same_bits([p.detach() for p in other], [p.detach() for p in results[0]])
 
@@ -307,7 +309,9 @@ def test_gradients_of_another_dtype(dtype, gradient_dtype, device):
     ours.grad_dtype = gradient_dtype
     ours.grad = random_tensors([(5001,)], gradient_dtype, device, seed=1)[0]
     theirs.grad = ours.grad.float()
-    FusedAdamW([ours], **OPTIONS).step()
+    neighbour = nn.Parameter(initial.clone())  # whose gradient is of its own dtype: another list of the same group
+    neighbour.grad = initial.clone()
+    FusedAdamW([neighbour, ours], **OPTIONS).step()
     torch.optim.AdamW([theirs], **OPTIONS).step()
     rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(ours.float(), theirs, rtol=rounding, atol=1e-6)

@@ -78,13 +78,18 @@ def test_loads_torchs_state_of_narrow_parameters(dtype):
     theirs = torch.optim.AdamW(as_parameters(random_tensors(SHAPES, dtype)), **OPTIONS)
     take_steps(theirs, 2)
     weights = [p.detach() for p in theirs.param_groups[0]["params"]]
-    ours = FusedAdamW(as_parameters(weights))
-    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    ours = FusedAdamW(as_parameters(weights), **OPTIONS)
+    saved = through_a_file(theirs.state_dict())
+    saved["state"][0]["step"] = 2  # a plain number, as old versions of torch saved it
+    ours.load_state_dict(saved)
     ours.initialize_state()
     for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
+            assert ours.state[mine][key].dtype == torch.float32
             assert torch.equal(ours.state[mine][key], theirs.state[other][key].float())
         assert torch.equal(ours.state[mine]["master"], other.float())
+    take_steps(ours, 1, first=3)
+    assert {state["step"].item() for state in ours.state.values()} == {3.0}
 
 
 def test_hooks_see_and_change_what_is_loaded():

@@ -14,6 +14,7 @@ from rlft_fast.ops.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
 from tests.devices import DEVICES, requires_gpu
 from tests.launches import count_launches
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
+from tests.threads import num_threads
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Scalar, empty, shorter than a vector, not a multiple of one, and longer than one piece (64 Ki) and one chunk (32 Ki).
@@ -237,12 +238,10 @@ def test_clip_coefficient(max_norm, expected):
 
 def test_result_does_not_depend_on_the_number_of_threads():
     parameters = [parameter(gradient) for gradient in random_gradients([(300_000,), (1000,), (77,)], torch.float32)]
-    threads = torch.get_num_threads()
     norms = []
     for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        norms.append(grad_norm(parameters))
-    torch.set_num_threads(threads)
+        with num_threads(count):
+            norms.append(grad_norm(parameters))
     assert norms[0] == norms[1] == norms[2]
 
 
@@ -282,6 +281,10 @@ def test_bad_input_is_named(gradient, arguments, error, message):
     with pytest.raises(error, match=message):
         clip_grad_norm_([parameter(good), parameter(gradient)], **arguments)
     assert torch.equal(good, torch.ones(2))
+
+
+def test_a_vanishing_norm_is_divided_by_no_less_than_torch_does():
+    assert clip_coefficient(torch.tensor(1e-6), 1e-6).coefficient.item() == pytest.approx(0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize(("norm", "got"), [(3.0, r"is 3\.0"), (torch.ones(2), r"has shape \(2,\)")])

@@ -77,6 +77,14 @@ def test_rows_without_a_target_need_no_temperature(backend):
         assert actual.equal(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_temperatures_may_be_of_any_dtype(dtype):
+    hidden, weight, target, _ = make_problem(6, 8, 30)
+    temperature = torch.tensor([1, 2, 3, 1, 2, 4])
+    logprob = linear_logprob(hidden, weight, target, temperature=temperature.to(dtype)).logprob
+    assert logprob.equal(linear_logprob(hidden, weight, target, temperature=temperature.float()).logprob)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_forward_mode_is_refused(way):
     hidden, weight, target, _ = make_problem(4, 8, 30)

@@ -163,11 +163,12 @@ def test_autocast_narrows_the_inputs_and_nothing_else(backend):
     hidden, weight, target, _ = make_problem(20, 64, 300)
 
     def compute(cast: Callable[[Tensor], Tensor], autocast: bool) -> list[Tensor]:
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        leaves = h, w, b = [x.clone().requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, 300))]
         with torch.autocast("cpu", BF16, enabled=autocast):
-            out = linear_logprob(backend)(cast(h), cast(w), target, return_entropy=True)
-            loss = linear_logprob_loss(backend)(cast(h), cast(w), target, lambda logprob, _: logprob.square()).loss
-        return [*out[:2], loss, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + loss, [h, w])]
+            out = linear_logprob(backend, return_entropy=True)(cast(h), cast(w), target, bias_V=cast(b))
+            fused = linear_logprob_loss(backend, bias_V=cast(b))
+            loss = fused(cast(h), cast(w), target, lambda logprob, _: logprob.square()).loss
+        return [*out[:2], loss, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + loss, leaves)]
 
     expected = compute(Tensor.bfloat16, autocast=False)
     for actual, same in zip(compute(Tensor.float, autocast=True), expected, strict=True):

@@ -16,6 +16,7 @@ from rlft_fast.ops.tiles import padded_columns
 from tests.memory import peak_allocated_bytes
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.logprob_problems import loss_problem, make_problem, ppo_clip
+from tests.threads import num_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -44,6 +45,27 @@ def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, num_tokens, wor
     assert abs(ours - truth) < 1e-6 * (0.1 + advantage.abs()).sum()
     for ours, eager, truth in zip(*results, strict=True):
         assert_no_further_from_truth(ours, eager, truth)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("softcap", "shift"), [(5.0, 0), (None, -100)])  # a maximum that starts at 0 would underflow
+def test_every_option_in_any_number_of_threads(softcap, shift, threads):
+    """Tiles and blocks of columns find their part of the bias, and threads theirs of the tiles."""
+    hidden, weight, target, old, advantage = loss_problem(T=1300, D=16, V=1500)
+    bias, temperature = shift + torch.linspace(-3, 3, 1500), torch.linspace(0.5, 2, 1300)
+    options = {"softcap": softcap, "logit_scale": 0.8, "temperature": temperature, "return_entropy": True}
+
+    def results(function, dtype: torch.dtype, **others) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
+        out = function(*leaves[:2], target, ppo_clip, old, advantage, bias_V=leaves[2], **options, **others)
+        return [out.logprob, out.entropy, *torch.autograd.grad(out.loss, leaves)]
+
+    eager, truth = (results(reference.linear_logprob_loss, dtype) for dtype in (F32, torch.float64))
+    for workspace_mib in (1, 64):  # chunks of few rows, and a tall one
+        with num_threads(threads):
+            ours = results(linear_logprob_loss, F32, workspace_mib=workspace_mib)
+        for actual, plain, exact in zip(ours, eager, truth, strict=True):
+            assert_no_further_from_truth(actual, plain, exact)
 
 
 def test_loss_gradients_only_where_needed():

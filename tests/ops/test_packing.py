@@ -94,12 +94,17 @@ def test_rows_of_many_words(dtype, trailing, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_payload_need_not_be_contiguous_or_aligned(device):
-    cu_seqlens = cumulative([3, 5], device)
+    cu_seqlens, lengths = cumulative([3, 5], device), torch.tensor([3, 5], device=device)
     transposed = random((4, 8), torch.float32, device).T
     assert torch.equal(packing.pad(transposed, cu_seqlens, 5), reference_pad(transposed, [3, 5], 5, "right", 0))
     # 8 floats per row, but the first lies 4 bytes behind a 16-byte boundary.
     shifted = random((65,), torch.float32, device)[1:].view(8, 8)
     assert torch.equal(packing.pad(shifted, cu_seqlens, 5), reference_pad(shifted, [3, 5], 5, "right", 0))
+    sums = packing.segment_sum(transposed, cu_seqlens)
+    assert torch.equal(sums, torch.stack([transposed[:3].sum(0), transposed[3:].sum(0)]))
+    assert torch.equal(packing.segment_expand(sums.T.contiguous().T, cu_seqlens), sums.repeat_interleave(lengths, 0))
+    every_other = torch.arange(16, device=device)[::2]
+    assert packing.next_token_targets(every_other, cu_seqlens).tolist() == [2, 4, -100, 8, 10, 12, 14, -100]
 
 
 def micro_batch(shape: tuple[int, ...], device: str) -> dict[str, Tensor]:
@@ -281,7 +286,8 @@ def test_segment_sum_is_as_exact_as_its_output(lengths, trailing, dtype, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_segment_sum_counts_bools_and_repeats_bitwise(device):
+def test_segment_sum_counts_bools_and_integers_and_repeats_bitwise(device):
+    assert packing.segment_sum(torch.tensor([2**23 + 1, 1], device=device), cumulative([2], device)).item() == 2**23 + 2
     mask_T = torch.tensor([True, False, True, True], device=device)
     assert packing.segment_sum(mask_T, cumulative([2, 0, 2], device)).tolist() == [1.0, 0.0, 2.0]
     values_T = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device)
@@ -303,10 +309,14 @@ def test_segment_mean(device):
     weight_T = torch.tensor([1.0, 0.5, 0.5, 0.0, 1.0, 0.0], device=device)
     mean_B = packing.segment_mean(values_T, cumulative([3, 0, 2, 1], device), weight_T)
     assert mean_B.tolist() == [2.5, 0.0, 5.0, 0.0]
+    cancelling_T = torch.tensor([1.0, -1.0], device=device)
+    assert packing.segment_mean(values_T.detach()[:2], cumulative([2], device), cancelling_T).tolist() == [0.0]
     mean_B.sum().backward()
     assert values_T.grad.tolist() == [0.5, 0.25, 0.25, 0.0, 1.0, 0.0]
     plain = torch.tensor([1.0, 2.0, 6.0], device=device, dtype=torch.bfloat16)
     assert packing.segment_mean(plain, cumulative([1, 2], device)).tolist() == [1.0, 4.0]
+    narrow = torch.full((1,), 1 + 2**-7, device=device, dtype=torch.bfloat16)  # its square takes twice the digits
+    assert packing.segment_mean(narrow, cumulative([1], device), narrow).tolist() == [1 + 2**-7]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlft_fast.ops import linear_logprob, reference, support_logprob
 from rlft_fast.ops.reference import transform_logits
+from tests.memory import peak_allocated_bytes
 from tests.numerics import assert_no_further_from_truth
 
 T, D, V = 30, 16, 200
@@ -113,6 +114,25 @@ def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend
         assert_no_further_from_truth(actual, plain, exact)
 
 
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("train_hidden", [False, True])
+def test_threshold_of_a_frozen_weight(train_hidden, backend):
+    """Whose ways are others: no gradient, and one of the hidden states alone."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem()
+    threshold = (hidden @ weight.T).topk(12).values[:, -2:].mean(-1)
+
+    def results(function) -> list[Tensor]:
+        h = hidden.clone().requires_grad_(train_hidden)
+        logprob = function(h, weight, target, threshold_T=threshold).logprob
+        return [logprob.detach(), *(torch.autograd.grad(logprob.sum(), h) if train_hidden else [])]
+
+    ours = results(partial(linear_logprob, backend=backend))
+    for actual, expected in zip(ours, results(reference.linear_logprob), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_threshold_agrees_with_ids():
     """The k-th largest logit keeps k tokens, whichever target was sampled, and a tie both."""
     hidden, weight, _, _ = make_problem()
@@ -137,18 +157,23 @@ def test_target_below_the_threshold_is_kept():
     torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_threshold_with_bad_rows_and_silent_rows():
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_threshold_with_bad_rows_and_silent_rows(backend):
     """A row of nan stays alone, and one that the loss does not see leaves no trace."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     hidden, weight, target, _ = make_problem()
     hidden[3], hidden[5] = torch.nan, torch.inf
-    hidden.requires_grad_(), weight.requires_grad_()
-    result = support_logprob(hidden, weight, target, threshold_T=torch.zeros(T), softcap=3.0, return_entropy=True)
+    leaves = hidden.requires_grad_(), weight.requires_grad_(), torch.zeros(V, requires_grad=True)
+    options = {"bias_V": leaves[2], "threshold_T": torch.zeros(T), "softcap": 3.0, "backend": backend}
+    result = linear_logprob(hidden, weight, target, return_entropy=True, **options)
     seen = torch.ones(T)
     seen[[3, 5]] = 0
     assert (result.logprob.isnan() == (seen == 0)).all()
-    result.logprob.backward(seen)
-    assert (hidden.grad[[3, 5]] == 0).all()
-    assert weight.grad.isfinite().all()
+    grads = torch.autograd.grad(result.logprob, leaves, seen)
+    assert (grads[0][[3, 5]] == 0).all()
+    assert grads[1].isfinite().all()
+    assert grads[2].isfinite().all()
 
 
 def support_gradients(problem: tuple[Tensor, ...], seen: Tensor, **options) -> list[Tensor]:
@@ -177,6 +202,14 @@ def test_ids_with_bad_rows_and_silent_rows(bad, softcap):
     seen[5] = 1
     for gradient in support_gradients((hidden, weight, target, support), seen, temperature=temperature):
         assert gradient.isnan().any()
+
+
+def test_entropy_alone_is_a_loss():
+    hidden, weight, target, support = make_problem()
+    hidden.requires_grad_()
+    entropy = support_logprob(hidden, weight, target, support, return_entropy=True).entropy
+    expected = torch.autograd.grad(masked(hidden, weight, target, support)[1].sum(), hidden)[0]
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), hidden)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bias_may_forbid_tokens():
@@ -224,6 +257,17 @@ def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
             assert x.grad is None if not x.requires_grad else torch.equal(x.grad, full.grad)
 
 
+def test_workspace_bounds_the_memory_of_the_gathered_rows():
+    inputs = torch.randn(200, 256, requires_grad=True), torch.randn(100, 256, requires_grad=True)
+    support = torch.arange(100).expand(200, 100)  # gathered, 20 MiB
+
+    def step():
+        logprob = support_logprob(*inputs, support[:, 0], support, workspace_mib=1).logprob
+        return torch.autograd.grad(logprob.sum(), inputs)
+
+    assert peak_allocated_bytes(step) < 3 * 2**20  # its workspace, a product of that, and the results
+
+
 def test_the_temperature_has_no_gradient():
     temperature = torch.full((T,), 0.7, requires_grad=True)
     hidden, weight, target, support = make_problem()
@@ -258,9 +302,11 @@ def test_ignored_rows_empty_supports_and_targets_outside():
     target[0], support[1], support[2] = -100, -1, torch.arange(12)
     target[2] = 150
     hidden.requires_grad_(), weight.requires_grad_()
-    result = support_logprob(hidden, weight, target, support, return_entropy=True)
+    options = {"return_entropy": True, "return_sum_prob_squared": True}
+    result = support_logprob(hidden, weight, target, support, **options)
     assert result.logprob[0] == 0
-    assert result.entropy[0] == 0
+    assert (result.entropy[:2] == 0).all()
+    assert (result.sum_prob_squared[:2] == 0).all()
     assert (result.logprob[1:3] == -INF).all()
     (result.logprob[3:].sum() + result.entropy.sum()).backward()
     assert hidden.grad.isfinite().all()
@@ -320,6 +366,7 @@ def test_opcheck_and_compile():
     ("change", "error", "message"),
     [
         ({"support_TK": torch.full((T, 3), V)}, ValueError, "outside the vocabulary of 200"),
+        ({"support_TK": torch.full((T, 3), -2)}, ValueError, "ids from -2 to -2"),
         ({"support_TK": torch.zeros(T - 1, 3, dtype=torch.int64)}, ValueError, r"support_TK \(30, K\)"),
         ({"support_TK": torch.zeros(T, 3)}, TypeError, "int64"),
         ({"weight_VD": torch.zeros(V, D + 1)}, ValueError, r"weight_VD \(V, D\)"),
