@@ -243,23 +243,28 @@ def _linear_logprob_frozen(
     for chunk in row_chunks(num_active, limit, hidden.device.type):
         index = active_index[chunk]
         rows = Rows.gather(hidden, target, inv_temperature, index)
-        sums = Sums.of_nothing(rows)
-        sum_others, slope = hidden.new_zeros(2, index.shape[0], dtype=torch.float32)
-        others_RD = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
-        memory = Tile(rows, columns)
-        for tile, weight_tile, bias_tile in head.tiles(columns):
-            z, exp_z = memory.views(weight_tile.shape[0])
-            multiply(rows.hidden_RD, weight_tile.T, out=z)
-            head.kernels.logprob_frozen_(
-                z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, softcap, scale,
-                sums.maximum, sums.sum_exp, sums.target_logit, sum_others, slope, others_RD, exp_z,
-            )  # fmt: skip
-            multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
-        logprob[index] = sums.finish(head).logprob
-        target_RD = weight[rows.target_R.clamp(0, head.vocab - 1)].to(torch.float32)
-        grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sums.sum_exp.unsqueeze(1))
+        logprob[index], grad_rows = _frozen_chunk(head, rows, columns)
         jacobian[index] = grad_rows.to(hidden.dtype)
     return logprob, jacobian
+
+
+def _frozen_chunk(head: Head, rows: Rows, columns: int) -> tuple[Tensor, Tensor]:
+    """(logprob (R,), float32 U (R, D)) of a chunk of rows, whose tile is given back before the next one has its own."""
+    sums = Sums.of_nothing(rows)
+    sum_others, slope = rows.hidden_RD.new_zeros(2, len(rows.hidden_RD), dtype=torch.float32)
+    others_RD = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
+    memory = Tile(rows, columns)
+    for tile, weight_tile, bias_tile in head.tiles(columns):
+        z, exp_z = memory.views(weight_tile.shape[0])
+        multiply(rows.hidden_RD, weight_tile.T, out=z)
+        head.kernels.logprob_frozen_(
+            z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, head.softcap, head.scale,
+            sums.maximum, sums.sum_exp, sums.target_logit, sum_others, slope, others_RD, exp_z,
+        )  # fmt: skip
+        multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
+    target_RD = head.weight_VD[rows.target_R.clamp(0, head.vocab - 1)].to(torch.float32)
+    grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sums.sum_exp.unsqueeze(1))
+    return sums.finish(head).logprob, grad_rows
 
 
 @_linear_logprob_frozen.register_fake

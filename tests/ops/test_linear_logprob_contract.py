@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlft_fast import ops
-from tests.memory import peak_mib, requires_proc
+from tests.memory import peak_allocated_bytes, peak_mib, requires_proc
 from tests.numerics import assert_no_further_from_truth
 from tests.ops.logprob_problems import gradients_without_row_7
 
@@ -352,6 +352,26 @@ def test_a_frozen_weight_has_no_gradient_in_memory(backend):
     hidden, weight, target, _ = make_problem(16, 512, 65536)  # the gradient would take 128 MiB, the logits take 4
     hidden.requires_grad_()
     assert peak_mib(lambda: train(linear_logprob(backend, workspace_mib=4), hidden, weight, target)) < 40
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "hidden and weight"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("threshold", [False, True])
+def test_workspace_bounds_what_is_allocated(trained, entropy, softcap, threshold):
+    hidden, weight, target, _ = make_problem(2048, 16, 8192)  # logits of 64 MiB
+    hidden.requires_grad_("hidden" in trained)
+    weight.requires_grad_("weight" in trained)
+    options = {"workspace_mib": 4, "softcap": softcap, "return_entropy": entropy}
+    if threshold:
+        options["threshold_T"] = torch.zeros(2048)
+
+    def step():
+        result = linear_logprob("native", **options)(hidden, weight, target)
+        loss = result.logprob.sum() + (result.entropy.sum() if entropy else 0)
+        return torch.autograd.grad(loss, [x for x in (hidden, weight) if x.requires_grad])
+
+    assert peak_allocated_bytes(step) < 5 * 2**20  # also 0.6 MiB of gradients, and what each row has
 
 
 @requires_proc
