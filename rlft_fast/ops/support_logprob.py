@@ -147,10 +147,10 @@ def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mi
         raise ValueError(f"expected support_TK ({hidden.shape[0]}, K) to match hidden_TD, got {tuple(support.shape)}")
     if support.dtype != torch.int64:
         raise TypeError(f"support_TK must hold int64 ids, got {support.dtype}")
-    if (row_bytes := _row_bytes(hidden, support)) > workspace_mib * 2**20:
+    if (row_bytes := gathered_bytes(support.shape[1], hidden.shape[1], weight.dtype)) > workspace_mib * 2**20:
         raise ValueError(
             f"workspace_mib={workspace_mib} cannot hold the weight rows of one support ({support.shape[1]} x "
-            f"{hidden.shape[1]} float32, {row_bytes} bytes): pass at least {-(-row_bytes // 2**20)}"
+            f"{hidden.shape[1]} in float32, {row_bytes} bytes): pass at least {-(-row_bytes // 2**20)}"
         )
     if support.numel() > 0 and looks_at(support) and not (support.min() >= -1 and support.max() < weight.shape[0]):
         raise ValueError(
@@ -162,22 +162,23 @@ def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mi
 # ---- logits of gathered weight rows ---------------------------------------------------------------------------------
 
 
-def _chunks(hidden: Tensor, ids: Tensor, workspace_mib: int) -> range:
-    """First rows of chunks whose gathered float32 weight rows fit the workspace."""
-    return range(0, hidden.shape[0], max(workspace_mib * 2**20 // max(_row_bytes(hidden, ids), 1), 1))
+def gathered_bytes(num_ids: int, dim: int, dtype: torch.dtype) -> int:
+    """What the weight rows of one token's support take: gathered in ``dtype``, then float32."""
+    return num_ids * dim * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
 
 
-def _row_bytes(hidden: Tensor, ids: Tensor) -> int:
-    return 4 * ids.shape[1] * hidden.shape[1]
+def _chunks(weight: Tensor, ids: Tensor, workspace_mib: int) -> list[slice]:
+    """Rows whose gathered weight rows fit the workspace."""
+    row_bytes = max(gathered_bytes(ids.shape[1], weight.shape[1], weight.dtype), 1)
+    count = max(workspace_mib * 2**20 // row_bytes, 1)
+    return [slice(start, start + count) for start in range(0, ids.shape[0], count)]
 
 
 @torch.library.custom_op("rlft_fast::support_logits", mutates_args=())
 def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int) -> Tensor:
     """(T, K) float32 dot products of each hidden state with the weight rows of its ids."""
     logits = hidden.new_empty(ids.shape, dtype=torch.float32)
-    chunks = _chunks(hidden, ids, workspace_mib)
-    for start in chunks:
-        rows = slice(start, start + chunks.step)
+    for rows in _chunks(weight, ids, workspace_mib):
         torch.bmm(weight[ids[rows]].float(), hidden[rows].float().unsqueeze(-1), out=logits[rows].unsqueeze(-1))
     return logits
 
@@ -195,21 +196,24 @@ def _support_logits_backward(
     grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
     grad_weight.zero_()
     seen = (grad != 0).any(-1, keepdim=True)
-    chunks = _chunks(hidden, ids, workspace_mib)
     with torch.autocast(hidden.device.type, enabled=False):  # which would narrow what is added up
-        for start in chunks:
-            rows = slice(start, start + chunks.step)
+        for rows in _chunks(weight, ids, workspace_mib):
             if needs_grad[0]:
                 grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
                 grad_hidden[rows] = grad_rows.squeeze(1).to(hidden.dtype)
             if needs_grad[1]:
                 hidden_rows = hidden[rows].float().where(seen[rows], 0)  # 0 * nan is nan
-                parts = (grad[rows].unsqueeze(-1) * hidden_rows.unsqueeze(1)).flatten(0, 1)
-                if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
-                    grad_weight.index_put_((ids[rows].flatten(),), parts, accumulate=True)
-                else:
-                    grad_weight.index_add_(0, ids[rows].flatten(), parts)
+                _add_outer_(grad_weight, ids[rows], grad[rows], hidden_rows)
     return grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _add_outer_(grad_weight: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Adds to the row of each id its gradient times the hidden state, products that take what gathered rows do."""
+    products = (grad.unsqueeze(-1) * hidden.unsqueeze(1)).flatten(0, 1)
+    if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
+        grad_weight.index_put_((ids.flatten(),), products, accumulate=True)
+    else:
+        grad_weight.index_add_(0, ids.flatten(), products)
 
 
 @_support_logits_backward.register_fake

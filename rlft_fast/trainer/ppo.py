@@ -28,6 +28,7 @@ from rlft_fast.engine.distributed import (
     require_agreement,
 )
 from rlft_fast.models import load_tokenizer
+from rlft_fast.ops.support_logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
@@ -127,7 +128,9 @@ class PPOTrainer:
         top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
         if top_k is None:
             return
-        row_bytes = 4 * with_ties(top_k) * self.actor.model.backbone.config.get_text_config().hidden_size
+        hidden_size = self.actor.model.backbone.config.get_text_config().hidden_size
+        dtype = getattr(torch, self.config.actor.compute_dtype)
+        row_bytes = gathered_bytes(with_ties(top_k), hidden_size, dtype)
         if row_bytes > workspace_mib * 2**20:
             raise ValueError(
                 f"rollout.top_k is {top_k}: the weight rows of one support may take {row_bytes} bytes, the workspace "

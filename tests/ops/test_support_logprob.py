@@ -257,15 +257,17 @@ def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
             assert x.grad is None if not x.requires_grad else torch.equal(x.grad, full.grad)
 
 
-def test_workspace_bounds_the_memory_of_the_gathered_rows():
-    inputs = torch.randn(200, 256, requires_grad=True), torch.randn(100, 256, requires_grad=True)
-    support = torch.arange(100).expand(200, 100)  # gathered, 20 MiB
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_bounds_the_memory_of_the_gathered_rows(dtype):
+    sizes = (200, 256), (100, 256)
+    inputs = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+    support = torch.arange(100).expand(200, 100)  # gathered, 20 MiB in float32
 
     def step():
-        logprob = support_logprob(*inputs, support[:, 0], support, workspace_mib=1).logprob
+        logprob = support_logprob(*inputs, support[:, 0], support, workspace_mib=4).logprob
         return torch.autograd.grad(logprob.sum(), inputs)
 
-    assert peak_allocated_bytes(step) < 3 * 2**20  # its workspace, a product of that, and the results
+    assert peak_allocated_bytes(step) < 5.2 * 2**20  # also the gradients, and what has as many elements as the support
 
 
 def test_the_temperature_has_no_gradient():
