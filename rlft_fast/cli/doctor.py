@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BUILD = "pip install --no-build-isolation -e . in the source tree"
-_BACKENDS = ("reference", "native")
+_BACKENDS = ("reference", "native", "triton")
 _TOLERANCE = 1e-4  # of float32 log-probabilities and gradients of order 1
 
 

@@ -71,7 +71,7 @@ class ModelConfig(Section):
     offload_between_phases: bool = False
     """Keep weights and optimizer state in CPU memory while another model or the rollout has the GPU."""
     workspace_mib: PositiveInt | None = None
-    """Most memory for logits at any time, in MiB; None: 64 on the CPU, by shape on a GPU."""
+    """Most memory for logits at any time, in MiB; null: on a CPU 64, in losses 480 rows or more; on a GPU by shape."""
 
     @field_validator("shard_size")
     @classmethod

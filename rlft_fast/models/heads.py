@@ -28,7 +28,8 @@ class LogprobHead(nn.Module):
         bias: (V,) or None.
         softcap: logit soft-capping.
         logit_scale: factor on the raw logits.
-        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob`.
+        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob` and, for losses,
+            :func:`rlft_fast.ops.linear_logprob_loss`.
     """
 
     def __init__(

@@ -40,7 +40,8 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
 
     Args:
         model: causal language model with a linear head, on any device.
-        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob`.
+        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob` and, for losses,
+            :func:`rlft_fast.ops.linear_logprob_loss`.
 
     Returns:
         The same model.

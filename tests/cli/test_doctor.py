@@ -45,7 +45,8 @@ def test_compiled_parts_that_the_ops_need_are_loaded(report):
 
 
 def test_backends_are_measured(report):
-    for backend in ("reference, cpu", "native, cpu"):
+    triton = "triton, cuda" if torch.cuda.is_available() else "triton, cpu"  # in its interpreter
+    for backend in ("reference, cpu", "native, cpu", triton):
         status, detail = report[backend]
         assert status == "yes"
         assert float(detail.split()[2]) < 1e-4
