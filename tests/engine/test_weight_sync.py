@@ -110,14 +110,14 @@ def check_pieces(rank: int) -> None:
 
 
 def check_memory() -> None:
-    """With a bucket of 32 MiB, 400 MiB of weights, one of them of five buckets, cost two of them beyond the shards.
+    """With a bucket of 8 MiB, 100 MiB of weights, one of them of five buckets, cost two of them beyond the shards.
 
     One is gloo's, whose threads may drop it late, which only adds.
     """
     from tests.memory import peak_mib
 
     mesh = init_device_mesh("cpu", (2,))
-    sizes = [20 * 2**20, 1000, *[2**20] * 16, 5 * 2**20, *[2**19] * 8]
+    sizes = [5 * 2**20, 1000, *[2**18] * 16, 5 * 2**18, *[2**17] * 8]
     sources = [
         Source(str(i), distribute_tensor(torch.ones(size, 2), mesh, [Shard(0)]), torch.float32)
         for i, size in enumerate(sizes)
@@ -125,19 +125,19 @@ def check_memory() -> None:
 
     def stream() -> None:
         total = 0.0
-        for piece in stream_pieces(sources, 32 * 2**20, torch.device("cpu")):
+        for piece in stream_pieces(sources, 8 * 2**20, torch.device("cpu")):
             total += float(piece.data.sum())
         assert total == 2 * sum(sizes)
 
-    assert min(peak_mib(stream) for _ in range(3)) < 64 + 1
-    small = [source for source in sources if source.tensor.numel() * 4 <= 32 * 2**20]
+    assert min(peak_mib(stream) for _ in range(3)) < 16 + 1
+    small = [source for source in sources if source.tensor.numel() * 4 <= 8 * 2**20]
 
     def join() -> None:
-        for name, whole in join_pieces(stream_pieces(small, 32 * 2**20, torch.device("cpu"))):
+        for name, whole in join_pieces(stream_pieces(small, 8 * 2**20, torch.device("cpu"))):
             assert whole.shape == (sizes[int(name)], 2)
 
     # And the weight that is used and the one that is made.
-    assert min(peak_mib(join) for _ in range(3)) < 64 + 2 * 8 + 1
+    assert min(peak_mib(join) for _ in range(3)) < 16 + 2 * 2 + 1
 
 
 @pytest.mark.dist
