@@ -1,16 +1,25 @@
 """Runs a function in several processes that form a gloo group."""
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Processes are forked from one that has imported what takes seconds. Not where there is a GPU: imports may look for it,
+# and a fork of a process that did cannot use it.
+_START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "peft", "rlft_fast.trainer"])
 
 
 def run_distributed(function: Callable[..., None], world_size: int, *args: object) -> None:
     """Calls `function(rank, *args)` in `world_size` processes; an exception in any of them is raised here.
+
+    The processes have the environment of the first call's.
 
     Args:
         function: picklable, so a module-level function.
@@ -18,7 +27,9 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: objec
         args: further arguments, pickled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (world_size, Path(folder) / "store", function, args), nprocs=world_size)
+        store = Path(folder) / "store"
+        arguments = world_size, store, function, args
+        mp.start_processes(_worker, arguments, nprocs=world_size, start_method=_START_METHOD)
 
 
 def _worker(rank: int, world_size: int, store: Path, function: Callable[..., None], args: tuple) -> None:
