@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
@@ -38,7 +37,7 @@ from rlft_fast.engine.forward import (
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
-from rlft_fast.engine.wrap import describe_units, no_leftovers, reshard
+from rlft_fast.engine.wrap import describe_units, no_leftovers, reduce_gradients, reshard
 from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
 from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
@@ -299,7 +298,7 @@ class FSDPEngine:
         with self.train_mode():
             with no_leftovers(self.model):
                 for i, micro_batch in enumerate(micro_batches):
-                    self._reduce_gradients(self.config.reduce_every_micro_batch or i == len(micro_batches) - 1)
+                    reduce_gradients(self.model, i == len(micro_batches) - 1, self.config.reduce_every_micro_batch)
                     accumulate(totals, self._forward_backward(micro_batch, loss, scale))
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
@@ -327,10 +326,6 @@ class FSDPEngine:
         total = total * scale
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
         return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
-
-    def _reduce_gradients(self, enabled: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(enabled)
 
     def _optimizer_step(self, norm: Tensor) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

@@ -246,16 +246,17 @@ def sent_bytes(
     """What each rank sends in an optimizer step, by rings: (n - 1) / n of a buffer to gather or reduce-scatter it.
 
     Per micro-batch all weights are gathered once, and again in backward if they were given back. Gradients are reduced
-    in float32, once per step or micro-batch, and in a hybrid mesh their shards are all-reduced among the copies.
+    in float32, once per step or micro-batch, and in a hybrid mesh their shards are all-reduced among the copies once.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = local_numel(model.parameters(), 1)
     again = sum(local_numel(unit.parameters(), 1) for _, unit in find_units(model, config.wrap)[:-1])
     gathers = num_micro_batches * (weights + again * config.reshard_after_forward)
     width = getattr(torch, config.compute_dtype).itemsize
-    reduced = _ring(shard_size) * local_numel(trained, 1) + 2 * _ring(replicate_size) * local_numel(trained, shard_size)
     reductions = num_micro_batches if config.reduce_every_micro_batch else 1
-    return round(_ring(shard_size) * width * gathers + _FLOAT * reductions * reduced)
+    reduced = reductions * _ring(shard_size) * local_numel(trained, 1)
+    added = 2 * _ring(replicate_size) * local_numel(trained, shard_size)
+    return round(_ring(shard_size) * width * gathers + _FLOAT * (reduced + added))
 
 
 def _ring(size: int) -> float:

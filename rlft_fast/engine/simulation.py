@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +22,7 @@ from transformers import AttentionInterface
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.build import build_model, shard
 from rlft_fast.engine.optimizer import build_optimizer
+from rlft_fast.engine.wrap import reduce_gradients
 from rlft_fast.models.heads import ModelInputs, PolicyModel
 from rlft_fast.models.weights import materialize
 from rlft_fast.rl import PolicyLoss
@@ -139,8 +139,7 @@ def simulate_step(path: str, config: EngineConfig, num_tokens: int, num_micro_ba
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         optimizer.initialize_state()
         for i in reversed(range(min(num_micro_batches, 2))):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(config.reduce_every_micro_batch or i == 0)
+            reduce_gradients(model, i == 0, config.reduce_every_micro_batch)
             forward_backward(model, num_tokens)
     return tracker
 

@@ -168,6 +168,20 @@ def gathered(model: nn.Module) -> Iterator[None]:
             group.post_forward_mesh_info = mesh
 
 
+def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -> None:
+    """Says whether the backward pass of the next micro-batch reduces gradients.
+
+    Args:
+        model: sharded or not.
+        is_last: whether it is the last one of the step, with which the copies of a hybrid mesh add theirs up, too:
+            these are often on other machines.
+        every_micro_batch: reduce those of the others among the shards of a copy.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last or every_micro_batch)
+        model.set_requires_all_reduce(is_last)
+
+
 @contextlib.contextmanager
 def no_leftovers(model: nn.Module) -> Iterator[None]:
     """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
@@ -182,18 +196,13 @@ def _discard_gradients(model: nn.Module) -> None:
     """Drops gradients, also those that FSDP has accumulated but not reduced, and what a failed pass left half done."""
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
         model.reset_iter_state()
-    for parameter in _fsdp_parameters(model):  # reset_iter_state says that it drops these, but does not (torch 2.13)
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+    for group in (group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:  # reset_iter_state says that it drops these, but does not (torch 2.13)
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
     model.zero_grad(set_to_none=True)
-
-
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(module):
-                yield from group.fsdp_params
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

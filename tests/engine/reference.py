@@ -1,6 +1,7 @@
 """What the engine must compute, by plain transformers and plain PyTorch, in float64."""
 
 import json
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,20 @@ def near_policy(batch: Batch, logprob_T: Tensor) -> Batch:
 
 def policy_loss(aggregation: str = "token-mean") -> PolicyLoss:
     return PolicyLoss(**POLICY_LOSS, aggregation=aggregation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsLate(PolicyLoss):
+    """Raises in one of the later micro-batches."""
+
+    call: int
+    calls: list[int] = field(default_factory=list)
+
+    def per_token(self, *args):
+        self.calls.append(1)
+        if len(self.calls) == self.call:
+            raise RuntimeError("out of memory")
+        return super().per_token(*args)
 
 
 def value_loss(aggregation: str = "token-mean") -> ValueLoss:

@@ -6,7 +6,8 @@ With U units (blocks, embedding, head, and the root) and k micro-batches:
   because between them they are given back; that is what sharding saves. Only the head and the root, whose backward
   begins where their forward ends, stay gathered.
 - reduce-scatters: U per step, with the last micro-batch, while the gradients of the others wait; or U per micro-batch.
-- all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum.
+- all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum. In a hybrid mesh U more, with the
+  last micro-batch in any case: copies add up their gradients.
 """
 
 from collections import Counter
@@ -48,20 +49,21 @@ def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str,
     return engine._plan(batch).num_micro_batches, counter.counts, metrics
 
 
-def check(rank: int, path: Path) -> None:
+def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
     torch.set_num_threads(1)
-    batch = random_batch()
+    batch = random_batch(7 * num_copies)
     batch = near_policy(batch, torch.full((batch.num_tokens,), -5.5))
     seen, norms = [], []
     for max_tokens, every in ((1000, False), (24, False), (24, True)):
-        engine = make_engine(path, max_tokens=max_tokens, config={"reduce_every_micro_batch": every})
+        config = {"reduce_every_micro_batch": every, "shard_size": shard_size}
+        engine = make_engine(path, max_tokens=max_tokens, config=config)
         num_units = len(find_units(engine.model)) + 1
         for _ in range(2):  # the first step of a model may do more than the others
             num_micro_batches, counts, metrics = step(engine, batch)
             expected = {
                 "allgather_base": num_micro_batches * (2 * num_units - 2),
                 "reduce_scatter_base": num_units * (num_micro_batches if every else 1),
-                "allreduce": 3,
+                "allreduce": 3 + (num_units if num_copies > 1 else 0),
             }
             assert counts == expected, (num_micro_batches, every, counts, expected)
         seen.append(num_micro_batches)
@@ -90,5 +92,6 @@ def test_collectives_after_a_rollout(tiny_model):
     run_distributed(check_after_a_rollout, 2, tiny_model("llama"))
 
 
-def test_collectives_of_a_step(tiny_model):
-    run_distributed(check, 2, tiny_model("llama"))
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_collectives_of_a_step(num_copies, tiny_model):
+    run_distributed(check, 2 * num_copies, tiny_model("llama"), 2, num_copies)

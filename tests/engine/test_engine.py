@@ -300,25 +300,11 @@ def test_bad_input_changes_nothing(tiny_model, batch):
     assert engine.step == 0
 
 
-class FailsLate(PolicyLoss):
-    """Raises in its fourth call, so in one of the later micro-batches."""
-
-    def per_token(self, *args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("out of memory")
-        return super().per_token(*args)
-
-
-calls: list[int] = []
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without and with FSDP
 def test_a_step_that_fails_leaves_nothing_to_the_next(dtype, tiny_model, batch, no_process_group):
     failed, fresh = (make_engine(tiny_model("llama"), max_tokens=24, dtype=dtype) for _ in range(2))
-    calls.clear()
     with pytest.raises(RuntimeError, match="out of memory"):
-        failed.train_step(batch, FailsLate())
+        failed.train_step(batch, reference.FailsLate(call=4))
     metrics = [engine.train_step(batch, policy_loss()) for engine in (failed, fresh)]
     assert metrics[0] == metrics[1]
     reference.assert_equal(reference.weights(failed), reference.weights(fresh))

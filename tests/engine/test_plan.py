@@ -103,6 +103,16 @@ def test_plan_of_70b_on_1024_ranks():
     assert 30e9 < plan.total_bytes < 50e9
 
 
+def test_copies_add_up_their_gradients_once_a_step(tmp_path):
+    path, options = str(save_model(tmp_path, width=64)), {"compute_dtype": "bfloat16", "shard_size": 2}
+    once, every = (
+        plan_engine(path, EngineConfig(**options, reduce_every_micro_batch=every), 4, num_micro_batches=3)
+        for every in (False, True)
+    )
+    # Of gradients in float32 a ring of two shards sends half, and after two more micro-batches here.
+    assert every.sent - once.sent == 2 * 4 * once.num_parameters / 2
+
+
 def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     path, memory = str(save_model(tmp_path, width=256)), 2.0 * 2**30
     config = EngineConfig(workspace_mib=16)

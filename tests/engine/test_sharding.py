@@ -18,8 +18,9 @@ pytestmark = pytest.mark.dist
 # Ways to compute the same, by number of processes.
 WAYS = {
     2: [{}, {"shard_size": 1}, {"shard_size": "auto"}, {"reshard_after_forward": False}, {"wrap": ("LlamaMLP",)}],
-    3: [{}, {"shard_size": 1}],
-    4: [{"shard_size": 2}, {"shard_size": 2, "activation_checkpointing": "full"}],
+    3: [{}, {"shard_size": 1, "reduce_every_micro_batch": True}],
+    4: [{"shard_size": 2, "reduce_every_micro_batch": every} for every in (False, True)]
+       + [{"shard_size": 2, "activation_checkpointing": "full"}],
 }  # fmt: skip
 
 
@@ -62,6 +63,17 @@ def check_generate(path: Path) -> None:
     assert torch.equal(whole.eval().generate(prompts, attention_mask=mask, **options), tokens[::2])
 
 
+def check_failed_step(path: Path) -> None:
+    """Gradients that it has reduced among shards, but not added to those of the other copy, do not enter the next."""
+    config = {"shard_size": 1, "reduce_every_micro_batch": True}
+    failed, fresh = (make_engine(path, max_tokens=24, config=config) for _ in range(2))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed.train_step(random_batch(), reference.FailsLate(call=2))
+    metrics = [engine.train_step(random_batch(), policy_loss()) for engine in (failed, fresh)]
+    assert metrics[0] == metrics[1]
+    reference.assert_equal(reference.weights(failed), reference.weights(fresh))
+
+
 def check_refused(rank: int, path: Path) -> None:
     with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 4 ranks"):
         make_engine(path, config={"shard_size": 3})
@@ -93,6 +105,7 @@ def check_four(rank: int, world_size: int, path: Path, expected: Path) -> None:
 def check_two(rank: int, world_size: int, path: Path, expected: Path) -> None:
     check_ways(rank, world_size, path, expected)
     check_generate(path)
+    check_failed_step(path)
 
 
 @pytest.mark.parametrize(("world_size", "check"), [(2, check_two), (3, check_ways), (4, check_four)])
