@@ -39,6 +39,8 @@ from rlft_fast.ops.tiles import (
     float_bias,
     in_huge_pages,
     multiply,
+    multiply_columns,
+    multiply_rows,
     operand,
     padded_columns,
     per_token_results,
@@ -66,7 +68,7 @@ def _forward_chunk(head: Head, rows: Rows, columns: int, kept: Tensor, sums: Sum
     count = tiles.new_full((), num_rows, dtype=torch.int32) if head.backend == "triton" else None
     for i, (tile, weight, bias) in enumerate(head.tiles(columns)):
         z = tiles[i % num_tiles, :, : weight.shape[0]]
-        head.multiply_rows(rows.hidden_RD, weight.T, z, count)
+        multiply_rows(rows.hidden_RD, weight.T, z, count)
         transform = (bias, rows.inv_temperature, head.softcap, head.scale)
         if rows.threshold is not None:
             transform, _ = keep_above_(z, rows, tile.start, transform)
@@ -154,7 +156,7 @@ def _linear_logprob_backward(
     for i, (tile, weight_tile, bias_tile) in enumerate(head.tiles(columns)):
         z, dz = memory.views(weight_tile.shape[0])
         if not kept.numel():
-            head.multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
+            multiply_rows(rows.hidden_RD, weight_tile.T, z, count)
         elif isinstance(taken, slice):
             z = kept[i, :, : weight_tile.shape[0]]
         else:
@@ -169,9 +171,9 @@ def _linear_logprob_backward(
         if slope is not None:
             torch.mul(dx, slope, out=dz)
         if grad_rows is not None:
-            head.multiply_rows(dz, weight_tile, grad_rows, count, accumulate=True)
+            multiply_rows(dz, weight_tile, grad_rows, count, accumulate=True)
         if needs_grad[1]:
-            head.multiply_columns(dz, rows.hidden_RD, grads.weight[tile], count)
+            multiply_columns(dz, rows.hidden_RD, grads.weight[tile], count)
         if needs_grad[2]:
             grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     if grad_rows is not None:

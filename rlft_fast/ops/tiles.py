@@ -62,20 +62,6 @@ class Head(NamedTuple):
             return triton_logprob
         return torch.ops.rlft_fast
 
-    def multiply_rows(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:
-        """``out (+)= a @ b``, of the first ``count`` rows where that is given."""
-        if count is None:
-            multiply(a, b, out, accumulate)
-        else:
-            self.kernels.multiply_rows(a, b, out, count, accumulate)
-
-    def multiply_columns(self, a: Tensor, b: Tensor, out: Tensor, count: Tensor | None) -> None:
-        """``out = a.T @ b`` over all rows, or the first ``count``."""
-        if count is None:
-            multiply(a.T, b, out)
-        else:
-            self.kernels.multiply_columns(a, b, out, count)
-
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Vocabulary slices with their weight rows and bias, in the dtype that the GEMMs multiply in."""
         bias = float_bias(self.bias_V)
@@ -108,6 +94,26 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Non
             torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:  # a CPU multiplies in float32 alone: `out` is narrower than its operands
         out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
+
+
+def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:
+    """``out (+)= a @ b``, of the first ``count`` rows where that is given (on a GPU, by Triton)."""
+    if count is None:
+        multiply(a, b, out, accumulate)
+    else:
+        from rlft_fast.ops import triton_gemm
+
+        triton_gemm.multiply_rows(a, b, out, count, accumulate)
+
+
+def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor | None) -> None:
+    """``out = a.T @ b`` over all rows, or the first ``count`` (on a GPU, by Triton)."""
+    if count is None:
+        multiply(a.T, b, out)
+    else:
+        from rlft_fast.ops import triton_gemm
+
+        triton_gemm.multiply_columns(a, b, out, count)
 
 
 # ---- how rows and columns are cut -----------------------------------------------------------------------------------

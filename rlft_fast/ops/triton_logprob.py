@@ -7,8 +7,6 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     logprob_grad_     reads it once, writes dlogits once, in the dtype of the GEMM that follows
     logprob_frozen_   reads it twice, the second time from cache, and writes once
     fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
-    multiply_rows     GEMMs over the first `count` rows, a number that only the device knows: blocks of rows behind it
-    multiply_columns  return at once, and sums over rows end there. No vendor's GEMM takes its size from the device.
 
 Deterministic: a row belongs to one program, or to one per vocabulary split, and splits are merged in their order.
 """
@@ -18,14 +16,13 @@ Deterministic: a row belongs to one program, or to one per vocabulary split, and
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlft_fast.ops.tiles import Sums
+from rlft_fast.ops.triton_gemm import LAUNCH, SCHEDULE, gemm_tile, load_depth, on_its_device, tile_of
 
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it
 
@@ -86,23 +83,6 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
     down = tl.where(m == -float("inf"), 0.0, m - finite_top)
     q = weight * (q + down * s) + tl.sum(tl.where(e == 0.0, 0.0, e * d), axis)
     return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
-
-
-@triton.jit
-def _tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Row and column block of a program: neighbours walk down GROUP row blocks, so that both operands stay in L2."""
-    per_group = GROUP * column_blocks
-    first_row = program // per_group * GROUP
-    group = min(row_blocks - first_row, GROUP)
-    return first_row + program % per_group % group, program % per_group // group
-
-
-@triton.jit
-def _load_depth(block, offset, d, left, EVEN: tl.constexpr):
-    """A block of a GEMM operand, 0 behind the ``left`` remaining elements of the summed dimension."""
-    if EVEN:
-        return tl.load(block + offset)
-    return tl.load(block + offset, mask=d < left, other=0.0)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -212,7 +192,7 @@ def _fused_stats_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours have few row blocks among them, which stay in L2 while the weights pass by.
-    row_block, split = _tile_of(tl.program_id(0), row_blocks, splits, GROUP)
+    row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
     first_row = row_block * ROWS
     i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     row_inside = i < rows
@@ -235,8 +215,8 @@ def _fused_stats_kernel(
         tile_ptr += COLUMNS * weight_stride
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, dim, DEPTH):
-            a = _load_depth(a_block, a_offset, d[None, :], dim - k, EVEN)
-            b = _load_depth(b_block, b_offset, d[:, None], dim - k, EVEN)
+            a = load_depth(a_block, a_offset, d[None, :], dim - k, EVEN)
+            b = load_depth(b_block, b_offset, d[:, None], dim - k, EVEN)
             z = tl.dot(a, b, z, input_precision="ieee")
             a_block += DEPTH
             b_block += DEPTH * weight_stride_d
@@ -261,83 +241,7 @@ def _fused_stats_kernel(
         tl.store(squares_ptr + out, r, mask=row_inside)
 
 
-@triton.jit
-def _multiply_rows_kernel(
-    a_ptr, b_ptr, out_ptr, count_ptr, columns, depth, a_stride, b_stride_k, b_stride_n, out_stride,
-    row_blocks, column_blocks, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, WHOLE_VECTORS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
-    count = tl.load(count_ptr)
-    if row_block * ROWS >= count:
-        return
-    # Blocks begin at 64-bit addresses, and within a block 32 bits are enough: registers decide how large it may be.
-    i, j, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    first_row, first_column = (row_block * ROWS).to(tl.int64), (column_block * COLUMNS).to(tl.int64)
-    i_inside, j_inside = i < count - row_block * ROWS, j < columns - column_block * COLUMNS
-    # What lies outside reads row 0 instead, and is not stored: masks would take registers.
-    a_offset = tl.where(i_inside, i, 0)[:, None] * a_stride + d[None, :]
-    column = tl.where(j_inside, j, 0)
-    if WHOLE_VECTORS:  # eight neighbours are all inside or all outside, so they may be read at once
-        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
-    b_offset = d[:, None] * b_stride_k + column[None, :] * b_stride_n
-    a_block = a_ptr + first_row * a_stride
-    b_block = b_ptr + first_column * b_stride_n
-    z = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, depth, DEPTH):
-        a = _load_depth(a_block, a_offset, d[None, :], depth - k, EVEN)
-        b = _load_depth(b_block, b_offset, d[:, None], depth - k, EVEN)
-        z = tl.dot(a, b, z, input_precision="ieee")
-        a_block += DEPTH
-        b_block += DEPTH * b_stride_k
-    out = out_ptr + first_row * out_stride + first_column + i[:, None] * out_stride + j[None, :]
-    inside = i_inside[:, None] & j_inside[None, :]
-    if ACCUMULATE and COLUMNS == 256:
-        # No other program adds here, so the sum is the same every time; to load it would take as many registers as z.
-        tl.atomic_add(out, z, mask=inside, sem="relaxed")
-    else:
-        if ACCUMULATE:
-            z += tl.load(out, mask=inside, other=0.0)
-        tl.store(out, z.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _multiply_columns_kernel(
-    a_ptr, b_ptr, out_ptr, count_ptr, rows, columns, a_stride, b_stride, out_stride, row_blocks, column_blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    row_block, column_block = _tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
-    count = tl.load(count_ptr)
-    i, j, t = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    first_row, first_column = (row_block * ROWS).to(tl.int64), (column_block * COLUMNS).to(tl.int64)
-    i_inside, j_inside = i < rows - row_block * ROWS, j < columns - column_block * COLUMNS
-    a_block, b_block = a_ptr + first_row, b_ptr + first_column
-    z = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, count, DEPTH):
-        t_inside = t < count - k
-        a = tl.load(a_block + t[None, :] * a_stride + i[:, None], mask=t_inside[None, :] & i_inside[:, None], other=0.0)
-        b = tl.load(b_block + t[:, None] * b_stride + j[None, :], mask=t_inside[:, None] & j_inside[None, :], other=0.0)
-        z = tl.dot(a, b, z, input_precision="ieee")
-        a_block += DEPTH * a_stride
-        b_block += DEPTH * b_stride
-    out = out_ptr + first_row * out_stride + first_column + i[:, None] * out_stride + j[None, :]
-    tl.store(out, z.to(out_ptr.dtype.element_ty), mask=i_inside[:, None] & j_inside[None, :])
-
-
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
-
-_LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # as nvcc fuses a * b + c; Triton 3.10 stops doing so by default
-
-
-def _on_its_device(function):
-    """Launches on the device of the first argument; Triton alone takes the current one."""
-
-    @functools.wraps(function)
-    def launch(first: Tensor, *arguments, **options) -> None:
-        with torch.cuda.device_of(first):
-            function(first, *arguments, **options)
-
-    return launch
 
 
 def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale) -> tuple:
@@ -347,7 +251,7 @@ def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale)
     )  # fmt: skip
 
 
-@_on_its_device
+@on_its_device
 def logprob_stats_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
@@ -357,11 +261,11 @@ def logprob_stats_(
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, sum_exp, shift, squares, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        BLOCK=BLOCK, **_LAUNCH,
+        BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
 
 
-@_on_its_device
+@on_its_device
 def logprob_grad_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, log_sum: Tensor, entropy: Tensor | None, grad_logprob: Tensor,
@@ -372,11 +276,11 @@ def logprob_grad_(
     _grad_kernel[grid](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, log_sum, entropy, grad_logprob, grad_entropy, out, out.stride(0),
-        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None, BLOCK=BLOCK, **_LAUNCH,
+        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
 
 
-@_on_its_device
+@on_its_device
 def logprob_frozen_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, target_logit: Tensor, sum_others: Tensor, target_slope: Tensor,
@@ -386,37 +290,17 @@ def logprob_frozen_(
     _frozen_kernel[(logits.shape[0],)](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
         maximum, sum_exp, target_logit, sum_others, target_slope, accumulator, accumulator.shape[1], out,
-        out.stride(0), HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, BLOCK=BLOCK, **_LAUNCH,
+        out.stride(0), HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
-
-
-# ---- shapes of GEMMs ------------------------------------------------------------------------------------------------
-
-_SCHEDULE = {"GROUP": 16, "num_stages": 3, **_LAUNCH}
-# By the bytes of an operand's element: tiles that do not spill (tests/ops/test_triton_binaries.py compiles them all).
-# With the large one, for Hopper's tensor cores, which read their operands from shared memory, a GEMM reads its operands
-# from L2 half as often. Float32 is multiplied outside of the tensor cores, which takes many more registers.
-_LARGE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64}
-_TILES = {2: {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32}}
-_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _tile_shape(operand: Tensor, shapes: dict[int, dict[str, int]], large: bool = True) -> dict[str, int]:
-    """A GEMM's tile, ``large`` where that is possible."""
-    large = large and operand.element_size() == 2 and is_hopper(operand.device)
-    return _LARGE if large else shapes[operand.element_size()]
 
 
 # ---- forward without logits -----------------------------------------------------------------------------------------
 
+_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
-@_on_its_device
+@on_its_device
 def fused_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
@@ -424,7 +308,7 @@ def fused_stats(
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
     plain = bias is shift is squares is None and softcap == 0
-    shape = _tile_shape(hidden, _FUSED_TILES, large=plain)
+    shape = gemm_tile(hidden, _FUSED_TILES, large=plain)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
@@ -436,53 +320,10 @@ def fused_stats(
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, bias, inv_temperature,
         int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, **_SCHEDULE,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
     parts = Sums(*partial, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
     for out, part in ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares)):
         if out is not None:
             out.copy_(part.sum(0))
-
-
-# ---- GEMMs over rows that only the device can count -----------------------------------------------------------------
-
-
-@_on_its_device
-def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor, accumulate: bool = False) -> None:
-    """``out[:count] (+)= a[:count] @ b``, summed in float32; the rows of ``out`` behind are left as they are.
-
-    Args:
-        a: (R, K) with contiguous rows.
-        b: (K, N), any strides.
-        out: (R, N) with contiguous rows.
-        count: () int32 on the device.
-        accumulate: add to ``out``.
-    """
-    (num_rows, depth), columns = a.shape, b.shape[1]
-    shape = _tile_shape(a, _TILES)
-    row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
-    _multiply_rows_kernel[(row_blocks * column_blocks,)](
-        a, b, out, count, columns, depth, a.stride(0), b.stride(0), b.stride(1), out.stride(0), row_blocks,
-        column_blocks, ACCUMULATE=accumulate, EVEN=depth % shape["DEPTH"] == 0,
-        WHOLE_VECTORS=columns % 8 == 0, **shape, **_SCHEDULE,
-    )  # fmt: skip
-
-
-@_on_its_device
-def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor) -> None:
-    """``out = a[:count].T @ b[:count]``, summed in float32 and rounded once.
-
-    Args:
-        a: (R, M) with contiguous rows.
-        b: (R, N) with contiguous rows.
-        out: (M, N) with contiguous rows.
-        count: () int32 on the device.
-    """
-    rows, columns = a.shape[1], b.shape[1]
-    shape = _tile_shape(a, _TILES)
-    row_blocks, column_blocks = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
-    _multiply_columns_kernel[(row_blocks * column_blocks,)](
-        a, b, out, count, rows, columns, a.stride(0), b.stride(0), out.stride(0), row_blocks, column_blocks,
-        **shape, **_SCHEDULE,
-    )  # fmt: skip

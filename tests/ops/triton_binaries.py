@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from rlft_fast.ops import triton_logprob
+from rlft_fast.ops import triton_gemm, triton_logprob
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Bytes of shared memory that a block may have, by compute capability.
@@ -60,9 +60,9 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     triton_logprob.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
     triton_logprob.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
     triton_logprob.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit)
-    triton_logprob.multiply_rows(hidden, weight.T, logits, count)
-    triton_logprob.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
-    triton_logprob.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
+    triton_gemm.multiply_rows(hidden, weight.T, logits, count)
+    triton_gemm.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
+    triton_gemm.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
 
 
 def resources(binary) -> dict[str, int]:
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead_of_launch
     for capability in map(int, sys.argv[1:]):
         driver.set_active(Driver(capability))
-        triton_logprob.is_hopper = lambda device, capability=capability: capability == 90
+        triton_gemm.is_hopper = lambda device, capability=capability: capability == 90
         for dtype in (torch.bfloat16, torch.float32):
             for everything in (False, True):
                 call_all(dtype, everything)
