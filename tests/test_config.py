@@ -247,6 +247,7 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.max_refills": 2}, "set that, too"),
         ({"algorithm.correction_high": 2.0}, "none has no bounds"),
         ({"algorithm.correction_low": 0.0}, "none has no bounds"),
+        ({"algorithm.rollout_correction": "bypass", "algorithm.correction_high": 2.0}, "bypass has no bounds"),
         (
             {"algorithm.advantage": "m:f", "algorithm.skip_equal_groups": True, "rollout.samples_per_prompt": 1},
             "leaves out every prompt that has a single sample",
@@ -261,7 +262,12 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             "task_options are those of a reasoning-gym task",
         ),
         ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
+        ({"reward.timeout_s": 1.0}, "limit of reward.function, which is not given"),
+        ({"reward.function": {}}, "reward.function names no function"),
+        ({"evaluation": {"path": "a", "function": {}}}, "evaluation.function names no function"),
+        ({"reward.overlong_buffer": 129}, "part of rollout.max_new_tokens and cannot be longer"),
         ({"actor.max_tokens": 639}, "may have 640 tokens"),
+        ({"algorithm.kl_coef": 0.1, "reference.max_tokens": 639}, r"reference\.max_tokens is 639"),
         ({"actor.max_tokens": 640, "reward.model": "rm"}, "may see 641 tokens .* raise it by 1"),
         (
             {"actor.max_tokens": 640, "reward.model": "rm", "evaluation": {"path": "a", "max_new_tokens": 200}},
@@ -280,6 +286,7 @@ def test_inconsistent_values(changes, message):
 def test_limits_that_are_just_met():
     Config.parse(with_value("actor.max_tokens", 640))  # 512 prompt + 128 new tokens
     Config.parse(with_value("algorithm.mini_batches", 64))  # 8 prompts x 8 samples
+    Config.parse(with_value("reward.overlong_buffer", 128))
     with_model = with_value("reward.model", "rm", with_value("actor.max_tokens", 641))
     Config.parse(with_model)  # and the token that asks the reward model
     judged_otherwise = {"path": "a", "max_new_tokens": 200, "function": "m:f"}

@@ -41,14 +41,6 @@ class PackedLayout:
     cu_seqlens_k: Tensor
     key_index_K: Tensor | None
 
-    @property
-    def max_seqlen_q(self) -> int:
-        return int(self.cu_seqlens_q.diff().max())
-
-    @property
-    def max_seqlen_k(self) -> int:
-        return int(self.cu_seqlens_k.diff().max())
-
 
 def share_prompts(batch: Batch) -> PackedLayout:
     """The layout in which equal prompts run once, and only tokens that an active position depends on run at all.

@@ -61,14 +61,14 @@ def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) ->
     return model
 
 
-def shard(model: RLModel, config: EngineConfig, device: torch.device, *, trains: bool) -> list[tuple[str, nn.Module]]:
+def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tuple[str, nn.Module]]:
     """Wraps the model by FSDP2 where there is something to shard, cast or offload. Returns its units, by name.
 
     Raises:
         ValueError: the shard size does not divide the number of ranks, or nothing fits.
     """
     memory = device_memory(device)
-    size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config, trains=trains), memory)
+    size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config), memory)
     if get_world_size() == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
         return []
     units = shard_model(
@@ -84,11 +84,11 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device, *, trains:
     return units
 
 
-def state_bytes(model: RLModel, config: EngineConfig, *, trains: bool) -> int:
+def state_bytes(model: RLModel, config: EngineConfig) -> int:
     """What one copy of the model keeps between steps: weights, and for those that train gradient and AdamW state."""
     width = getattr(torch, config.param_dtype).itemsize
     master = 4 if config.param_dtype == "bfloat16" else 0
-    per_trained = width + 8 + master if trains else 0
+    per_trained = width + 8 + master
     return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
 
 

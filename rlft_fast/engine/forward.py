@@ -110,9 +110,14 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index: Te
     """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row.
 
     Waits for the device.
+
+    Args:
+        values_A: (A,) float32.
+        micro_batch: that they are of.
+        output_index: (A,) their positions in it.
     """
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
-    values_T[output_index] = values_A.float().cpu()
+    values_T[output_index] = values_A.cpu()
     return values_T
 
 
@@ -136,7 +141,7 @@ def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device)
     The means are over whole sequences, also where the ranks of a sequence group have parts of them.
     """
     boundaries = torch.searchsorted(inputs.output_index, micro_batch.cu_seqlens.long()).int()  # outputs are in order
-    length_B = segment_sum(micro_batch.loss_mask_T, micro_batch.cu_seqlens).clamp(min=1)
+    length_B = segment_sum(micro_batch.loss_mask_T, micro_batch.cu_seqlens)
     boundaries, length_B = _move(boundaries, device), _move(length_B, device)
 
     def mean(values_A: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class FSDPEngine:
         require_same_model(self.path, self.config, self.head, self.num_training_steps)
         self.sequence_group = sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
-        units = shard(self.model, self.config, self.device, trains=self.trains)
+        units = shard(self.model, self.config, self.device)
         self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, self._home, self.device)
         if self.trains:

@@ -21,7 +21,7 @@ from rlft_fast.models import PolicyModel
 from rlft_fast.ops.loss_memory import scratch_bytes
 
 USABLE = 0.9  # of a device's memory: the rest is the CUDA context, communication buffers, and holes between tensors
-_FLOAT = 4  # bytes: gradients, moments and masters are float32
+_FLOAT = 4  # bytes: moments, masters, and gradients until they are reduced are float32
 _FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # between which the largest cap is looked for
 
 
@@ -78,7 +78,7 @@ def plan_engine(
     """
     model = build_model(path, config, "logprob", trains=True)
     assert isinstance(model, PolicyModel)
-    shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config, trains=True), 1 << 62)
+    shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config), 1 << 62)
     whole, half = (
         simulate(path, config, world_size, num_micro_batches, num_tokens)
         for num_tokens in (config.max_tokens, config.max_tokens // 2)
@@ -95,7 +95,7 @@ def plan_engine(
     kept = getattr(torch, config.param_dtype).itemsize
     memory = {
         "parameters": kept * local_numel(model.parameters(), shard_size),
-        "gradients": _FLOAT * local_numel(trained, shard_size),
+        "gradients": kept * local_numel(trained, shard_size),
         "gradients that wait": _FLOAT * local_numel(trained, 1) if waits else 0,
         "optimizer": (2 * _FLOAT + (_FLOAT if kept < _FLOAT else 0)) * local_numel(trained, shard_size),
         "logits workspace": scratch,
@@ -198,7 +198,7 @@ def surely_fits(path: str, config: EngineConfig, world_size: int, memory_bytes: 
     per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     activations = config.max_tokens * text.num_hidden_layers * per_block * getattr(torch, config.compute_dtype).itemsize
     whole_gradients = 2 * _FLOAT * local_numel(model.parameters(), 1) if world_size > 1 else 0
-    state = state_bytes(model, config, trains=True)  # if nothing is sharded
+    state = state_bytes(model, config)  # if nothing is sharded
     scratch = loss_scratch_bytes(model, config, config.max_tokens, device_type)
     return activations + whole_gradients + state + scratch <= USABLE * memory_bytes
 

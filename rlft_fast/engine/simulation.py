@@ -132,7 +132,7 @@ def simulate_step(path: str, config: EngineConfig, num_tokens: int, num_micro_ba
     device = torch.device("cpu")
     model = build_model(path, config.model_copy(update={"compile": False}), "logprob", trains=True)
     assert isinstance(model, PolicyModel)
-    shard(model, config, device, trains=True)
+    shard(model, config, device)
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker("rlft_fast::linear_logprob_loss") as tracker:
         materialize(model, device)
         model.pretrained.set_attn_implementation(WHOLE_SEQUENCE)

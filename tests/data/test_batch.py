@@ -78,6 +78,8 @@ def test_supports_stand_where_tokens_are_predicted():
         nothing, [9, 1, -1, -1], [2, -1, -1, -1], nothing,
         [-1, 3, 8, 6], nothing, [3, -1, -1, -1], nothing,
     ]  # fmt: skip
+    empty = Batch.from_samples([[5, 6]], [[]], supports=[torch.zeros(0, 3)])
+    assert empty.support_TK.tolist() == [[-1], [-1]]  # one column at least
     with pytest.raises(ValueError, match="token 2 is not among the 3 ids that it was sampled among"):
         Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1], [1, -1, -1]])])
     with pytest.raises(ValueError, match="tensor for every sample, or None for every sample"):
@@ -86,6 +88,14 @@ def test_supports_stand_where_tokens_are_predicted():
         Batch.from_samples([[5, 6]], [[1, 2]], supports=[torch.tensor([[9, 1, -1]])])
     with pytest.raises(ValueError, match=r"support_TK must have shape \(8, K\), got \(8,\)"):
         batch.replace(support_TK=torch.zeros(8, dtype=torch.int32))
+
+
+def test_asking_at_the_end_is_at_the_last_token_of_each_sequence():
+    batch = random_batch([2, 1, 3])
+    asking = batch.asking_at_the_end()
+    assert asking.active_index_T.tolist() == [1, 3, 7]
+    assert [row[:-1] for row in token_rows(asking, "input_ids_T")] == token_rows(batch, "input_ids_T")
+    assert asking.multi_modal_inputs == batch.multi_modal_inputs
 
 
 def test_from_no_samples():
@@ -204,7 +214,8 @@ def test_frozen():
         ({"cu_seqlens": torch.tensor([1, 2, 5], dtype=torch.int32)}, ValueError, r"must rise from 0"),
         ({"cu_seqlens": torch.tensor([0, 5, 5], dtype=torch.int32)}, ValueError, r"without an empty sequence"),
         ({"max_seqlen": 2}, ValueError, r"longest sequence has 3 tokens"),
-        ({"loss_mask_T": torch.ones(5, dtype=torch.bool)}, ValueError, r"last position"),
+        ({"loss_mask_T": torch.arange(5) == 1}, ValueError, r"last position"),
+        ({"loss_mask_T": torch.arange(5) == 4}, ValueError, r"last position"),
         ({"multi_modal_inputs": {"image": [None]}}, ValueError, r"one entry per sequence \(2\)"),
     ],
 )

@@ -169,6 +169,8 @@ def test_plan_depends_on_the_arguments_alone():
         ({"cost": (0.0, 0.0)}, ValueError, r"not both 0"),
         ({"cost": (-1.0, 2.0)}, ValueError, r"two numbers >= 0"),
         ({"cost": (math.nan, 1.0)}, ValueError, r"two numbers >= 0"),
+        ({"cost": (1.0, math.nan)}, ValueError, r"two numbers >= 0"),
+        ({"cost": (math.inf, 1.0)}, ValueError, r"two numbers >= 0"),
     ],
 )
 def test_refuses_bad_arguments(arguments: dict, error: type[Exception], match: str):

@@ -130,6 +130,13 @@ def test_memory_of_the_copies_is_used_again(tiny_model, tmp_path):
     manager.save(2, engines, {}, asynchronous=True)
     assert {name: buffer.data_ptr() for name, buffer in manager._snapshot._buffers.items()} == first
     assert len(first) == len(engines["actor"].state_tensors()) + 1  # and the random state
+    for order in (torch.arange(3), torch.arange(3) / 2, torch.arange(4) / 2):  # but not where it does not fit
+        manager.save(3, engines, {"order": order}, asynchronous=True)
+        state = manager.load(engines)
+        assert state is not None
+        assert torch.equal(state["order"], order)
+    manager.save(4, engines, {}, asynchronous=True)
+    assert manager._snapshot._buffers.keys() == first.keys()
     manager.wait()
 
 
@@ -190,10 +197,10 @@ def test_rotation_keeps_the_newest_and_what_is_not_its_own(tiny_model, tmp_path)
     for name in others:
         (tmp_path / name).mkdir()
     manager = CheckpointManager(tmp_path, max_num=2)
-    for number in (1, 2, 10, 10, 11):  # the same step again, as after a resume
+    for number in (1, 2, 99_999_999, 99_999_999, 100_000_000):  # the same step again, as after a resume
         manager.save(number, engines, {"step": number})
-    assert reference.names(tmp_path) == sorted([*others, "step_00000010", "step_00000011"])
-    assert manager.load(engines) == {"step": 11}
+    assert reference.names(tmp_path) == sorted([*others, "step_99999999", "step_100000000"])
+    assert manager.load(engines) == {"step": 100_000_000}
     manager.clear()
     assert reference.names(tmp_path) == sorted(others)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft_fast.engine import CheckpointError, CheckpointManager
+from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch, state_of
 from tests.tiny_models import save_tiny_model
@@ -71,6 +71,9 @@ def test_damaged_one_does_not_drive_out_good_ones(tiny_model, tmp_path):
         assert resumed.load(engines) == {"step": 3}
     resumed.save(4, engines, {"step": 4})
     assert reference.names(tmp_path) == ["step_00000003", "step_00000004"]
+    for number in (6, 7):  # written anew it is a good one
+        resumed.save(number, engines, {"step": number})
+    assert reference.names(tmp_path) == ["step_00000006", "step_00000007"]
 
 
 def test_when_all_are_damaged_nothing_starts_from_scratch_unnoticed(tiny_model, tmp_path):
@@ -151,3 +154,22 @@ def test_ended_at_any_moment(step, tiny_model, tmp_path, monkeypatch):
         if is_done:
             break
     assert moment > 20
+
+
+def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(tiny_model, tmp_path, monkeypatch):
+    """Or a power cut would leave the name without what it stands for: files and folders before, the name after."""
+    engine = make_engine(tiny_model("llama"))
+    events: list[int | None] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), events.append(os.fstat(file).st_ino)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (rename(old, new), events.append(None)))
+    manager = CheckpointManager(tmp_path)
+    for name, write in (
+        ("step_00000001", lambda: manager.save(1, {"actor": engine}, {})),
+        ("hf", lambda: export_hf(engine, tmp_path / "hf")),
+    ):
+        events.clear()
+        write()
+        *before, renamed, after = events
+        assert (renamed, after) == (None, tmp_path.stat().st_ino)
+        assert {path.stat().st_ino for path in (tmp_path / name, *(tmp_path / name).rglob("*"))} <= set(before)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
@@ -155,10 +156,13 @@ def test_bfloat16_is_near_float32(tiny_model, batch, no_process_group):
     exact, rounded = (make_engine(tiny_model("llama"), dtype=dtype) for dtype in ("float32", "bfloat16"))
     expected, actual = (engine.infer(batch, ("logprob",))["logprob"] for engine in (exact, rounded))
     assert 0 < (actual - expected).abs().max() < 0.15
+    assert all(isinstance(p, DTensor) for p in rounded.model.parameters())  # what was gathered has been given back
     losses = [engine.train_step(batch, policy_loss())["loss"] for engine in (exact, rounded)]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
-    state = rounded.state_tensors()
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    for take in (rounded.state_tensors, lambda: reference.weights(rounded)):
+        with torch.no_grad():
+            rounded._forward(rounded._inputs(batch), ("logprob",))  # leaves weights gathered, as a pass that fails does
+        assert {tensor.dtype for tensor in take().values()} == {torch.float32}
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

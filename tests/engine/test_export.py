@@ -1,6 +1,7 @@
 """Exported folders are what plain transformers loads, and appear whole or not at all."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,16 @@ def test_files_of_bounded_size(name, tiny_model, tmp_path):
 
 
 def test_bfloat16(tiny_model, tmp_path):
-    engine = trained(tiny_model("llama"))
+    """Of a folder with weights in another format, too, whose configuration names the dtype as it once was called."""
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    before = names(path)
+    config = json.loads((path / "config.json").read_text()) | {"torch_dtype": "float16"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "pytorch_model.bin").write_bytes(b"weights")
+    engine = trained(path)
     export_hf(engine, tmp_path / "hf", dtype="bfloat16")
-    assert "model.safetensors" in names(tmp_path / "hf")
+    assert names(tmp_path / "hf") == before
+    assert "torch_dtype" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     expected = {name: weight.bfloat16() for name, weight in reference.weights(engine).items()}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -101,17 +109,22 @@ def test_a_folder_in_use_is_not_replaced(tiny_model, tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("text")
     with pytest.raises(ValueError, match="mine exists: choose another folder, or delete it"):
         export_hf(engine, tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"thesis.tex exists: choose another folder"):
+        export_hf(engine, tmp_path / "mine" / "thesis.tex")
     assert names(tmp_path) == ["mine"]
     assert names(tmp_path / "mine") == ["thesis.tex"]
 
 
 def test_nothing_else_is_touched(tiny_model, tmp_path):
-    """Where a user has moved the folder of the last export aside."""
+    """Where a user has moved the folder of the last export aside; but what a killed export left behind goes."""
     engine = make_engine(tiny_model("llama"))
     (tmp_path / "hf.old").mkdir()
+    (tmp_path / "hf.incomplete").mkdir()
+    (tmp_path / "hf.incomplete" / "7.safetensors").write_bytes(b"half of")
     for _ in range(2):  # a new folder, and one that is replaced
         export_hf(engine, tmp_path / "hf", overwrite=True)
         assert names(tmp_path) == ["hf", "hf.old"]
+        assert names(tmp_path / "hf") == names(tiny_model("llama"))
 
 
 def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):

@@ -8,7 +8,7 @@ from transformers import Phi3Config, Phi3Model
 
 from rlft_fast.data import Batch, plan_batch, share_prompts
 from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
-from rlft_fast.models import load_policy, require_fixed_rope
+from rlft_fast.models import load_policy
 from tests.engine.reference import random_batch, random_image_batch
 
 CPU = torch.device("cpu")
@@ -57,6 +57,14 @@ def test_inputs_and_outputs_are_at_the_active_positions(tiny_model):
     outputs = prepare_model_outputs(values, batch, inputs.output_index)
     assert torch.equal(outputs[batch.loss_mask_T], values)
     assert not outputs[~batch.loss_mask_T].any()
+
+
+def test_completions_may_be_shorter_than_what_they_attend_to(tiny_model):
+    batch = Batch.from_samples([[1, 2, 3, 4]] * 2, [[5, 6, 7], [8, 9]])
+    inputs = prepare_model_inputs(batch, CPU, backbone=load_policy(tiny_model("llama")).backbone)
+    assert inputs.cu_seqlens_q.tolist() == [0, 4, 6, 7]
+    assert inputs.cu_seqlens_k.tolist() == [0, 4, 10, 15]
+    assert (inputs.max_seqlen_q, inputs.max_seqlen_k) == (4, 6)
 
 
 @pytest.mark.parametrize("num_sequences", [0, 7])
@@ -169,6 +177,6 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused():
     backbone = Phi3Model(
         Phi3Config(**sizes, **limits, num_attention_heads=2, rope_parameters=rope, pad_token_id=0, eos_token_id=1)
     )
-    require_fixed_rope(backbone, 8)
+    check_batch(Batch.from_samples([[1]], [[2] * 7]), backbone)
     with pytest.raises(ValueError, match=r"a sequence has 9 tokens, but the longrope .* of Phi3Model change beyond 8"):
-        require_fixed_rope(backbone, 9)
+        check_batch(Batch.from_samples([[1]], [[2] * 8]), backbone)

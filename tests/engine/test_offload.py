@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.engine import FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 
@@ -42,17 +43,34 @@ def test_moved_state_keeps_its_bits_and_stays_tied(tiny_model):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_phases_nest(tiny_model):
-    """The innermost phase does not take from the outer what it still needs."""
+def test_phases_nest(tiny_model, monkeypatch):
+    """The innermost phase does not take from the outer what it still needs; only training needs the optimizer."""
+    moves, move = [], FSDPEngine.to
+
+    def recorded(engine: FSDPEngine, device: torch.device | str, **options: bool) -> None:
+        moves.append((str(device), options))
+        move(engine, device, **options)
+
+    monkeypatch.setattr(FSDPEngine, "to", recorded)
     engine = make_engine(tiny_model("llama"), config={"offload_between_phases": True})
-    moves: list[str] = []
-    engine.to = lambda device, **_: moves.append(str(device))
+    weights, everything = ((str(engine.device), {"optimizer": optimizer}) for optimizer in (False, True))
+    away = ("cpu", {})
     with engine.eval_mode():
         engine.infer(random_batch(), ("logprob",))
-        assert moves[-1] != "cpu" or engine.device.type == "cpu"
-        assert engine._users == 1
-    assert engine._users == 0
-    assert moves[-1] == "cpu"
+        engine.train_step(random_batch(), policy_loss())
+        assert moves == [away, weights, weights, everything]
+    assert moves == [away, weights, weights, everything, away]
+
+
+@pytest.mark.parametrize("params", [True, False])
+def test_weights_and_optimizer_state_move_apart(params, tiny_model):
+    engine = make_engine(tiny_model("llama"))
+    engine.optimizer.initialize_state()
+    state = engine.optimizer.state.values()
+    engine.to("meta", params=params, optimizer=not params)
+    here, there = engine.device.type, "meta"
+    assert {x.device.type for x in engine.model.parameters()} == {there if params else here}
+    assert {x.device.type for moments in state for x in moments.values()} == {here if params else there}
 
 
 def test_both_kinds_at_once_are_refused():

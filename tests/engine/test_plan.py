@@ -113,6 +113,14 @@ def test_copies_add_up_their_gradients_once_a_step(tmp_path):
     assert every.sent - once.sent == 2 * 4 * once.num_parameters / 2
 
 
+def test_gradients_are_as_wide_as_the_weights(tmp_path):
+    """Those that are reduced: in float32, and then cast."""
+    config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", param_dtype="bfloat16", workspace_mib=16)
+    plan = plan_engine(str(save_model(tmp_path, width=64)), config, 2, device_type="cpu")
+    assert plan.memory["gradients"] == plan.memory["parameters"]
+    assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
+
+
 def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     path, memory = str(save_model(tmp_path, width=256)), 2.0 * 2**30
     config = EngineConfig(workspace_mib=16)

@@ -1,6 +1,7 @@
 """Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
 
 import os
+import signal
 import stat
 import subprocess
 import threading
@@ -14,6 +15,8 @@ def obey(prompts, completions, completion_ids, answer, **columns):
         time.sleep(60)
     if what == "exit":
         os._exit(3)
+    if what == "ctrl-c":
+        os.kill(os.getpid(), signal.SIGINT)
     if what == "raise":
         raise KeyError("judge")
     if what == "none":
@@ -21,6 +24,18 @@ def obey(prompts, completions, completion_ids, answer, **columns):
     if what == "shout":
         raise ValueError("a" * 1_000_000)
     return [len(what) + answer[0] + len(completion_ids[0]) / 10]
+
+
+def meet(completions, **columns):
+    """Waits for the other one."""
+    folder = os.path.dirname(completions[0])
+    open(completions[0], "w").close()
+    deadline = time.monotonic() + 30
+    while len(os.listdir(folder)) < 2:
+        if time.monotonic() > deadline:
+            return [None]
+        time.sleep(0.01)
+    return [1.0]
 
 
 def answer_and_exit(completions, **columns):

@@ -42,7 +42,7 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("it is .5", "0.5", 1.0),
         ("version 1.2.3", "3", 1.0),
         ("0.1", 0.1, 1.0),
-        ("12345678901234567890", "12345678901234567891", 0.0),
+        ("-1" + 30 * "0", "-1" + 29 * "0" + "1", 0.0),  # more digits than a sum of decimals keeps
         ("I do not know", "0", 0.0),
         ("", "0", 0.0),
         ("so 72", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),

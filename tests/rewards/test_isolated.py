@@ -14,8 +14,8 @@ HERE = Path(__file__).parent / "misbehaving.py"
 def isolated():
     made = []
 
-    def make(name: str, **options) -> IsolatedReward:
-        made.append(IsolatedReward(f"{HERE}:{name}", **options))
+    def make(name: str, path: Path = HERE, **options) -> IsolatedReward:
+        made.append(IsolatedReward(f"{path}:{name}", **options))
         return made[-1]
 
     yield make
@@ -33,9 +33,14 @@ def test_a_failure_costs_its_sample_alone(isolated):
     reward = isolated("obey", timeout_s=2.0, num_workers=2)
     started = time.perf_counter()
     with pytest.warns(UserWarning, match=r"3 of 9 samples have no reward from .*:obey: no answer within 2 s"):
-        rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "e"])
-    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 6.2]
+        rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "ctrl-c"])
+    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 11.2]
     assert time.perf_counter() - started < 30
+
+
+def test_workers_work_at_the_same_time(isolated, tmp_path):
+    reward = isolated("meet", timeout_s=60.0, num_workers=2)
+    assert ask(reward, [str(tmp_path / "a"), str(tmp_path / "b")]) == [1.0, 1.0]
 
 
 def test_each_failure_says_how(isolated):
@@ -53,6 +58,17 @@ def test_a_worker_goes_on_from_sample_to_sample_until_closed(isolated):
     reward.close()
     assert ask(reward, ["a"]) == [1.0]
     assert ask(reward, []) == []
+
+
+def test_a_worker_that_cannot_start_costs_its_sample_at_once(isolated, tmp_path):
+    path = tmp_path / "exits.py"
+    path.write_text(
+        "import multiprocessing as m, os\nif m.parent_process():\n    os._exit(4)\ndef f(**_): return [1.0]\n"
+    )
+    started = time.perf_counter()
+    with pytest.warns(UserWarning, match="its process ended with exit code 4"):
+        assert ask(isolated("f", path, timeout_s=5.0), ["a"]) == [None]
+    assert time.perf_counter() - started < 60
 
 
 def test_a_worker_that_ends_between_two_questions_is_replaced(isolated):

@@ -1,5 +1,6 @@
 """Rollouts against plain transformers and against the engine's own log-probabilities."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, SamplingParams
 from rlft_fast.rollout.hf import _draw, _StopTexts, most_likely
 from tests.distributed import run_distributed
-from tests.tiny_models import EOS_TOKEN_ID, MODELS, VISION_MODELS, save_tiny_model
+from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
@@ -225,7 +226,7 @@ def test_draws_follow_the_probabilities(vocab):
 
 
 def test_draws_keep_rare_tokens():
-    """Half of the mass on the first token, the rest on 100,000 tokens: a running float32 sum would round them off."""
+    """Half of the mass on the first token, the rest on 100,000 tokens in hundreds of blocks."""
     probability = torch.full((1, 100_001), 5e-6)
     probability[0, 0] = 0.5
     torch.manual_seed(0)
@@ -240,6 +241,21 @@ def test_the_models_own_defaults_are_kept(tiny_model):
     rollout.generate([[1, 2]], GREEDY)
     assert rollout.model.model.generation_config is defaults
     assert rollout.model.model.config._attn_implementation == PACKED_ATTENTION
+
+
+def test_the_model_runs_in_the_phase_that_is_given(tiny_model):
+    events: list[str] = []
+
+    @contextmanager
+    def phase():
+        events.append("begin")
+        yield
+        events.append("end")
+
+    policy = load_policy(tiny_model("llama"))
+    policy.backbone.register_forward_pre_hook(lambda *_: events.append("run"))
+    HFRollout(policy, load_tokenizer(tiny_model("llama")), 1, phase).generate([[1, 2]] * 2, GREEDY)
+    assert (events[0], set(events[1:-1]), events[-1]) == ("begin", {"run"}, "end")
 
 
 def test_seed_repeats_samples(tiny_model):
@@ -303,6 +319,7 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
     found = [criteria(rows[:, :length], None).tolist() for length in range(first, rows.shape[1] + 1)]
     assert [one for one, _ in found].index(True) == len(found) - 2
     assert not any(other for _, other in found)
+    assert criteria._ends([*text[:-4], *[PAD_TOKEN_ID] * 8, *text[-4:]])  # special tokens are no text
 
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):

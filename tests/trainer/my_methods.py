@@ -8,7 +8,7 @@ from rlft_fast.rl import grpo_advantage
 _calls = itertools.count(1)
 
 
-def centered(reward_B, group_B):
+def centered(reward_B, group_B, **_):
     """Rewards minus the mean of their prompt."""
     same_BB = (group_B[:, None] == group_B).float()
     return reward_B - same_BB @ reward_B / same_BB.sum(1)
@@ -27,6 +27,10 @@ def unclipped(logprob_T, old_logprob_T, advantage_T, *, strength=1.0):
 
 def without_reward(logprob_T, value_T):
     return -value_T * logprob_T
+
+
+def near_reference(logprob_T, ref_logprob_T):
+    return (logprob_T - ref_logprob_T).square()
 
 
 def grpo_after_a_pass(reward_B, group_B, old_logprob_T):

@@ -15,7 +15,9 @@ from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
+    first_prompts,
     gather_samples,
+    leave_out_truncated,
     merge_metrics,
     mini_batches,
     penalize_length,
@@ -94,6 +96,14 @@ def test_build_batch_leaves_out_samples_without_a_reward():
     assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
 
 
+@pytest.mark.parametrize(("greedy", "expected"), [(None, [1.0, 0.5]), ({1: 0.25}, [0.5])])
+def test_what_was_cut_off_is_left_out_of_what_was_built(greedy, expected):
+    """A sample without a reward, and one without a baseline, are no rows of the batch."""
+    batch = leave_out_truncated(build_batch(SAMPLES, PROMPTS, greedy), SAMPLES, greedy)
+    assert batch.reward_B.tolist() == expected
+    assert batch.lengths.tolist() == [5, 2][-len(expected) :]
+
+
 def test_parts_of_rewards_travel_too():
     samples = [replace(s, parts={"own": s.reward, "other": 0.5}) for s in SAMPLES]
     assert gather_samples(samples, ["own", "other"]) == samples
@@ -120,6 +130,8 @@ def test_coming_near_the_limit_costs_in_proportion():
 def test_equal_groups_are_skipped():
     assert skip_equal_groups(SAMPLES) == SAMPLES[:3]  # with the one that has no reward, which later code leaves out
     assert skip_equal_groups(SAMPLES[1:]) == []
+    assert first_prompts(SAMPLES[::-1], 1) == SAMPLES[2::-1]
+    assert first_prompts(SAMPLES, 3) == SAMPLES
 
 
 def test_rollout_metrics_are_about_all_samples():
@@ -130,6 +142,8 @@ def test_rollout_metrics_are_about_all_samples():
 
 def test_rollout_metrics():
     batch = build_batch(SAMPLES, PROMPTS)
+    bypassed = rollout_metrics(SAMPLES, batch.replace(old_logprob_T=batch.rollout_logprob_T))
+    assert not any("mismatch" in name for name in bypassed)  # the first optimizer step tells
     off_T = torch.where(batch.loss_mask_T, torch.arange(14.0) / 10, 0.0)  # positions 1-3, 6-7, 9, 11-12
     batch = batch.replace(old_logprob_T=batch.rollout_logprob_T + off_T)
     batch = batch.replace(ref_logprob_T=batch.old_logprob_T + off_T)
@@ -156,7 +170,9 @@ def test_rollout_metrics():
 
 def test_rollout_metrics_of_nothing_have_no_reward():
     nothing = [Sample(s.row, s.completion, None) for s in SAMPLES]
-    metrics = rollout_metrics(nothing, build_batch(nothing, PROMPTS))
+    batch = build_batch(nothing, PROMPTS)
+    batch = batch.replace(old_logprob_T=batch.rollout_logprob_T.clone(), ref_logprob_T=batch.rollout_logprob_T)
+    metrics = rollout_metrics(nothing, batch)
     assert metrics["left_out_share"] == 1.0
     assert {name for name, value in metrics.items() if math.isnan(value)} == {"reward_mean", "reward_std"}
 

@@ -14,7 +14,7 @@ from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data.prompts import Prompts
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
-from rlft_fast.trainer.judge import RewardModelScorer
+from rlft_fast.trainer.judge import Judge, RewardModelScorer
 from tests.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
@@ -46,6 +46,14 @@ def test_several_functions_with_weights(model, tmp_path):
             assert (other, row["reward"]) == (None, None)
         else:
             assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length)
+
+
+def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["a", "b"], [tokenizer.encode("a"), tokenizer.encode("b")], {"answer": ["AB", "CD"]})
+    completion = Completion([*tokenizer.encode("CD"), tokenizer.eos_token_id], [0.0] * 3, "stop")
+    judge = Judge(toy_config(model, tmp_path, reward__function="rlft_fast.rewards:exact_match"), tokenizer)
+    assert [sample.reward for sample in judge.score(prompts, [(1, completion), (0, completion)])] == [1.0, 0.0]
 
 
 def test_functions_in_worker_processes(model, tmp_path):

@@ -62,13 +62,32 @@ def test_covariance_losses_select_tokens():
         assert selected_T.nonzero().item() == 10  # the largest, and the only one of at least 1
 
 
-def test_divergence_in_the_reward_of_sequences():
-    """0.5 x the sum of log-ratios, which is 0 but for ln 2 and ln 4 and -ln 8."""
+def test_clip_cov_chooses_anew_in_every_step():
+    """One of eight tokens that all have a covariance of 0.5 x 4."""
     batch = make_batch()
-    batch = batch.replace(ref_logprob_T=batch.rollout_logprob_T)
-    found = advantages(batch, kl_coef=0.5, kl_in="reward", kl_estimator="k1")
-    first, second = (1.0 + 0.5 * np.log(2)) / 2, (1.0 - 0.5 * np.log(4) - 0.5 * np.log(8)) / 2
-    assert found == pytest.approx([first, first, -first, -first, second, second, -second, -second], abs=1e-6)
+    batch = batch.replace(old_logprob_T=torch.tensor([8.0, 8, 0, 0, 0, 0] * 2) - 9)
+    objective = Objective(AlgorithmConfig(advantage="dr-grpo", policy_loss="clip-cov"), max_new_tokens=2)
+    chosen = [objective.prepare(batch, seed).selected_T.nonzero().item() for seed in (0, 1, 2, 3, 0)]
+    assert chosen[0] == chosen[-1]
+    assert len(set(chosen)) > 1
+
+
+def test_divergence_in_the_reward_of_sequences():
+    """The sum of log-ratios, which are 0 but for ln 2 and ln 4 and -ln 8, by a coefficient that has adapted."""
+    batch = make_batch()
+    batch = batch.replace(ref_logprob_T=batch.rollout_logprob_T.where(batch.loss_mask_T, 7.0))
+    options = {"advantage": "dr-grpo", "kl_coef": 0.25, "kl_in": "reward", "kl_estimator": "k1"}
+    objective = Objective(AlgorithmConfig(**options, kl_target=0.1, kl_horizon=4), max_new_tokens=2)
+    for _ in range(3):
+        objective.after_rollout({"ref_kl": 9.0}, num_sequences=4)
+    (coef,) = objective.after_rollout({"ref_kl": 0.1}, num_sequences=4).values()
+    assert coef == pytest.approx(0.25 * 1.2**3)
+    assert objective.policy_loss.kl_coef == 0.0  # it is penalised once
+    prepared = objective.prepare(batch)
+    first, second = (1.0 + coef * np.log(2)) / 2, (1.0 - coef * np.log(4) - coef * np.log(8)) / 2
+    expected = [first, first, -first, -first, second, second, -second, -second]
+    assert prepared.advantage_T[batch.loss_mask_T].tolist() == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close(prepared.reward_T.view(4, 3).sum(1), prepared.reward_B)
 
 
 def test_an_empty_completion_keeps_its_reward_beside_the_divergence():
@@ -82,6 +101,7 @@ def test_coefficients_survive_as_json():
     objective, restored = Objective(config, 8), Objective(config, 8)
     assert objective.policy_loss.kl_coef == 0.1
     assert objective.after_rollout({"ref_kl": 1.0}, num_sequences=100) == {"kl_coef": pytest.approx(0.12)}
+    assert objective.after_rollout({}, num_sequences=0) == {"kl_coef": pytest.approx(0.12)}  # there was nothing
     assert objective.after_optimizer_step({"entropy": 0.6}) == {"entropy_coef": 0.0}
     assert objective.policy_loss.kl_coef == pytest.approx(0.12)
     restored.load_state(objective.state())
@@ -97,6 +117,7 @@ def test_coefficients_survive_as_json():
         ({"advantage": f"{OWN}:centred"}, r"has no function 'centred' \(did you mean centered"),
         ({"advantage": "gae"}, "whitened_gae reads value_T: it needs a critic"),
         ({"policy_loss": f"{OWN}:without_reward"}, "without_reward reads value_T: it needs a critic"),
+        ({"policy_loss": f"{OWN}:near_reference"}, "reads ref_logprob_T: it needs algorithm.kl_coef"),
         ({"advantage": f"{OWN}:misspelt"}, r"misspelt reads rewards_B, which is no field .*\(did you mean reward_B"),
         ({"policy_loss": f"{OWN}:misspelt"}, r"misspelt reads rewards_B, which is no field .*\(did you mean reward_T"),
         ({"policy_loss": f"{OWN}:misspelt_token"}, r"reads advantages_T, .*\(did you mean advantage_T"),
@@ -255,6 +276,7 @@ def test_refills_until_enough_prompts_can_be_learned_from(model, tmp_path):
         prompts = [s["prompt"] for s in samples if s["step"] == step][::4]
         signal = [word in ("hill", "lake", "tree", "leaf") for word in prompts]
         assert 4 < len(prompts) <= 16
+        assert set(prompts[:8]) == {row["prompt"] for row in words}  # no prompt again before its turn
         assert sum(signal) >= 4 or len(prompts) == 16
         assert sum(signal[:-4]) < 4  # without its last refill it had too few
         assert row["grad_norm"] > 0

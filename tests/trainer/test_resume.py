@@ -214,7 +214,8 @@ def test_unusual_line_separators_in_samples_survive(tmp_path):
     log.sample(1, completion="one\u2028two\x85three")
     sizes = log.num_bytes()
     log.sample(2, completion="after the checkpoint")
-    log.rewind(1, sizes)
+    log.rewind(1, sizes | {"metrics.jsonl": 99})  # which somebody has deleted
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     lines = (tmp_path / "samples.jsonl").read_text().split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [{"step": 1, "completion": "one\u2028two\x85three"}]
 

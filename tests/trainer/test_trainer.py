@@ -119,6 +119,16 @@ def test_truncation_penalty_is_for_training_only(model, tmp_path):
     assert all(row["parts"] == {f"{HERE}:constant": 0.25, "length": -0.5} for row in rows)
 
 
+def test_the_greedy_baseline_costs_its_length_too(model, tmp_path):
+    changes = {
+        "reward__function": f"{HERE}:constant",
+        "reward__truncation_penalty": 0.5,
+        "algorithm__advantage": "remax",
+    }
+    trainer = PPOTrainer(toy_config(model, tmp_path, rollout__max_new_tokens=2, **changes))
+    assert trainer._greedy_rewards(trainer.prompts.select([0, 1])) == {0: -0.25, 1: -0.25}
+
+
 # ---- what a run leaves behind ---------------------------------------------------------------------------------------
 
 
@@ -138,7 +148,11 @@ def test_metrics(grpo):
     parts = {"generate", "reward", "logprobs", "update", "sync"}
     assert {name.removeprefix("seconds_") for name in steps[0] if name.startswith("seconds_")} == parts
     assert all(row["seconds"] > sum(row[f"seconds_{part}"] for part in parts) > 0 for row in steps)
-    assert all(row["tokens_per_second"] > 0 for row in steps)
+    samples = read_lines(grpo[0] / "samples.jsonl")
+    for row in steps:
+        prompts = [sample["prompt"] for sample in samples if sample["step"] == row["step"]]
+        num_tokens = sum(map(len, prompts)) + len(prompts) * row["completion_length_mean"]  # one for each letter
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(num_tokens)
 
 
 def test_samples(grpo):
@@ -164,8 +178,11 @@ def test_summary(grpo):
     accuracies = [row["accuracy"] for row in comparable(run) if "accuracy" in row]
     assert [summary["accuracy_before"], summary["accuracy_after"]] == [accuracies[0], accuracies[-1]]
     assert summary["steps"] == 16
-    seconds = sum(row.get("seconds", 0.0) for row in read_lines(run / "metrics.jsonl"))
+    steps = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+    seconds = sum(row["seconds"] for row in steps)
     assert summary["minutes"] == pytest.approx(seconds / 60, abs=1e-3)
+    num_tokens = sum(row["seconds"] * row["tokens_per_second"] for row in steps)
+    assert summary["tokens_per_second"] == pytest.approx(num_tokens / seconds, abs=0.1)
 
 
 def test_plain_transformers_loads_the_export_and_scores_the_same(grpo):
