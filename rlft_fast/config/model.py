@@ -95,7 +95,7 @@ class EngineConfig(ModelConfig):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
     reduce_every_micro_batch: bool = False
-    """Reduce gradients after each micro-batch, not once a step: sends more, no rank has whole ones; adds in param_dtype."""
+    """Reduce gradients of each micro-batch, to add them up in param_dtype: sends more, but no rank holds whole ones."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
