@@ -126,7 +126,15 @@ def test_the_greedy_baseline_costs_its_length_too(model, tmp_path):
         "algorithm__advantage": "remax",
     }
     trainer = PPOTrainer(toy_config(model, tmp_path, rollout__max_new_tokens=2, **changes))
-    assert trainer._greedy_rewards(trainer.prompts.select([0, 1])) == {0: -0.25, 1: -0.25}
+    prompts = trainer.prompts.select([0, 1])
+    assert trainer._greedy_rewards(prompts) == {0: -0.25, 1: -0.25}
+    # And it ends where a sample would end.
+    before = trainer._greedy(prompts, 2, trainer.judge)[0].completion
+    stop = (trainer.tokenizer.decode(before.token_ids[:1]),)
+    rollout = trainer.config.rollout.model_copy(update={"stop": stop})
+    trainer.config = trainer.config.model_copy(update={"rollout": rollout})
+    after = trainer._greedy(prompts, 2, trainer.judge)[0].completion
+    assert (len(before.token_ids), after.token_ids, after.finish_reason) == (2, before.token_ids[:1], "stop")
 
 
 # ---- what a run leaves behind ---------------------------------------------------------------------------------------
