@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast.config import Config
 from rlft_fast.trainer import PPOTrainer, Run, train
+from tests.distributed import run_distributed
 from tests.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
 
@@ -298,6 +299,23 @@ def test_no_seed_is_drawn_twice(model, tmp_path):
     trainer = PPOTrainer(toy_config(model, tmp_path, **options))
     seeds = [trainer._seed(step) + attempt for step in range(3) for attempt in range(2001)]
     assert len(set(seeds)) == len(seeds)
+
+
+def draw_on_two(rank: int, config: Config) -> None:
+    trainer = PPOTrainer(config)
+    trainer.rollout.sync()
+    _, samples = trainer._collect(0)
+    of_row = [{tuple(s.completion.token_ids) for s in samples if s.row == row} for row in (0, 1)]
+    assert [len(drawn) for drawn in of_row] == [4, 4]
+    assert of_row[0].isdisjoint(of_row[1])
+
+
+@pytest.mark.dist
+def test_processes_draw_apart(model, tmp_path):
+    """Also for the same prompt."""
+    write_rows(tmp_path / "one.jsonl", [{"prompt": "sun"}])
+    changes = {"data__path": str(tmp_path / "one.jsonl"), "rollout__prompts_per_step": 2}
+    run_distributed(draw_on_two, 2, toy_config(model, tmp_path, **changes))
 
 
 def test_bfloat16(model, tmp_path):
