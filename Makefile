@@ -63,8 +63,9 @@ demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
 methods: install
 	$(BIN)/python -m benchmarks.methods
 
+# Two processes, each a file at a time, since files share what takes long to make.
 test: install
-	$(BIN)/python -m pytest -m "not slow and not vllm and not peers"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not peers"
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install

@@ -11,6 +11,7 @@ from benchmarks.step_workload import Work
 pytest.importorskip("reasoning_gym")
 
 
+@pytest.mark.slow
 def test_both_sides_make_the_same_step(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")

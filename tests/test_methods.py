@@ -55,6 +55,7 @@ def test_a_run_is_complete_if_it_is_its_example_to_the_end(tmp_path, monkeypatch
     assert not run.is_complete()
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once_and_then_reported(tiny_model, tmp_path, monkeypatch):
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
     changes = {"evaluation": {"path": str(held_out), "max_new_tokens": 6}, "rollout__samples_per_prompt": 2}

@@ -24,6 +24,7 @@ def config_file(tiny_model, tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_plan_of_every_mesh(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "4", "--memory", "1", "--gpus-per-node", "2"]) == 0
     output = capsys.readouterr().out

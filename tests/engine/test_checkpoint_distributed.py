@@ -130,6 +130,7 @@ def replicas_are_written_once(folder: Path) -> None:
     reference.assert_equal({name: reference.full(tensor) for name, tensor in tensors.items()}, full)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_processes_continue_alike(tiny_model, tmp_path):
     model = tiny_model("qwen2-tied")
     engines = make_engines(model)

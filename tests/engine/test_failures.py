@@ -57,6 +57,7 @@ def run_ranks(end: str, tmp_path: Path, world_size: int = 3) -> list[tuple[int, 
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named(tmp_path):
     results = run_ranks("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
     assert results[1][0] == -signal.SIGKILL
@@ -66,6 +67,7 @@ def test_killed_rank_is_named(tmp_path):
         assert "--resume" in results[rank][1]
 
 
+@pytest.mark.slow
 def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
     results = run_ranks("raise ValueError('no such reward')", tmp_path)
     assert "ValueError: no such reward" in results[1][1]

@@ -77,6 +77,7 @@ def compare(rank: int, path: Path, planned: list[int]) -> None:
         assert expected == pytest.approx(measured, rel=TOLERANCE), (options, expected / measured)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_plan_is_what_each_of_two_processes_allocates(tmp_path):
     path = save_model(tmp_path, width=256)
@@ -85,6 +86,7 @@ def test_plan_is_what_each_of_two_processes_allocates(tmp_path):
     run_distributed(compare, 2, path, planned)
 
 
+@pytest.mark.slow
 def test_plan_of_70b_on_1024_ranks():
     """The real model, wrapped for 1,024 ranks by the engine's own code."""
     config = EngineConfig(max_tokens=16384, compute_dtype="bfloat16", activation_checkpointing="full")
@@ -121,6 +123,7 @@ def test_gradients_are_as_wide_as_the_weights(tmp_path):
     assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
 
 
+@pytest.mark.slow
 def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     path, memory = str(save_model(tmp_path, width=256)), 2.0 * 2**30
     config = EngineConfig(workspace_mib=16)
@@ -133,6 +136,7 @@ def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     assert largest_max_tokens(path, config, 1, 2, 1e15) == 1 << 20
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_loss_takes_dlogits_of_all_rows(tmp_path):
     """Of as many as spare the accumulator, and more tokens need it: with a large vocabulary most of all memory."""
     path, dim, vocab = str(save_model(tmp_path, width=64, vocab_size=151936)), 64, 151936

@@ -374,12 +374,10 @@ def test_workspace_bounds_what_is_allocated(trained, entropy, softcap, threshold
     assert peak_allocated_bytes(step) < 5 * 2**20  # also 0.6 MiB of gradients, and what each row has
 
 
-@requires_proc
-@pytest.mark.parametrize("backend", ["native"])
 @pytest.mark.parametrize(
     ("pass_", "workspace_mib"), [("no grad", 16), ("frozen", 16), ("recomputed", 16), ("kept", 280), ("fused", 16)]
 )
-def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib, backend):
+def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib):
     hidden, weight, target, _ = make_problem(2048, 16, 32768)  # logits of 256 MiB, a weight of 2
     hidden.requires_grad_(pass_ != "no grad")
     weight.requires_grad_(pass_ in ("recomputed", "kept", "fused"))
@@ -387,10 +385,10 @@ def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib, backend
 
     def step():
         if pass_ == "fused":
-            loss = linear_logprob_loss(backend, **options)(hidden, weight, target, lambda logprob, _: logprob)
+            loss = linear_logprob_loss("native", **options)(hidden, weight, target, lambda logprob, _: logprob)
             return torch.autograd.grad(loss.loss, [hidden, weight])
-        logprob = linear_logprob(backend, **options)(hidden, weight, target).logprob
+        logprob = linear_logprob("native", **options)(hidden, weight, target).logprob
         trained = [x for x in (hidden, weight) if x.requires_grad]
         return torch.autograd.grad(logprob.sum(), trained) if trained else logprob
 
-    assert peak_mib(step) < workspace_mib + 8
+    assert peak_allocated_bytes(step) < (workspace_mib + 3) * 2**20  # also gradients of 2.1 MiB
