@@ -15,7 +15,10 @@ ROOT = Path(rlft_fast.__file__).parents[1]
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "rlft_fast", *arguments], cwd=cwd, capture_output=True, text=True)
+    # pytest-benchmark measures nothing where it finds itself among xdist's processes.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    command = [sys.executable, "-m", "rlft_fast", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture
