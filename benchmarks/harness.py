@@ -11,9 +11,12 @@ are medians over the rounds. They are taken in recycled memory, where malloc han
 how long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms,
 as the host has memory at hand or not.
 
-On a GPU the allocator of torch recycles memory and knows its peak. Times are taken by events on the device, after a
-write that clears the L2 cache and while the host is ahead, as it is in a training step: what the host needs to launch
-the work counts only where the device has to wait for it longer than that.
+Every run begins with cold caches, as it does in a training step: a write of more than they hold comes before it. Else
+what shares code or data with its neighbour in the round, as torch's ways of clipping do, would have it at hand.
+
+On a GPU the allocator of torch recycles memory and knows its peak. Times are taken by events on the device, while the
+host is ahead, as it is in a training step: what the host needs to launch the work counts only where the device has to
+wait for it longer than that.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torch import Tensor
 NUM_THREADS = 2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOAD_AT_START = os.getloadavg()[0]  # later it is the benchmark's own
-_L2_BYTES = 256 << 20  # more than any GPU's
+_CACHE_BYTES = 256 << 20  # more than any device's
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms
 _LIBC = ctypes.CDLL("libc.so.6")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
@@ -203,6 +206,7 @@ def seconds_of(run: Callable[[], object]) -> float:
     gc.collect()
     if DEVICE.type == "cuda":
         return _device_seconds_of(run)
+    _clear_caches()
     start = time.perf_counter()
     outputs = run()
     seconds = time.perf_counter() - start
@@ -212,7 +216,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 def _device_seconds_of(run: Callable[[], object]) -> float:
     torch.cuda._sleep(_HEAD_START_CYCLES)
-    torch.empty(_L2_BYTES, dtype=torch.uint8, device=DEVICE).zero_()
+    _clear_caches()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     outputs = run()
@@ -220,6 +224,10 @@ def _device_seconds_of(run: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     del outputs
     return start.elapsed_time(end) / 1e3
+
+
+def _clear_caches() -> None:
+    torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=DEVICE).zero_()
 
 
 def synchronise() -> None:

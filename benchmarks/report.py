@@ -34,11 +34,11 @@ MAX_EXTRA_MIB = 96
 METHOD = """\
 All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
 peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
-four samples). {device_method} Extra memory is the peak of a variant's second run beyond what was allocated before and
-beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of its bare GEMMs, each walked in
-its fastest chunks into memory that is there already: for `no grad` and `entropy under a soft cap` logits; for `forward
-+ backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen head` logits and dX;
-for the losses logits, dX and dW.
+four samples). Caches are cold. {device_method} Extra memory is the peak of a variant's second run beyond what was
+allocated before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of its bare
+GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` and `entropy under a soft cap`
+logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen
+head` logits and dX; for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. Ours are given the indices of the rows that count. On the CPU, threads and bfloat16 are
@@ -49,8 +49,8 @@ against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_n
 DEVICE_METHOD = {
     "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
     "system. Memory is the resident set's, in fresh memory (`VmHWM`, reset before).",
-    "cuda": "Times are the device's, by events, with a cold L2 cache and the host ahead; inputs are bfloat16. Memory "
-    "is what torch's allocator has handed out. The bare GEMMs write bfloat16.",
+    "cuda": "Times are the device's, by events, with the host ahead; inputs are bfloat16. Memory is what "
+    "torch's allocator has handed out. The bare GEMMs write bfloat16.",
 }
 
 # How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
@@ -66,6 +66,7 @@ MAX_RATIO = {"no grad": 1.12} if DEVICE.type == "cpu" else {"no grad": 1.10, "fo
 DEFAULT_MAX_RATIO = 1.15
 SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # a GPU's GEMMs are so fast there that what is between them decides
 SMALL_SUITES = [bench_packing.suite, bench_grad_norm.suite, bench_adamw.suite]
+SMALL_ROUNDS = 21 if DEVICE.type == "cpu" else 9  # a few milliseconds by the host's clock spread more
 if DEVICE.type == "cpu":
     SMALL_SUITES.append(bench_planning.suite)  # the host's work, on any machine
 
@@ -266,7 +267,7 @@ def main() -> None:
     logprob_bars = list(linear_logprob_bars(results, shape))
     print(bar_table(logprob_bars), flush=True)  # whatever becomes of the rest
     scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
-    small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), rounds=9)
+    small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), SMALL_ROUNDS)
     bars = [*logprob_bars, *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,

@@ -55,7 +55,7 @@ def test_report_holds_every_bar(monkeypatch, tmp_path):
             monkeypatch.delitem(loaders, way)
     for name, (change, tasks, _) in bench_linear_logprob.VARIATIONS.items():
         monkeypatch.setitem(bench_linear_logprob.VARIATIONS, name, (change, tasks, ("rlft_fast",)))
-    monkeypatch.setattr(harness, "_L2_BYTES", 1024)
+    monkeypatch.setattr(harness, "_CACHE_BYTES", 1024)
     for name, size in {"B": 4, "L": 16, "D": 8}.items():
         monkeypatch.setattr(bench_packing, name, size)
     monkeypatch.setattr(bench_grad_norm, "NUM_TENSORS", 20)
