@@ -35,6 +35,18 @@ def test_nothing_to_do(T):
     assert (hidden.grad == 0).all()
 
 
+def test_more_rows_than_logits_in_the_workspace():
+    """Backward takes a tile of all rows: a single column is more than its memory, and still has to do."""
+    hidden, weight, target, _ = make_problem(2**18 + 1, 2, 3)
+    results = {}
+    for dtype, function in ((torch.float32, linear_logprob), (torch.float64, reference.linear_logprob)):
+        inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        options = {"workspace_mib": 1} if dtype == torch.float32 else {}
+        results[dtype] = torch.autograd.grad(function(*inputs, target, **options).logprob.sum(), inputs)
+    for actual, expected in zip(results[torch.float32], results[torch.float64], strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_numbers_stay_in_their_row(bad):
     hidden, weight, target, _ = make_problem(8, 16, 300)
