@@ -100,6 +100,31 @@ def test_sharded_vocabulary(world_size):
     run_distributed(check_vocab_group, world_size, world_size)
 
 
+def check_targets_that_no_shard_can_give(rank: int) -> None:
+    """A target of probability 0, also beside a shard of nothing else; and one outside, where nobody may look."""
+    own = [slice(0, 4), slice(4, 10)][rank]
+    hidden, weight, target, _ = make_problem(6, 4, 10)
+    target[:2] = torch.tensor([2, 7])
+    for impossible in ([2], range(4, 10)):
+        bias = torch.zeros(10).index_fill_(0, torch.tensor([*impossible]), -torch.inf)
+        whole = linear_logprob(hidden, weight, target, bias_V=bias, return_entropy=True)
+        assert whole.logprob.isneginf().any()
+        sharded = linear_logprob(
+            hidden, weight[own], target, bias_V=bias[own], return_entropy=True, vocab_group=dist.group.WORLD
+        )
+        torch.testing.assert_close(sharded[:2], whole[:2])
+    compiled = torch.compile(linear_logprob, fullgraph=True, backend="eager")  # as on a GPU, values are not looked at
+    outside = target.clone().index_fill_(0, torch.tensor([3]), 10)
+    ours = compiled(hidden, weight[own], outside, active_index=torch.arange(6), vocab_group=dist.group.WORLD).logprob
+    expected = linear_logprob(hidden, weight, target).logprob.index_fill(0, torch.tensor([3]), torch.nan)
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+@pytest.mark.dist
+def test_targets_that_no_shard_can_give():
+    run_distributed(check_targets_that_no_shard_can_give, 2)
+
+
 def check_sharded_tensors(rank: int) -> None:
     """They are named before torch's own error, whichever they are, and the advice helps."""
     mesh = init_device_mesh("cpu", (2,))
