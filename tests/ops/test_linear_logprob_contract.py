@@ -392,3 +392,18 @@ def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib):
         return torch.autograd.grad(logprob.sum(), trained) if trained else logprob
 
     assert peak_allocated_bytes(step) < (workspace_mib + 3) * 2**20  # also gradients of 2.1 MiB
+
+
+@pytest.mark.parametrize(("V", "most_rows"), [(1984, 66), (4000, 33)])  # one tile, and three of 1984 columns
+def test_logits_are_kept_where_they_fit_beside_a_tile(V, most_rows):
+    for num_rows in (most_rows, most_rows + 1):
+        hidden, weight, target, _ = make_problem(num_rows, 8, V)
+        inputs, saved = [hidden.requires_grad_(), weight.requires_grad_()], []
+
+        def step(inputs=inputs, target=target, saved=saved):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+                result = linear_logprob("native", workspace_mib=1)(*inputs, target)
+            return torch.autograd.grad(result.logprob.sum(), inputs)
+
+        assert peak_allocated_bytes(step) < 1.2 * 2**20  # also gradients of 0.13 MiB at most
+        assert (max(saved) >= num_rows * V) == (num_rows == most_rows)
