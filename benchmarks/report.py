@@ -125,10 +125,11 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
 
 
 def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
-    silent = results[f"forward + backward, half of the gradient zero | {OURS}"].median_s
-    forward = results[f"no grad | {OURS}"].median_s
-    full = results[f"forward + backward | {OURS}"].median_s
-    yield Bar("backward: half of the gradient zero / all", (silent - forward) / (full - forward), 0.6)
+    for way, silent in results.ways("forward + backward, half of the gradient zero").items():
+        forward, full = (results.ways(task).get(way) for task in ("no grad", "forward + backward"))
+        if forward and full:
+            ratio = (silent.median_s - forward.median_s) / (full.median_s - forward.median_s)
+            yield Bar(f"backward of {way}: half of the gradient zero / all", ratio, 0.6)
     if shape == bench_linear_logprob.FULL_SHAPE:
         ours = results[f"PPO loss | {OURS}"]
         yield Bar("PPO loss", 1e3 * ours.median_s, 60, unit=" ms")
