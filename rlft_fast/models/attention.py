@@ -70,7 +70,7 @@ def packed_attention(
         key_index: (K,) int64 row of each key, among all T; None: the rows in order.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
-        dropout: attention dropout probability.
+        dropout: must be 0, which it is in eval mode: flash attention over packed rows has none.
         sliding_window: positions that a token sees, itself included; None: all before it.
         softcap: c in c * tanh(scores / c), before the softmax (Gemma 2).
         **others: ignored, except those that ask for scores of another form.
@@ -79,9 +79,11 @@ def packed_attention(
         (1, S, heads, value_dim) and None (no attention weights).
 
     Raises:
-        ValueError: called without boundaries, with a mask, or for scores of another form.
+        ValueError: called without boundaries, with a mask or dropout, or for scores of another form.
     """
-    _refuse_other_scores(module, attention_mask, others)
+    _refuse_other_scores(PACKED_ATTENTION, module, attention_mask, others)
+    if dropout:
+        raise ValueError(f"the {PACKED_ATTENTION} attention has no dropout, got {dropout}: train in model.eval() mode")
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(
             f"the {PACKED_ATTENTION} attention needs cu_seq_lens_q and max_length_q; "
@@ -101,7 +103,7 @@ def packed_attention(
         queries = query.split(cu_seq_lens_q.diff().tolist(), dim=2)  # split's backward is one cat
         keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
         segments = zip(queries, keys, values, strict=True)
-        outputs = [_causal(q, k, v, scaling, dropout, sliding_window, softcap) for q, k, v in segments]
+        outputs = [_causal(q, k, v, scaling, sliding_window, softcap) for q, k, v in segments]
         output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models take a view of it
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
@@ -127,25 +129,24 @@ def grouped_attention(
     Returns:
         (B, n, heads, value_dim) and None (no attention weights).
     """
-    _refuse_other_scores(module, None, options)
+    _refuse_other_scores(GROUPED_ATTENTION, module, None, options)
     one_query = query.shape[2] == 1 and key.shape[1] < query.shape[1]
     same_for_all_heads = attention_mask is None or attention_mask.shape[1] == 1
-    if not (one_query and same_for_all_heads):
+    if options.get("dropout") or not (one_query and same_for_all_heads):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-    output = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, dropout_p=options.get("dropout", 0.0),
-        scale=options.get("scaling"),
-    )  # fmt: skip
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return output.flatten(1, 2).unsqueeze(1), None
 
 
-def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]) -> None:
+def _refuse_other_scores(
+    own_name: str, module: nn.Module, attention_mask: Tensor | None, others: dict[str, Any]
+) -> None:
     found = ["attention_mask"] if attention_mask is not None else []
     found += [name for name in _OTHER_SCORES if others.get(name) is not None]
     if found:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(found)} to its attention, which {PACKED_ATTENTION} does not "
+            f"{type(module).__name__} passes {', '.join(found)} to its attention, which {own_name} does not "
             "know: use model.set_attn_implementation('sdpa') or 'eager', without packing"
         )
 
@@ -178,9 +179,7 @@ def _take_exactly(x: Tensor, row_index: Tensor) -> Tensor:
     return embedding(row_index, rows.flatten(1)).unflatten(1, rows.shape[1:]).transpose(0, 1).unsqueeze(0)
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
     num_queries, num_keys = q.shape[2], k.shape[2]
     mask = None
     if softcap is not None or num_queries != num_keys or (window is not None and num_keys > window):
@@ -192,9 +191,7 @@ def _causal(
         return _softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if q.is_cuda:  # where with enable_gqa only flash attention does not hold (heads, m, n) scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout, enable_gqa=True
-    )
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:

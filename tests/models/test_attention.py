@@ -166,10 +166,16 @@ def test_flash_attention_runs_where_it_can(monkeypatch):
 
 def test_refuses_what_it_cannot_do():
     qkv = random_qkv([3], 2, 2, 4)
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        packed_attention(nn.Identity(), *qkv, None)
-    with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention"):
+    boundaries = torch.tensor([0, 3])
+    for missing in ({}, {"cu_seq_lens_q": boundaries}, {"max_length_q": 3}):
+        with pytest.raises(ValueError, match="set_attn_implementation"):
+            packed_attention(nn.Identity(), *qkv, None, **missing)
+    with pytest.raises(ValueError, match=r"no dropout, got 0.1: train in model.eval\(\) mode"):
+        packed_attention(nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=3, dropout=0.1)
+    with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention, which rlft_packed"):
         packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))
+    with pytest.raises(ValueError, match="Identity passes s_aux to its attention, which rlft_grouped"):
+        grouped_attention(nn.Identity(), *qkv, None, s_aux=torch.zeros(2))
 
 
 @pytest.mark.parametrize(
@@ -193,3 +199,19 @@ def test_generation_attends_with_all_heads_of_a_key_at_once(heads, kv_heads, num
     scores = scores.masked_fill(~mask, -math.inf) if masked else scores
     wanted = scores.softmax(-1) @ value.repeat_interleave(heads // kv_heads, 1)
     torch.testing.assert_close(actual, wanted.transpose(1, 2), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.9])
+def test_generation_leaves_to_sdpa_what_heads_do_not_share(dropout):
+    """A mask of each head's own, and dropout, with which attention to one key is nothing or ten times it."""
+    query, key, value = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 3, 8), torch.ones(1, 2, 3, 8)
+    layer = nn.Identity()
+    layer.num_key_value_groups = 2
+    only = torch.eye(3)[torch.tensor([0, 1, 2, 0])].bool()[None, :, None]  # one key for each head
+    value[0, :, 1] = 2.0
+    actual, _ = grouped_attention(layer, query, key, value, only, dropout=dropout)
+    wanted = torch.tensor([1.0, 2.0, 1.0, 1.0])[:, None].expand(4, 8)
+    if dropout:
+        assert ((actual[0, 0] == 0) | ((actual[0, 0] - 10 * wanted).abs() < 1e-4)).all()
+    else:
+        torch.testing.assert_close(actual[0, 0], wanted)
