@@ -174,6 +174,7 @@ def test_refuses_what_it_cannot_do():
         packed_attention(nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=3, dropout=0.1)
     with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention, which rlft_packed"):
         packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))
+    assert torch.equal(run(qkv, [3], s_aux=None), run(qkv, [3]))  # not asked for
     with pytest.raises(ValueError, match="Identity passes s_aux to its attention, which rlft_grouped"):
         grouped_attention(nn.Identity(), *qkv, None, s_aux=torch.zeros(2))
 

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     HyperCLOVAXConfig,
@@ -15,6 +19,7 @@ from transformers import (
 )
 
 from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
+from tests.distributed import run_distributed
 from tests.tiny_models import MODELS
 
 SIZES = {
@@ -123,6 +128,7 @@ def test_head_over_a_support(lora):
     )  # fmt: skip
     entropy = -(first.exp() * first).sum() - (second.exp() * second).sum()
     torch.testing.assert_close(loss.loss, (weight * wanted).sum() + entropy + 15)  # three tokens count
+    assert not any(x.requires_grad for x in (loss.logprob, loss.entropy))
     loss.loss.backward()
     assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in head.parameters())
 
@@ -138,6 +144,33 @@ def test_head_keeps_the_shape_of_its_targets_and_leaves_out_ignored_ones():
     logprob = log_p.gather(-1, targets.where(active, 0)[..., None])[..., 0]
     torch.testing.assert_close(result.logprob, logprob.where(active, 0), rtol=0, atol=1e-6)
     torch.testing.assert_close(result.entropy, -(log_p.exp() * log_p).sum(-1).where(active, 0), rtol=0, atol=1e-6)
+
+
+def test_head_takes_hidden_states_of_another_dtype():
+    """Some models end in a norm that computes in float32."""
+    head = LogprobHead(torch.nn.Linear(8, 31).weight, None, softcap=None, logit_scale=1.0).bfloat16()
+    hidden, target = torch.randn(2, 3, 8), torch.randint(0, 31, (2, 3))
+    assert torch.equal(head(hidden), head(hidden.bfloat16()))
+    assert torch.equal(head(hidden, target).logprob, head(hidden.bfloat16(), target).logprob)
+
+
+@pytest.mark.dist
+def test_results_may_be_changed_in_place_under_fsdp2():
+    run_distributed(check_results_changed_in_place, 1)
+
+
+def check_results_changed_in_place(rank: int) -> None:
+    """FSDP2 gathers the weight for backward by a hook on the results, which a change of a view would replace."""
+    torch.manual_seed(0)
+    linear, hidden, target = torch.nn.Linear(4, 10, bias=False), torch.randn(2, 5, 4), torch.randint(0, 10, (2, 5))
+    log_p = linear(hidden).log_softmax(-1)
+    expected = torch.autograd.grad((log_p.gather(-1, target[..., None]) - 1).exp().sum(), linear.weight)[0]
+    model = torch.nn.Sequential(LogprobHead(linear.weight, None, softcap=None, logit_scale=1.0))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    logprob = model[0](hidden, target).logprob
+    logprob -= 1
+    logprob.exp().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("over_support", [False, True])
@@ -210,6 +243,17 @@ def test_a_model_without_lm_head_is_no_policy():
         PolicyModel(LlamaModel(LlamaConfig(**SIZES)))
 
 
+def test_padding_of_prompts_makes_no_difference_to_absolute_positions():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
+    policy, options = PolicyModel(model), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    prompts = torch.tensor([[0, 0, 7, 8], [3, 4, 5, 6]])
+    together, length = policy.generate(prompts, (prompts != 0).long(), num_samples=2, **options)
+    for row, prompt in ((0, prompts[:1, 2:]), (2, prompts[1:])):
+        alone, own_length = policy.generate(prompt, torch.ones_like(prompt), num_samples=1, **options)
+        assert together[row, length:].tolist() == together[row + 1, length:].tolist() == alone[0, own_length:].tolist()
+
+
 def test_critic_starts_at_zero_and_values_are_linear_in_its_head():
     torch.manual_seed(0)
     backbone = LlamaModel(LlamaConfig(**SIZES, attn_implementation=PACKED_ATTENTION)).eval()
@@ -222,3 +266,6 @@ def test_critic_starts_at_zero_and_values_are_linear_in_its_head():
     backbone.set_attn_implementation(PACKED_ATTENTION)
     wanted = hidden[[1, 2, 5, 9]] @ critic.head.weight[0] + 0.5
     torch.testing.assert_close(critic(inputs), wanted, rtol=0, atol=1e-5)
+    narrow = ValueModel(backbone.bfloat16())
+    assert narrow.head.weight.dtype == torch.bfloat16  # FSDP2 shards one dtype at a time
+    assert narrow(inputs).dtype == torch.float32

@@ -42,6 +42,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 from rlft_fast import patch_lm_head
@@ -58,6 +60,8 @@ MODELS = {
     "nothing": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=False)),
     "tied": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "softcap": (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
+    "softcap by another name": (RecurrentGemmaForCausalLM, RecurrentGemmaConfig(
+        **SIZES | {"num_hidden_layers": 3}, lru_width=16, logits_soft_cap=2.0, use_cache=False)),
     "multiplied": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.25)),
     "divided": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=3.0)),
     "multiplied by the divisor": (HyperCLOVAXForCausalLM, HyperCLOVAXConfig(**SIZES, logits_scaling=3.0)),
@@ -298,10 +302,17 @@ def with_weight_norm() -> PreTrainedModel:
     return model
 
 
-def with_replaced_forward() -> PreTrainedModel:
+def with_replaced_forward(part: str = "") -> PreTrainedModel:
     model = build("nothing")
-    model.forward = torch.no_grad()(model.forward)
+    module = model.get_submodule(part)
+    module.forward = torch.no_grad()(module.forward)
     return model
+
+
+class TwiceThroughTheHead(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        super().forward(*args, **inputs)
+        return super().forward(*args, **inputs)
 
 
 BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -319,6 +330,7 @@ BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1
         (with_weight_norm, ValueError, "is a torch.*ParametrizedLinear"),
         (lambda: patch_lm_head(build("nothing")), ValueError, "patched already"),
         (with_replaced_forward, ValueError, "forward of LlamaForCausalLM was replaced"),
+        (partial(with_replaced_forward, "lm_head"), ValueError, "forward of LlamaForCausalLM was replaced"),
     ],
 )
 def test_what_cannot_be_patched(make, error, message):
@@ -354,6 +366,8 @@ def test_what_a_call_with_targets_refuses():
     for options in ({"temperature": swapped}, {"loss_fn": torch.mul, "per_token": (swapped,)}):
         with pytest.raises(ValueError, match=r"has shape \(7, 2\), expected \(2, 7\)"):
             model(**inputs, logprob_targets=targets, **options)
+    with pytest.raises(ValueError, match="TwiceThroughTheHead called its head 2 times, expected once"):
+        patch_lm_head(TwiceThroughTheHead(LlamaConfig(**SIZES)))(**inputs, logprob_targets=targets)
     experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
     with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
         patch_lm_head(experts)(**inputs, logprob_targets=targets)

@@ -102,6 +102,19 @@ def test_target_outside_the_vocabulary(bad_target):
         linear_logprob(H, W, torch.tensor([0, 1, bad_target, 2]))
 
 
+@pytest.mark.parametrize("way", ["no grad", *WAYS])
+def test_target_outside_the_vocabulary_where_nobody_looks(way):
+    """In a compiled graph, as on a GPU: its row is nan, the others are as they were."""
+    hidden, weight, target, _ = make_problem(5, 8, 30)
+    expected = linear_logprob(hidden, weight, target).logprob
+    target[1], target[3] = 30, -1
+    hidden.requires_grad_(way != "no grad"), weight.requires_grad_(way not in ("no grad", "frozen"))
+    function = (lambda *x: linear_logprob_loss(*x, lambda logprob, _: logprob)) if way == "loss" else linear_logprob
+    actual = torch.compile(function, backend="eager")(hidden, weight, target).logprob.detach()
+    torch.testing.assert_close(actual[::2], expected[::2])
+    assert actual[1::2].isnan().all()
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize(
     ("loss", "got"), [(Tensor.sum, r"got \(\)"), (lambda _: 1.0, "got float"), (lambda x: (x, x), "got tuple")]
