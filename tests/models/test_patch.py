@@ -341,11 +341,14 @@ def test_what_cannot_be_patched(make, error, message):
     assert type(model) is before
 
 
-def test_unknown_transform_of_the_logits():
+@pytest.mark.parametrize("scaling", [3.0, 1.05])
+def test_unknown_transform_of_the_logits(scaling):
     model, inputs = build("divided"), batch()
     model.config.logits_scaling = 1.0
     patch_lm_head(model)
-    model.config.logits_scaling = 3.0
+    model.config.logits_scaling = scaling
+    none = {"logits_to_keep": torch.empty(0, dtype=torch.int64), "logprob_targets": torch.empty(2, 0).long()}
+    assert model(**inputs, **none).logprob.shape == (2, 0)  # nothing to see it by
     for _ in range(2):
         with pytest.raises(ValueError, match=r"GraniteForCausalLM turns raw logits .* logit_scale=1\.0"):
             model(**inputs, logprob_targets=next_tokens(**inputs))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from rlft_fast.ops import linear_logprob_loss, reference
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
 from rlft_fast.ops.loss_memory import default_workspace_mib, group_limits, scratch_bytes
 from rlft_fast.ops.tiles import padded_columns
 from tests.memory import peak_allocated_bytes
@@ -78,6 +78,16 @@ def test_loss_gradients_only_where_needed():
     assert torch.equal(hidden.grad, with_weight)
     with torch.no_grad():
         assert not linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage).loss.requires_grad
+
+
+def test_entropy_alone_is_a_loss():
+    """Its upstream gradient is a single one, expanded."""
+    hidden, weight, target, *_ = loss_problem()
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_logprob_loss(*inputs, target, lambda _, entropy: entropy, return_entropy=True).loss
+    entropy = linear_logprob(*inputs, target, return_entropy=True).entropy
+    for actual, expected in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (loss, entropy)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_constant_loss_has_zero_gradient():
