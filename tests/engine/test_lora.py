@@ -36,6 +36,18 @@ def test_untrained_adapters_change_nothing(lora, tiny_model):
     torch.testing.assert_close(infer(adapted), infer(plain), rtol=0, atol=1e-6)
 
 
+def test_adapters_start_as_linear_layers_do(tiny_model):
+    """A uniform within 1 / sqrt(in_features), B = 0: also those of layers that are wider than high."""
+    engine = make_engine(tiny_model("llama"), config={"lora": HEAD_TOO})
+    adapters = {name: p for name, p in engine.model.named_parameters() if "lora_" in name}
+    assert {x.shape[1] for name, x in adapters.items() if "lora_A" in name} == {32, 48}
+    for name, x in adapters.items():
+        if "lora_A" in name:
+            assert 0.9 < x.abs().max() * x.shape[1] ** 0.5 <= 1
+        else:
+            assert (x == 0).all()
+
+
 @pytest.mark.parametrize("lora", [BLOCKS, HEAD_TOO], ids=["blocks", "head"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
 def test_merged_export_is_the_trained_model(lora, name, tiny_model, tmp_path):

@@ -1,5 +1,6 @@
 """linear_logprob_loss against its float64 definition, and what it makes of loss functions."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference, tiled_loss
 from rlft_fast.ops.loss_memory import default_workspace_mib, group_limits, scratch_bytes
 from rlft_fast.ops.tiles import padded_columns
 from tests.memory import peak_allocated_bytes
@@ -154,6 +155,16 @@ def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not a functools\.partial or a bound method"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
     assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
+
+
+@pytest.mark.parametrize("loss_fn", [lambda logprob, _: logprob, lambda logprob, _: logprob.sum()])  # fine, and refused
+def test_loss_functions_are_not_held_on_to(loss_fn):
+    """A closure may hold the tensors of a whole step."""
+    hidden, weight, target, _ = make_problem(6, 5, 40)
+    before = dict(tiled_loss.loss_functions)
+    with contextlib.suppress(ValueError):
+        linear_logprob_loss(hidden, weight, target, loss_fn)
+    assert tiled_loss.loss_functions == before
 
 
 def test_threads_share_a_loss_function():
