@@ -121,7 +121,7 @@ def weigh(variants: Sequence[Variant]) -> Results:
     results = Results()
     with _cheap_collection():
         for variant in variants:
-            _attempt(variant, seconds_of, results)
+            _attempt(variant, extra_bytes_of, results)  # the first run takes what libraries then keep
             if (extra_bytes := _attempt(variant, extra_bytes_of, results)) is not None:
                 results.measured[variant.name] = Measurement(extra_bytes)
     return results

@@ -1,12 +1,14 @@
-"""The peak of the memory that something takes."""
+"""The peak of the memory that something takes, and what autograd keeps of it."""
 
+import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 requires_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
@@ -47,3 +49,11 @@ def peak_allocated_bytes(step: Callable[[], object]) -> int:
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+@contextlib.contextmanager
+def saved_sizes() -> Iterator[list[int]]:
+    """The numbers of elements of the tensors that are saved for backward inside."""
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        yield sizes

@@ -13,6 +13,7 @@ from rlft_fast import ops
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, reference
 from rlft_fast.ops.tiles import rounded_rows, row_chunks
 from tests.devices import DEVICES
+from tests.memory import saved_sizes
 from tests.ops.logprob_problems import WAYS, check, loss_problem, make_problem, ppo_clip, run
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -180,8 +181,7 @@ def test_kept_logits_give_the_same_bits(silent):
     results = []
     for workspace_mib in (64, 4):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+        with saved_sizes() as sizes:
             out = linear_logprob(h, w, target, workspace_mib=workspace_mib, return_entropy=True, **options)
         assert (max(sizes) > 257 * 5003) == (workspace_mib == 64)
         loss = (out.logprob * upstream + out.entropy * upstream_entropy).sum()
