@@ -18,8 +18,11 @@ from benchmarks.harness import environment
 from benchmarks.plot import OURS_COLOR, save
 from benchmarks.sides import Side
 
-MAX_TIME_RATIO, MAX_MEMORY_RATIO, MAX_HOST_SHARE = 0.7, 0.6, 0.03
-_VOCAB_SIZE = 49152  # SmolLM2's
+MAX_TIME_RATIO, MAX_MEMORY_RATIO, MAX_BEYOND_STATE, MAX_HOST_SHARE = 0.33, 0.58, 0.33, 0.03
+MAX_SLOWDOWN = 1.1  # of a TRL that counts as fast, beside the fastest TRL
+_VOCAB_SIZE, _NUM_PARAMETERS = 49152, 134_515_008  # SmolLM2-135M's
+FOUR = "TRL, 4 sequences"
+STATE_MIB = 16 * _NUM_PARAMETERS / 2**20  # float32 weights, gradients and two moments: the floor of every side
 
 AGREEMENT = """\
 Losses and gradient norms of all sides agree in every update, within {difference:.0e} of their values; torch's float32
@@ -34,14 +37,19 @@ Ours is `FSDPEngine.train_step` with micro-batches of at most 384 tokens. TRL's 
 fused AdamW and metrics; only generating and scoring is replaced. TRL pads to the longest prompt and the longest
 completion; the engine packs, and runs a prompt once for all its completions.
 
-Bars hold ours against that configuration of TRL which is fastest here. Also tried: one sequence at a time (slower:
-each pass adds to all gradients), and Liger's layer kernels (`use_liger_kernel`), which need Triton and so a GPU. The
-fused head, TRL's own, is always on. Our loop infers old log-probabilities before it updates, which TRL leaves out
-where a rollout serves one update; the second row shows what that costs.
+The first bar holds the faster of our updates against the fastest TRL here. The bars on memory hold our update that
+recomputes each block's activations in backward (`activation_checkpointing: full`). Weights, gradients and moments take
+{state:.0f} MiB on every side, so one bar compares the memory beyond this state, with the leanest TRL that takes at most
+{slowdown:g} times the time of the fastest TRL. The other bars compare the whole memory and the time with those of TRL's
+micro-batches of 4 sequences.
+
+Also tried: Liger's layer kernels (`use_liger_kernel`), which need Triton and so a GPU. The fused head, TRL's own, is
+always on. Our loop infers old log-probabilities before it updates, which TRL leaves out where a rollout serves one
+update; a row of its own shows the cost.
 
 Each side runs in a process of its own, one at a time, in turns; times are medians of {rounds} updates after a first
 one, ± the full range. Memory is the peak of the resident set during an update, less the resident set after the imports:
-libraries are no matter of the update, but weights, gradients and moments are, which alone take 2.2 GB in float32."""
+libraries are no matter of the update, but weights, gradients and moments are."""
 
 
 def write_report(
@@ -49,13 +57,17 @@ def write_report(
 ) -> dict[str, Any]:
     """Writes engine.md, engine.json and engine.png; returns the ratios that the bars are on."""
     workload = make_workload(_VOCAB_SIZE, arguments["scale"])
-    ours, rival = sides[0], min((side for side in sides if side.name.startswith("TRL")), key=lambda s: s.median_s)
-    ratios = {"time_ratio": ours.median_s / rival.median_s, "memory_ratio": ours.memory_mib / rival.memory_mib}
+    ours, lean = sides[:2]
+    fastest, leanest = rivals(sides)
+    four = next(side for side in sides if side.name == FOUR)
+    beyond = (lean.memory_mib - STATE_MIB) / (leanest.memory_mib - STATE_MIB)
     share = {part: statistics.median(p[part] for p in parts) for part in PARTS}
     total = sum(share.values())
     bars = [
-        Bar(f"time / {rival.name}", ratios["time_ratio"], MAX_TIME_RATIO),
-        Bar(f"peak memory / {rival.name}", ratios["memory_ratio"], MAX_MEMORY_RATIO),
+        Bar(f"time / {fastest.name}", ours.median_s / fastest.median_s, MAX_TIME_RATIO),
+        Bar(f"peak memory, recomputing / {FOUR}", lean.memory_mib / four.memory_mib, MAX_MEMORY_RATIO),
+        Bar(f"time, recomputing / {FOUR}", lean.median_s / four.median_s, MAX_TIME_RATIO),
+        Bar(f"memory beyond the state, recomputing / {leanest.name}", beyond, MAX_BEYOND_STATE),
         Bar("host's share of train_step", share["host"] / total, MAX_HOST_SHARE),
     ]
     facts = environment() | versions() | {"threads": str(arguments["threads"])}
@@ -75,7 +87,15 @@ def write_report(
         arguments["output"], "engine", "One GRPO update beside TRL", facts, sections, raw,
         lambda path: save_plot(sides, share, path, subtitle),
     )  # fmt: skip
-    return ratios | {"against": rival.name, "holds": all(bar.holds for bar in bars)}
+    return {bar.name: bar.value for bar in bars} | {"holds": all(bar.holds for bar in bars)}
+
+
+def rivals(sides: list[Side]) -> tuple[Side, Side]:
+    """The fastest TRL, and the leanest of those that are about as fast."""
+    theirs = [side for side in sides if side.name.startswith("TRL")]
+    fastest = min(theirs, key=lambda side: side.median_s)
+    as_fast = [side for side in theirs if side.median_s <= MAX_SLOWDOWN * fastest.median_s]
+    return fastest, min(as_fast, key=lambda side: side.memory_mib)
 
 
 def method(workload: Workload, rounds: int) -> str:
@@ -86,7 +106,7 @@ def method(workload: Workload, rounds: int) -> str:
     ]
     text = METHOD.format(
         num_sequences=len(prompts), num_prompts=len(prompts) // 4, num_samples=4, lengths=", ".join(described),
-        rounds=rounds,
+        rounds=rounds, state=STATE_MIB, slowdown=MAX_SLOWDOWN,
     )  # fmt: skip
     return fill(text)
 
