@@ -55,7 +55,8 @@ def linear_logprob(
     ``z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature``,
     ``logprob = z[target] - logsumexp(z)``, ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Statistics are float32
     whatever the input dtype, and both results are differentiable in hidden, weight and bias. Under autocast the inputs
-    are cast as ``torch.nn.functional.linear`` casts them.
+    are cast as ``torch.nn.functional.linear`` casts them. Float32 inputs are multiplied in float32 even where torch's
+    flags allow TF32; ``backend="reference"`` follows the flags.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
