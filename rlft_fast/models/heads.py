@@ -251,7 +251,7 @@ class ValueModel(nn.Module):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
         hidden_TD = packed_hidden(self.backbone, inputs)
-        return self.head(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+        return _reshaped(self.head(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
 
 
 class RewardModel(nn.Module):
@@ -273,7 +273,7 @@ class RewardModel(nn.Module):
         """(A,) float32 rewards at the active positions."""
         hidden_TD = packed_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
-        return score(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+        return _reshaped(score(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
 
 
 RLModel = PolicyModel | ValueModel | RewardModel
