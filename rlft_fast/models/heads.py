@@ -61,6 +61,7 @@ class LogprobHead(nn.Module):
         """The hidden states and the weight to multiply, longer by the rank of the adapter.
 
         [x, s A x] [W, B]^T is W x + s B A x without rounding a sum of W and B A, in which small updates would be lost.
+        B is trained, so the longer weight is: the GEMMs are those of a trained head, and compute dW for nobody.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
             return hidden, self.weight
