@@ -90,6 +90,13 @@ def test_gemms_of_several_threads(way):
         assert multiplications(partial(function, *problem("cpu"))) == count * T * D * V
 
 
+@pytest.mark.parametrize("way", ["no grad", "forward + backward", "frozen head"])
+def test_what_counts_on_a_real_gpu_counts_the_same(way):
+    """Here no GEMM of these is called by compiled code."""
+    step = partial(WAYS[way][1], *problem("cpu"))
+    assert profiled_multiplications(step) == multiplications(step)
+
+
 @pytest.mark.parametrize(("way", "count"), [("no grad", 1), ("kept logits", 3), ("frozen head", 2), ("loss", 3)])
 def test_gemms_of_the_reference(way, count):
     """All logits stay in memory."""
