@@ -2,6 +2,7 @@
 
 import multiprocessing
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +41,8 @@ def _worker(rank: int, world_size: int, store: Path, function: Callable[..., Non
         world_size=world_size,
         timeout=timedelta(seconds=120),  # a deadlock should fail the test, not the whole run
     )
+    # Whoever writes into the output of a model of ours would get wrong gradients. Of others' modules we have no say.
+    warnings.filterwarnings("error", r"FSDP2-wrapped module \(FSDP(Policy|Value|Reward)Model\) returned a view")
     try:
         function(rank, *args)
     finally:

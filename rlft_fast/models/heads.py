@@ -61,6 +61,7 @@ class LogprobHead(nn.Module):
         """The hidden states and the weight to multiply, longer by the rank of the adapter.
 
         [x, s A x] [W, B]^T is W x + s B A x without rounding a sum of W and B A, in which small updates would be lost.
+        B is trained, so the longer weight is: the GEMMs are those of a trained head, and compute dW for nobody.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
             return hidden, self.weight
@@ -251,7 +252,7 @@ class ValueModel(nn.Module):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
         hidden_TD = packed_hidden(self.backbone, inputs)
-        return self.head(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+        return _reshaped(self.head(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
 
 
 class RewardModel(nn.Module):
@@ -273,7 +274,7 @@ class RewardModel(nn.Module):
         """(A,) float32 rewards at the active positions."""
         hidden_TD = packed_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
-        return score(hidden_TD.index_select(0, inputs.active_index)).squeeze(-1).float()
+        return _reshaped(score(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
 
 
 RLModel = PolicyModel | ValueModel | RewardModel

@@ -55,12 +55,14 @@ def linear_logprob(
     ``z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature``,
     ``logprob = z[target] - logsumexp(z)``, ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Statistics are float32
     whatever the input dtype, and both results are differentiable in hidden, weight and bias. Under autocast the inputs
-    are cast as ``torch.nn.functional.linear`` casts them.
+    are cast as ``torch.nn.functional.linear`` casts them. Float32 inputs are multiplied in float32 even where torch's
+    flags allow TF32; ``backend="reference"`` follows the flags.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
         weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
-            backward together cost two GEMMs instead of four.
+            backward together cost two GEMMs instead of four; three with an entropy or another statistic,
+            ``threshold_T`` or ``vocab_group``.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
             vocabulary raises on the CPU; on a device, which would have to be waited for, its row gives nan, and raises
             with the environment variable ``RLFT_FAST_DEBUG=1``.
@@ -158,11 +160,12 @@ def linear_logprob_loss(
 ) -> LinearLogprobLoss:
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
-    Each chunk of rows computes its statistics, calls ``loss_fn`` under autograd on those few numbers, turns its logits
-    into their gradients in place and finishes its part of all gradients; the backward pass only scales them, in place,
-    so that a second one raises. Fits whatever is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties,
-    entropy bonuses. Losses that couple tokens (sequence-level ratios), and float16 with a loss scale, which would come
-    after the gradients are rounded, use :func:`linear_logprob`.
+    Two GEMMs, if the weight needs no gradient. Each chunk of rows computes its statistics, calls ``loss_fn`` under
+    autograd on those few numbers, turns its logits into their gradients in place and finishes its part of all
+    gradients; the backward pass only scales them, in place, so that a second one raises. Fits whatever is a function of
+    one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Losses that couple tokens (sequence-level
+    ratios), and float16 with a loss scale, which would come after the gradients are rounded, use
+    :func:`linear_logprob`.
 
     Args:
         hidden_TD: (T, D) final hidden states.

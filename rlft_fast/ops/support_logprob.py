@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlft_fast.ops.checks import check_inputs, check_targets, looks_at
 from rlft_fast.ops.linear_logprob import autocast_inputs, linear_logprob
+from rlft_fast.ops.precision import sums_in_float32
 from rlft_fast.ops.reference import LinearLogprob, transform_logits
 
 
@@ -179,7 +180,8 @@ def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: 
     """(T, K) float32 dot products of each hidden state with the weight rows of its ids."""
     logits = hidden.new_empty(ids.shape, dtype=torch.float32)
     for rows in _chunks(weight, ids, workspace_mib):
-        torch.bmm(weight[ids[rows]].float(), hidden[rows].float().unsqueeze(-1), out=logits[rows].unsqueeze(-1))
+        with sums_in_float32(logits):
+            torch.bmm(weight[ids[rows]].float(), hidden[rows].float().unsqueeze(-1), out=logits[rows].unsqueeze(-1))
     return logits
 
 
@@ -199,7 +201,8 @@ def _support_logits_backward(
     with torch.autocast(hidden.device.type, enabled=False):  # which would narrow what is added up
         for rows in _chunks(weight, ids, workspace_mib):
             if needs_grad[0]:
-                grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
+                with sums_in_float32(grad):
+                    grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
                 grad_hidden[rows] = grad_rows.squeeze(1).to(hidden.dtype)
             if needs_grad[1]:
                 hidden_rows = hidden[rows].float().where(seen[rows], 0)  # 0 * nan is nan

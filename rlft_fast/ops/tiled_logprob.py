@@ -10,9 +10,10 @@ Callers have checked every argument.
                                    upstream gradient are left out, on a GPU by Triton's GEMMs, which stop at a row
                                    number that they read there
     the same, few tokens  3 GEMMs  where all logits fit the workspace they stay there until backward
-    frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows
+    frozen weight        2 GEMMs   U = (onehot - P) W is built while the logits are there; backward scales its rows. Of
+                                   logprob alone, and of a whole vocabulary: else as above, without the GEMM of dW
     linear_logprob_loss  3 GEMMs   (tiled_loss.py) the loss is known per token, so logits become dlogits in place in
-                                   the forward
+                                   the forward; 2 where the weight is frozen
 
 The forward of all four adds the same blocks of columns in the same order, so log-probabilities of the same rows in one
 call are equal bit for bit: a policy ratio between a no-grad pass and the first gradient pass is exactly 1. That asks of

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlft_fast.ops.checks import check_losses, check_row_fits, check_shards
 from rlft_fast.ops.loss_memory import default_workspace_mib, group_limits
+from rlft_fast.ops.precision import sums_in_float32
 from rlft_fast.ops.reference import LossFunction
 from rlft_fast.ops.tiles import (
     Gradients,
@@ -91,7 +92,8 @@ class _ThreadTiles:
         self.sums = grads.accumulators(in_float=True)
 
     def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
-        torch.ops.rlft_fast.logprob_chunk_stats_(*self._problem(rows), *sums)
+        with sums_in_float32(rows.hidden_RD):
+            torch.ops.rlft_fast.logprob_chunk_stats_(*self._problem(rows), *sums)
 
     def grad(
         self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, d_logprob: Tensor, d_entropy: Tensor | None
@@ -100,10 +102,11 @@ class _ThreadTiles:
         unseen = seen_rows(d_logprob, d_entropy).logical_not()
         if unseen.any():  # 0 * nan would put a bad row that the loss does not see into dweight
             rows = rows._replace(hidden_RD=rows.hidden_RD.masked_fill(unseen.unsqueeze(1), 0))
-        torch.ops.rlft_fast.logprob_chunk_grad_(
-            *self._problem(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-            grad_rows, *self.sums, chunk.rows.start > 0,
-        )  # fmt: skip
+        with sums_in_float32(rows.hidden_RD):
+            torch.ops.rlft_fast.logprob_chunk_grad_(
+                *self._problem(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
+                grad_rows, *self.sums, chunk.rows.start > 0,
+            )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.head)
 

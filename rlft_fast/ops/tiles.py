@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.ops import _library as _library  # registers torch.ops.rlft_fast
+from rlft_fast.ops.precision import sums_in_float32
 
 # Columns of a tile that all threads share, and of one that a thread has for itself, whose logits and weight rows then
 # stay in its L2 between the GEMMs and the epilogue. No powers of two, which make rows compete for the same sets of the
@@ -85,15 +86,16 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """``out (+)= a @ b``, summed in float32; ``out`` is float32 or of the operands' dtype."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:  # a CPU multiplies in float32 alone: `out` is narrower than its operands
-        out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
+    with sums_in_float32(a):
+        if out.dtype == a.dtype:
+            torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+        elif a.is_cuda:
+            if accumulate:
+                torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+            else:
+                torch.mm(a, b, out_dtype=torch.float32, out=out)
+        else:  # a CPU multiplies in float32 alone: `out` is narrower than its operands
+            out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:

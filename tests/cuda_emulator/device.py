@@ -27,10 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-_WAIT = {  # for a value, or for the size of their result
-    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
-    aten.masked_select.default, aten._unique2.default,
-}  # fmt: skip
+_WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # for a value, for the size of their result
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _raise_on_sync = False
 
@@ -119,10 +116,9 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool
     if func in _COPIES:
         non_blocking = kwargs.get("non_blocking", args[2] if func is aten.copy_.default and len(args) > 2 else False)
         return not stays and not non_blocking
-    by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
-        x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
-    )
-    return by_mask or func in _WAIT
+    if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return bool(_WAIT.intersection(func.tags)) and kwargs.get("output_size") is None
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

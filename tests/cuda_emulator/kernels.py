@@ -1,5 +1,8 @@
 """The CUDA kernels alone, called with what the ops above them give them. `make emulate` runs this beside tests/ops."""
 
+import os
+import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -171,3 +174,38 @@ def test_nothing_outside_the_tensors_is_touched():
     KERNELS.position_ids(nonsense, 6)
     KERNELS.next_token_targets(torch.arange(6), nonsense, -100)
     KERNELS.mask_columns(torch.ones(3, 4, dtype=torch.bool), nonsense, 6)
+
+
+WAITING = {
+    "item": lambda x: x.sum().item(),
+    "truth": lambda x: bool(x.any()),
+    "list": lambda x: x.tolist(),
+    "size": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+    "equality": lambda x: x.equal(x),
+    "copy from it": lambda x: x.cpu(),
+    "copy to it": lambda x: torch.ones(3).cuda() + x,
+    "counts": lambda x: x.long().bincount(),
+    "repetition": lambda x: x.repeat_interleave(x.long()),
+    "in a custom op": lambda x: torch.ops.rlft_fast.linear_logprob_frozen_backward(torch.ones(3, 2).cuda(), x),
+}
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_what_waits_for_the_device_raises(what):
+    x = torch.tensor([0.0, 1.0, 2.0]).cuda()
+    WAITING[what](x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            WAITING[what](x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_kernels_files_have_nothing_to_wait_by():
+    """They call CUDA's runtime through launch.cuh alone, for which the emulator has its own."""
+    command = ["nm", "-D", "--undefined-only", os.environ["RLFT_EMULATED_KERNELS"]]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "aoti_torch_get_data_ptr" in symbols
+    assert [name for name in symbols if re.match("cuda[A-Z]|aoti_torch_(item|copy)", name)] == []

@@ -11,7 +11,6 @@ device.install()  # before the tests' modules look for a GPU
 NOT_EMULATED = {
     "memory": "there is no device memory to weigh",
     "cuda_graph": "there are no CUDA graphs",
-    "launches": "the profiler counts launches of a real GPU",
     "opcheck": "wrapped tensors cannot be traced",
     "compile": "wrapped tensors cannot be traced",
     "test_tiny_steps_add_up_in_the_master": "Module.to cannot replace what a wrapped tensor holds",

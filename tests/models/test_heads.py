@@ -20,6 +20,7 @@ from transformers import (
 
 from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
 from tests.distributed import run_distributed
+from tests.gemms import multiplications, requires_mkl
 from tests.tiny_models import MODELS
 
 SIZES = {
@@ -98,6 +99,17 @@ def test_head_with_softcap_and_bias(bias):
     weight = torch.arange(5.0)
     result = head(hidden, target, temperature=0.7, loss_fn=loss_fn, per_token=(weight,))
     torch.testing.assert_close(result.loss, (weight * wanted.square()).sum(), rtol=1e-5, atol=0)
+
+
+@requires_mkl
+def test_an_adapted_head_multiplies_as_a_trained_one_of_more_dimensions():
+    rows, dim, vocab, rank = 20, 8, 500, 2
+    head = LogprobHead(torch.nn.Parameter(torch.randn(vocab, dim), requires_grad=False), None, None, 1.0)
+    head.add_lora(rank, alpha=4.0)
+    torch.nn.init.normal_(head.lora_A), torch.nn.init.normal_(head.lora_B)
+    hidden, target = torch.randn(rows, dim, requires_grad=True), torch.arange(rows)
+    step = lambda: head(hidden, target, loss_fn=lambda logprob, _: -logprob).loss.backward()  # noqa: E731
+    assert multiplications(step) == 3 * rows * (dim + rank) * vocab + 3 * rows * dim * rank
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, reference
+from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, reference, support_logprob
 from rlft_fast.ops.backends import device_name
 from rlft_fast.ops.loss_memory import scratch_bytes
 from tests.numerics import assert_no_further_from_truth
@@ -22,7 +22,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.fixture(autouse=True)
 def _full_float32():
-    """The oracle's float32 must be float32, and so must ours."""
+    """The float32 of the oracle must be float32, as ours is under any flag."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -166,17 +166,48 @@ def test_same_bits_every_run(backend):
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
+def scored(h: Tensor, w: Tensor, y: Tensor, **how) -> None:
+    with torch.no_grad():
+        linear_logprob(h, w, y, return_entropy=True, return_sum_prob_squared=True, return_top1=True, **how)
+
+
+def with_every_option(h: Tensor, w: Tensor, y: Tensor, **how) -> None:
+    zeros = torch.zeros(len(y), device="cuda")
+    how |= {"temperature": zeros + 0.7, "bias_V": w[:, 0].detach(), "softcap": 5.0, "threshold_T": zeros}
+    result = linear_logprob(h, w, y, return_entropy=True, **how)
+    (result.logprob + result.entropy).sum().backward()
+
+
+def over_ids(h: Tensor, w: Tensor, y: Tensor, **_) -> None:
+    support_logprob(h, w, y, torch.stack([y, y], 1)).logprob.sum().backward()
+
+
+def fused(h: Tensor, w: Tensor, y: Tensor, **how) -> None:
+    loss = lambda logprob, entropy: torch.where(logprob > -9, -logprob, 0.0) - entropy  # noqa: E731
+    linear_logprob_loss(h, w, y, loss, return_entropy=True, **how).loss.backward()
+
+
+CALLS = {
+    "no grad": scored,
+    "recomputed": lambda h, w, y, **how: linear_logprob(h, w, y, workspace_mib=1, **how).logprob.sum().backward(),
+    "kept": lambda h, w, y, **how: linear_logprob(h, w, y, **how).logprob.sum().backward(),
+    "frozen": lambda h, w, y, **how: linear_logprob(h, w.detach(), y, **how).logprob.sum().backward(),
+    "every option": with_every_option,
+    "ids": over_ids,
+    "loss": fused,
+    "loss of a frozen head": lambda h, w, y, **how: fused(h, w.detach(), y, **how),
+}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_waits_for_nothing_when_the_active_rows_are_known(backend):
-    hidden, weight, target, old, advantage = (x.cuda() for x in loss_problem(T=70, V=5003, dtype=BF16))
-    hidden.requires_grad_(), weight.requires_grad_()
-    index = torch.arange(70, device="cuda")
-    options = {"active_index": index, "backend": backend}
-
-    def step() -> None:
-        linear_logprob(hidden, weight, target, **options).logprob.sum().backward()
-        linear_logprob_loss(hidden, weight, target, ppo_clip, old, advantage, **options).loss.backward()
-
+@pytest.mark.parametrize("call", CALLS)
+def test_waits_for_nothing_when_the_active_rows_are_known(call, backend):
+    hidden, weight, target, _ = cuda_problem(70, 64, 5003 if backend == "native" else 503, dtype=BF16)
+    target[::7] = -100
+    index = (target.cpu() != -100).nonzero().flatten().cuda()
+    step = partial(
+        CALLS[call], hidden.requires_grad_(), weight.requires_grad_(), target, active_index=index, backend=backend
+    )
     step()  # Triton compiles, cuBLAS allocates
     torch.cuda.set_sync_debug_mode("error")
     try:

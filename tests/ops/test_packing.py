@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlft_fast.ops import packing
 from tests.devices import DEVICES, requires_gpu
+from tests.launches import count_launches
 
 # One dtype per element size (1, 2, 4, 8 bytes), and both 2-byte floats because their fill values differ.
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64]
@@ -241,6 +242,27 @@ def test_with_a_bound_nothing_waits_for_the_device():
         packing.position_ids(tokens.cu_seqlens, 256)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@requires_gpu
+def test_one_launch_moves_all_tensors():
+    mask_BL = masks(64)["holes"].cuda()
+    tokens = packing.masked_tokens(mask_BL, 256)
+    padded = micro_batch((4, 64), "cuda") | {"scalars": random((4, 64), torch.float32, "cuda")}
+    packed = packing.unpad(padded, *tokens)
+    assert len(padded) > 3
+    lengths, ids = tokens.cu_seqlens, torch.arange(256, device="cuda")
+    for function, kernel in {
+        lambda: packing.unpad(padded, *tokens): "copy_rows",
+        lambda: packing.pad(packed, lengths, 64, tokens.column_T): "copy_rows",
+        lambda: packing.masked_tokens(mask_BL, 256): "mask_columns_kernel",
+        lambda: packing.position_ids(lengths, 256): "position_ids_kernel",
+        lambda: packing.next_token_targets(ids, lengths): "next_token_targets_kernel",
+        lambda: packing.segment_sum(packed["scalars"], lengths): "segment_sum_kernel",
+        lambda: packing.segment_expand(lengths[1:], lengths, 256): "copy_rows",
+    }.items():
+        assert count_launches(function, [kernel]) == {kernel: 1}
 
 
 @pytest.mark.gpu

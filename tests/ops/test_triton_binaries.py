@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,25 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow  # a minute, until Triton's cache has them
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
-def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(capability):
+pytestmark = pytest.mark.slow  # a minute, until Triton's cache has them
+
+
+@pytest.fixture(scope="module", params=[80, 86, 90, 100, 120])
+def binaries(request) -> list[dict[str, Any]]:
+    """Of a GPU's compute capability."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.triton_binaries", str(capability)]
+    command = [sys.executable, "-m", "tests.ops.triton_binaries", str(request.param)]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
     binaries = [json.loads(line) for line in printed.stdout.splitlines()]
     assert {binary["kernel"] for binary in binaries} == KERNELS
+    return binaries
+
+
+def test_no_kernel_spills_or_needs_more_shared_memory_than_there_is(binaries):
     assert [b for b in binaries if b["stack"] or b["shared"] > b["shared_limit"]] == []
+
+
+def test_no_kernel_narrows_float32(binaries):
+    assert [b for b in binaries if b["tf32"]] == []

@@ -66,7 +66,7 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
 
 
 def resources(binary) -> dict[str, int]:
-    """Registers per thread, bytes of its stack and local memory, and of a block's shared memory."""
+    """Registers per thread, bytes of stack and local memory and of a block's shared memory, any TF32."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -76,7 +76,7 @@ def resources(binary) -> dict[str, int]:
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", printed)}
     return {
         "registers": used["REG"], "stack": used["STACK"] + used["LOCAL"],
-        "shared": used["SHARED"] + binary.metadata.shared,
+        "shared": used["SHARED"] + binary.metadata.shared, "tf32": "tf32" in binary.asm["ptx"],
     }  # fmt: skip
 
 

@@ -108,6 +108,23 @@ struct Block {
 };
 inline Block block;
 
+// Of the kernels launched so far: where they begin, counted from `rlft_emulator_launches`, whose place a symbol table
+// has beside theirs.
+inline std::vector<int64_t> launches;
+
+}  // namespace emulator
+}  // namespace rlft
+
+// Hands the launches since the last call to `take`.
+extern "C" [[gnu::used, gnu::visibility("default")]] inline void rlft_emulator_launches(void (*take)(int64_t)) {
+  const std::lock_guard<std::mutex> lock(rlft::emulator::block.mutex);
+  for (const int64_t kernel : rlft::emulator::launches) take(kernel);
+  rlft::emulator::launches.clear();
+}
+
+namespace rlft {
+namespace emulator {
+
 [[noreturn]] inline void fail(const char* what) {
   std::fprintf(stderr, "cuda_emulator: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
   std::abort();
@@ -190,8 +207,9 @@ inline void run_block() {
   }
 }
 
-inline void run(dim3 blocks, dim3 threads, const std::function<void()>& body) {
+inline void run(const void* kernel, dim3 blocks, dim3 threads, const std::function<void()>& body) {
   const std::lock_guard<std::mutex> lock(block.mutex);
+  launches.push_back(static_cast<const char*>(kernel) - reinterpret_cast<const char*>(&rlft_emulator_launches));
   gridDim = blocks, blockDim = threads;
   const char* order = std::getenv("RLFT_EMULATOR_ORDER");
   block.order = order == nullptr ? 0 : std::atoi(order);
@@ -254,7 +272,8 @@ class Launcher {
 
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, const Arguments&... arguments) const {
-    emulator::run(dim3(static_cast<unsigned>(blocks)), threads, [&] { kernel(arguments...); });
+    emulator::run(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), threads,
+                  [&] { kernel(arguments...); });
   }
 };
 

@@ -1,0 +1,98 @@
+"""How much is multiplied: what the vendor's library itself says of its calls.
+
+No dispatch mode of torch sees what a custom op calls, and nothing in Python what the compiled ops call. MKL and oneDNN
+write a line about every call, whoever calls it, from whichever thread. Triton's interpreter multiplies by NumPy, tile
+by tile.
+"""
+
+import ctypes
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+requires_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="reads what MKL says of its calls")
+
+
+def multiplications(function: Callable[[], object], device: str = "cpu") -> int:
+    """M N K, summed over the GEMMs that the function calls on the device.
+
+    An emulated GPU multiplies by the same two libraries. On a real one PyTorch's profiler has to tell; compiled code of
+    ours calls no GEMM there, and Triton's kernels cannot be counted.
+    """
+    if device == "cuda" and torch.version.cuda is not None:
+        return profiled_multiplications(function)
+    with _interpreted_dots() as dots:
+        return _of_mkl(function) + sum(dots)
+
+
+def _of_mkl(function: Callable[[], object]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "calls"
+        mkl, onednn = torch.backends.mkl, torch.backends.mkldnn
+        with _stdout_to(file), mkl.verbose(mkl.VERBOSE_ON), onednn.verbose(onednn.VERBOSE_ON):
+            function()
+        lines = file.read_text().splitlines()
+    mkl_calls = [re.match(r"MKL_VERBOSE SGEMM\(\w,\w,(\d+),(\d+),(\d+),", line) for line in lines if "GEM" in line]
+    # m x k : k x n; of bfloat16, which an emulated GPU multiplies so
+    onednn_calls = [re.search(r",(\d+)x(\d+):\2x(\d+),", line) for line in lines if re.search("exec.*matmul", line)]
+    assert None not in mkl_calls + onednn_calls, f"not counted, one of {lines}"
+    return sum(math.prod(map(int, call.groups())) for call in mkl_calls + onednn_calls)
+
+
+@contextmanager
+def _stdout_to(file: Path) -> Iterator[None]:
+    """What C writes there, too."""
+    sys.stdout.flush()
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    before = os.dup(1)
+    try:
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), 1)
+            yield
+    finally:
+        flush(None)
+        os.dup2(before, 1)
+        os.close(before)
+
+
+@contextmanager
+def _interpreted_dots() -> Iterator[list[int]]:
+    """M N K of every product of two tiles; masked rows and columns of a tile are multiplied like others."""
+    dots: list[int] = []
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield dots
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def record(self, a, b, *rest):
+        dots.append(math.prod(a.data.shape) * b.data.shape[-1])
+        return create_dot(self, a, b, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", record)
+        yield dots
+
+
+def profiled_multiplications(function: Callable[[], object]) -> int:
+    """The same by PyTorch's profiler: on any device, batched products too, but not what compiled code calls."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        function()
+    first = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0}  # operand
+    products = 0
+    for event in profiler.events():
+        if event.name in first:
+            a, b = event.input_shapes[first[event.name] :][:2]
+            products += torch.Size(a).numel() * b[-1]
+    return products
