@@ -4,6 +4,7 @@ A module is imported when its command runs, so that help and mistakes are answer
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows the program's name; None: this process's arguments.
 
     Returns:
-        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted; of ``bench``
-            pytest's.
+        The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted (of
+            ``train`` 128 + the signal's number: 143 after SIGTERM, 129 after SIGHUP); of ``bench`` pytest's.
     """
     options = _parser().parse_args(argv)
     try:
@@ -38,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.traceback:
             raise
         return _report(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if options.traceback:
             raise
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + getattr(error, "signal", signal.SIGINT)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,7 +29,9 @@ def run(arguments: list[str]) -> int:
     from rlft_fast.engine import CheckpointManager
     from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
+    from rlft_fast.trainer.lock import require_unlocked
 
+    require_unlocked(Path(config.output_dir))  # by another run, which would also be in the way of its memory
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
     if checkpoint is not None and not options.resume:
         raise ValueError(

@@ -36,6 +36,7 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
+from rlft_fast.engine.stopping import STOP
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.engine.wrap import describe_units, no_leftovers, reduce_gradients, reshard
 from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
@@ -220,6 +221,7 @@ class FSDPEngine:
         done: list[tuple[dict[str, Tensor], Batch, Tensor]] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
+                STOP.leave_together()
                 inputs = self._inputs(micro_batch)
                 done.append((self._forward(inputs, outputs), micro_batch, inputs.output_index))
             reshard(self.model)
@@ -298,8 +300,10 @@ class FSDPEngine:
         with self.train_mode():
             with no_leftovers(self.model):
                 for i, micro_batch in enumerate(micro_batches):
+                    STOP.leave_together()
                     reduce_gradients(self.model, i == len(micro_batches) - 1, self.config.reduce_every_micro_batch)
                     accumulate(totals, self._forward_backward(micro_batch, loss, scale))
+                STOP.leave_or_finish()
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}

@@ -1,6 +1,7 @@
 """Reward functions in worker processes: one that hangs or crashes costs a sample, not the run."""
 
 import contextlib
+import functools
 import inspect
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import RewardError, compute_rewards
 
@@ -42,6 +44,7 @@ class IsolatedReward:
         self._idle: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(num_workers):
             self._idle.put(None)  # started when needed
+        self._busy: set[_Worker] = set()
         self._pool = ThreadPoolExecutor(num_workers)
 
     def __call__(
@@ -65,7 +68,9 @@ class IsolatedReward:
         return [answer.get("reward") for answer in answers]
 
     def close(self) -> None:
-        """Ends the workers; the next call starts new ones."""
+        """Ends the workers, also in the middle of a sample; the next call starts new ones."""
+        for worker in list(self._busy):
+            end_worker(worker.pid)  # the thread that waits for it does the rest
         for _ in range(self._idle.qsize()):
             if (worker := self._idle.get()) is not None:
                 worker.kill()
@@ -78,8 +83,11 @@ class IsolatedReward:
                 worker.kill()
                 worker = None
             worker = worker or _Worker(self.spec)
+            self._busy.add(worker)
             return worker.ask(sample, self.timeout_s)
         finally:
+            if worker is not None:
+                self._busy.discard(worker)
             self._idle.put(worker if worker is not None and worker.is_usable else None)
 
 
@@ -92,12 +100,18 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(spec, other), daemon=True)
         self.process.start()
         other.close()  # so that the end of the process is the end of the pipe
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        GUARD.watch(self.pid)
         self.is_usable = True
-        self.ready = self._receive(_START_SECONDS)
+        self.is_ready = False
 
     def ask(self, sample: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
-        if not self.is_usable:
-            return self.ready
+        if not self.is_ready:
+            ready = self._receive(_START_SECONDS)
+            if not self.is_usable:
+                return ready
+            self.is_ready = True
         return self._receive(timeout_s, sample)
 
     def _receive(self, timeout_s: float, sample: tuple[Any, ...] | None = None) -> dict[str, Any]:
@@ -126,10 +140,10 @@ class _Worker:
     def kill(self) -> None:
         """Ends the process, and with it those that the function began."""
         self.is_usable = False
-        assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it may not have come to have a group yet
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
+        GUARD.forget(self.pid)
         self.process.join()
         self.connection.close()
 
@@ -138,7 +152,7 @@ def _serve(spec: str, connection: Connection) -> None:
     """The worker's main loop."""
     os.setsid()  # a group of its own, of everything that a function may begin
     pid = os.getpid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the trainer finish its step, which needs rewards
+    _outlive_requests_to_stop()
     function = load_reward(spec)
     connection.send_bytes(b"{}")
     while True:
@@ -150,6 +164,25 @@ def _serve(spec: str, connection: Connection) -> None:
         if os.getpid() != pid:  # forked by the function: a second answer would be taken for that to the next sample
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
+
+
+def _outlive_requests_to_stop() -> None:
+    """The trainer finishes its step, which needs rewards; schedulers send their signals to all processes of a job.
+
+    A function's own processes can be terminated: `exec` resets a handler, and so does `fork` here. The signal is blocked
+    during a fork, because Python drops signals that arrive in the child before it is set up.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def reset() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
 def _score(

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from rlft_fast.engine.stopping import STOP, LeftEarlyError
 from rlft_fast.engine.wrap import gathered
 from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
 from rlft_fast.rollout.ends import end_token_ids, split_stop
@@ -64,10 +65,11 @@ class HFRollout:
         """
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with self.phase(), _generation_mode(self.model), gathered(self.model):
+        with self.phase(), _generation_mode(self.model), gathered(self.model), suppress(LeftEarlyError), STOP.alone():
             for start in range(0, len(prompts), prompts_at_once):
                 flat = self._generate(prompts[start : start + prompts_at_once], params)
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
+        STOP.leave_together()
         return completions
 
     def sync(self) -> None:

@@ -6,6 +6,7 @@ separate: one vLLM in a process beside each, which takes them through vLLM's wei
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
+from rlft_fast.engine.stopping import STOP
 from rlft_fast.errors import RunError
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.ends import end_token_ids, split_stop
@@ -134,10 +136,10 @@ class VLLMRollout:
         check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
         sample = partial(self._generate, prompts, seeds, params)
-        groups, failure = together(sample)
+        groups, failure = _together_or_leave(sample)
         if failure is not None:
             self._restart()
-            groups, failure = together(sample)
+            groups, failure = _together_or_leave(sample)
         if failure is not None:
             raise RolloutError(f"vLLM failed, was started again, and failed again: {failure}") from failure
         assert groups is not None
@@ -147,10 +149,11 @@ class VLLMRollout:
         self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
     ) -> list[list[Completion]]:
         shared, start = gather_prompts(prompts, seeds, self.config.vllm.tensor_parallel)
-        outputs = self.server.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in shared],
-            [self._sampling_params(params, seed) for _, seed in shared],
-        )
+        with STOP.alone() if self.config.vllm.tensor_parallel == 1 else nullcontext():
+            outputs = self.server.generate(
+                [{"prompt_token_ids": prompt} for prompt, _ in shared],
+                [self._sampling_params(params, seed) for _, seed in shared],
+            )
         own = outputs[start : start + len(prompts)]
         return [[completion_of(sample, self.weight_version) for sample in output.outputs] for output in own]
 
@@ -256,6 +259,13 @@ def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
             stacklevel=2,
         )
     return support
+
+
+def _together_or_leave(sample: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """`together`, unless a signal ended it, which also ends the process of a separate vLLM where it reaches all."""
+    outcome = together(sample)
+    STOP.leave_together()
+    return outcome
 
 
 def together(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -12,6 +12,7 @@ from rlft_fast.data import Batch
 from rlft_fast.data.prompts import Prompts
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import any_rank
+from rlft_fast.engine.stopping import STOP, LeftEarlyError
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -71,9 +72,11 @@ class Judge:
             RewardError: a function failed, here or in another process.
         """
         try:
-            scored, failure = self._score_own(prompts, own), None
-        except RewardError as error:
+            with STOP.alone():
+                scored, failure = self._score_own(prompts, own), None
+        except (RewardError, LeftEarlyError) as error:
             scored, failure = [], error
+        STOP.leave_together()
         if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
             raise failure or RewardError("the reward function failed in another process, which says why")
         samples = gather_samples(scored, [*self.functions.weights])

@@ -5,11 +5,13 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from rlft_fast.engine.storage import fsync
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
@@ -45,15 +47,22 @@ class RunLog:
         self.progress.stop()
 
     def num_bytes(self) -> dict[str, int]:
-        """Sizes of the files now, for `rewind`."""
-        return {name: path.stat().st_size for name in _FILES if (path := self.directory / name).exists()}
+        """Sizes of the files now, for `rewind`; what they count is durable before a checkpoint relies on it."""
+        paths = [path for name in _FILES if (path := self.directory / name).exists()]
+        if self.active:
+            for path in (*paths, self.directory):
+                fsync(path)
+        return {path.name: path.stat().st_size for path in paths}
 
     def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
-        """Cuts off what an interrupted run wrote after its checkpoint of ``step``, when the files had ``num_bytes``."""
+        """Cuts off what an interrupted run wrote after its checkpoint of ``step``, when the files had ``num_bytes``.
+
+        A line that is not whole, where somebody has edited the file or its disk was damaged, is cut off, too.
+        """
         if self.active:
             for name in _FILES:
-                with open(self.directory / name, "ab") as file:
-                    file.truncate(min(num_bytes.get(name, 0), file.tell()))
+                with open(self.directory / name, "a+b") as file:
+                    file.truncate(_end_of_lines(file, min(num_bytes.get(name, 0), file.tell())))
         self.progress.update(self.task, completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -82,3 +91,14 @@ class RunLog:
         if self.active:
             with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _end_of_lines(file: IO[bytes], size: int) -> int:
+    """Behind the last newline of the first ``size`` bytes."""
+    while size > 0:
+        start = max(size - 65_536, 0)
+        file.seek(start)
+        if newline := file.read(size - start).rfind(b"\n") + 1:
+            return start + newline
+        size = start
+    return 0

@@ -237,7 +237,7 @@ class Objective:
     def state(self) -> dict[str, Any]:
         """The coefficients, as JSON for a checkpoint."""
         controllers = {"kl": self._kl, "entropy": self._entropy}
-        return {name: vars(controller) for name, controller in controllers.items() if controller is not None}
+        return {name: {**vars(controller)} for name, controller in controllers.items() if controller is not None}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Coefficients that a checkpoint kept; targets and steps are those of the configuration."""

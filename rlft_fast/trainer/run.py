@@ -3,20 +3,27 @@
 import contextlib
 import importlib.util
 import json
+import os
 import signal
+import stat
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+import torch.distributed as dist
 
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
+from rlft_fast.engine.stopping import STOP
+from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import RolloutError
 from rlft_fast.trainer.experience import Sample
+from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step
@@ -31,11 +38,12 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
 
     Raises:
-        ValueError: models, data or reward function cannot be used.
+        ValueError: models, data or reward function cannot be used, or another run is writing to ``output_dir``.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
-        KeyboardInterrupt: it was interrupted; likewise.
+        Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
+        KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """
     store = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(store):
@@ -58,24 +66,38 @@ class Run:
         )
         self.log = RunLog(self.directory, self.config.steps, get_rank())
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
-        self.stop_requested = False
+        self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
     def run(self, resume: bool = False) -> dict[str, Any]:
         """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer."""
-        with contextlib.closing(self.trainer):
+        with contextlib.closing(self.trainer), self._locked():
             return self._run_interruptibly(self._prepare(resume))
 
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The folder belongs to this run alone: all ranks go on, or none."""
+        failure: Exception | None = None
+        with contextlib.ExitStack() as stack:
+            try:
+                if get_rank() == 0:
+                    stack.enter_context(locked(self.directory))
+            except (ValueError, OSError) as error:
+                failure = error
+            if any_rank(failure is not None):
+                raise failure or ValueError("output_dir cannot be used, as the first process says")
+            yield
+
     def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
-        handler = signal.signal(signal.SIGINT, self._request_stop)
-        try:
-            with self.log, self.checkpoints:
-                return self._run_or_save(state)
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        with STOP.listening(self._announce_stop), self.log, self.checkpoints:
+            return self._run_or_save(state)
 
     def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._run(state)
+        except Interrupted:  # only where the models are as the last step left them
+            self._save(state)
+            self.log.message(f"stopped after step {state['step']}: {self._saved()}")
+            raise
         except tuple(_MAY_FAIL) as error:
             if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
                 self._save(state)
@@ -111,14 +133,17 @@ class Run:
             if engine.units:
                 self.log.message(f"{name}: units of sharding\n{engine.units}")
         self.trainer.rollout.sync()
+        STOP.can_leave = self.is_hurried
         if self.trainer.held_out is not None and state["accuracy_before"] is None:
             state["accuracy_before"], samples = self._evaluate_and_log(state)
             state["examples_before"] = self._examples(samples)
         self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
-        stop = any_rank(self.stop_requested)  # agreed on, because a signal reaches the processes at different times
-        while state["step"] < config.steps and not stop:
+        while state["step"] < config.steps:
+            STOP.raise_if_asked()
             done_step = self.trainer.train_step(state["step"])
             state["step"] += 1
+            state["objective"] = self.trainer.objective.state()
+            STOP.can_leave = self.is_hurried
             self._record(state["step"], done_step)
             metrics = done_step.metrics
             state["seconds"] += metrics["seconds"]
@@ -126,12 +151,8 @@ class Run:
             self.log.metrics(state["step"], metrics)
             step, done = state["step"], state["step"] == config.steps
             self._evaluate_if_due(state)
-            stop = any_rank(self.stop_requested)
-            if done or stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                self._save(state, asynchronous=config.checkpoint.asynchronous and not done and not stop)
-        if stop and state["step"] < config.steps:
-            self.log.message(f"stopped after step {state['step']}: {self._saved()}")
-            raise KeyboardInterrupt
+            if done or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                self._save(state, asynchronous=config.checkpoint.asynchronous and not done)
         return self._finish(state)
 
     def _record(self, number: int, step: Step) -> None:
@@ -156,7 +177,7 @@ class Run:
         """A checkpoint of the last complete step, unless there is one."""
         if state["step"] == self.saved_step and self._is_written():
             return
-        state |= {"log_bytes": self.log.num_bytes(), "objective": self.trainer.objective.state()}
+        state["log_bytes"] = self.log.num_bytes()
         self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
         self.saved_step = state["step"]
 
@@ -214,9 +235,27 @@ class Run:
                 plot_runs([self.directory], self.directory / "curve.png")
         return summary
 
-    def _request_stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """The first Ctrl-C finishes the step and saves, the second one stops at once."""
-        if self.stop_requested:
-            raise KeyboardInterrupt
-        self.stop_requested = True
-        self.log.message("stopping after this step, then saving (Ctrl-C again stops at once)")
+    def _announce_stop(self, number: int) -> None:
+        """What the first signal leads to."""
+        if number == signal.SIGHUP:
+            _outlive_terminal()
+        what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if not self.is_hurried:
+            then = "stopping after this step, then saving (Ctrl-C again stops at once)"
+        elif STOP.can_leave:
+            then = "leaving this step, then saving the last complete one"
+        else:
+            newest = self.checkpoints.latest()
+            then = (
+                "finishing this step, which has changed the weights, then saving. torchrun waits 30 s for that; if it "
+                f"takes longer, the newest checkpoint is {newest.name if newest else 'missing: none was saved yet'}"
+            )
+        self.log.message(f"{what}: {then}")
+
+
+def _outlive_terminal() -> None:
+    """Where the terminal is gone, writing to it would be an error, and end the run before it has saved."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # it may be closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(nowhere.fileno(), descriptor)

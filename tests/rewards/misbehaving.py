@@ -1,6 +1,7 @@
 """Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -17,6 +18,9 @@ def obey(prompts, completions, completion_ids, answer, **columns):
         os._exit(3)
     if what == "ctrl-c":
         os.kill(os.getpid(), signal.SIGINT)
+    if what == "terminate":  # as a scheduler does to all processes of a job
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
     if what == "raise":
         raise KeyError("judge")
     if what == "none":
@@ -65,6 +69,25 @@ def start_others(completions, **columns):
             pids.write(f"{child.pid}\n")
         if wait:
             child.wait()
+
+
+def never_rest(completions, **columns):
+    """Begins a process, and then is busy in C, where no thread of Python's comes to run."""
+    child = subprocess.Popen(["sleep", "60"])
+    with open(completions[0], "w") as pids:
+        pids.write(f"{os.getpid()} {child.pid}")
+    re.match("(a|a)*b", "a" * 60)
+
+
+def terminate_a_child(completions, **columns):
+    """How long a process that would sleep for a minute takes to end."""
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    started = time.monotonic()
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
+    return [time.monotonic() - started]
 
 
 def exit_for_sun(prompts, completion_ids, **columns):

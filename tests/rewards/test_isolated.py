@@ -1,6 +1,10 @@
 """Functions in worker processes: whatever one does to a sample, the others have their rewards."""
 
+import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,16 +29,16 @@ def isolated():
 
 def ask(reward: IsolatedReward, completions: list[str]) -> list[float | None]:
     prompts = ["p"] * len(completions)
-    return reward(prompts=prompts, completions=completions, completion_ids=[[1, 2]] * len(prompts), answer=[5] * 9)
+    return reward(prompts=prompts, completions=completions, completion_ids=[[1, 2]] * len(prompts), answer=[5] * 10)
 
 
 # A pair of workers, so that the sleeping one does not keep the others waiting.
 def test_a_failure_costs_its_sample_alone(isolated):
     reward = isolated("obey", timeout_s=2.0, num_workers=2)
     started = time.perf_counter()
-    with pytest.warns(UserWarning, match=r"3 of 9 samples have no reward from .*:obey: no answer within 2 s"):
-        rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "ctrl-c"])
-    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 11.2]
+    with pytest.warns(UserWarning, match=r"3 of 10 samples have no reward from .*:obey: no answer within 2 s"):
+        rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "ctrl-c", "terminate"])
+    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 11.2, 14.2]
     assert time.perf_counter() - started < 30
 
 
@@ -91,10 +95,69 @@ def test_processes_that_a_function_starts_end_with_their_worker(isolated, tmp_pa
         assert ask(reward, [str(tmp_path / "pids")]) == [None]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
+    assert_ends(pids)
+
+
+TRAINER = """
+import sys
+from rlft_fast.rewards import IsolatedReward
+if __name__ == "__main__":
+    reward = IsolatedReward(sys.argv[1], timeout_s=100.0)
+    print(reward(prompts=["p"], completions=[sys.argv[2]], completion_ids=[[1, 2]], answer=[5]), flush=True)
+"""
+
+
+def start_trainer(tmp_path: Path, name: str, completion: str) -> subprocess.Popen[bytes]:
+    """A process that asks a function once, and leaves its worker behind."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    command = [sys.executable, str(tmp_path / "trainer.py"), f"{HERE}:{name}", completion]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def wait_for_pids(path: Path) -> list[int]:
+    deadline = time.perf_counter() + 60.0
+    while not path.exists() or len(path.read_text().split()) < 2:
+        assert time.perf_counter() < deadline
+        time.sleep(0.05)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def assert_ends(pids: list[int]) -> None:
     deadline = time.perf_counter() + 5.0
     while any(is_running(pid) for pid in pids) and time.perf_counter() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_busy_worker_ends_with_its_killed_trainer(tmp_path):
+    trainer = start_trainer(tmp_path, "never_rest", str(tmp_path / "pids"))
+    pids = wait_for_pids(tmp_path / "pids")
+    assert all(is_running(pid) for pid in pids)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.communicate()
+    assert_ends(pids)
+
+
+def test_a_trainer_that_closes_nothing_ends(tmp_path):
+    """Its workers ignore what multiprocessing would end them with."""
+    trainer = start_trainer(tmp_path, "obey", "a")
+    assert trainer.communicate(timeout=60)[0].endswith(b"[6.2]\n")
+    assert trainer.returncode == 0
+
+
+def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
+    reward = isolated("never_rest", timeout_s=100.0)
+    with ThreadPoolExecutor() as pool, pytest.warns(UserWarning, match="its process ended with exit code -9"):
+        asking = pool.submit(ask, reward, [str(tmp_path / "pids")])
+        pids = wait_for_pids(tmp_path / "pids")
+        reward.close()
+        assert asking.result(10.0) == [None]
+    assert_ends(pids)
+
+
+def test_a_function_can_terminate_its_processes(isolated):
+    (seconds,) = ask(isolated("terminate_a_child", timeout_s=20.0), ["a"])
+    assert seconds < 10
 
 
 def is_running(pid: int) -> bool:

@@ -1,8 +1,13 @@
-"""What a run shows while it goes on."""
+"""What a run shows while it goes on, and what it leaves on disk."""
+
+import os
+from pathlib import Path
 
 import pytest
 
+from rlft_fast.trainer import train
 from rlft_fast.trainer.log import RunLog
+from tests.trainer.toy import toy_config
 
 
 @pytest.fixture
@@ -33,3 +38,30 @@ def test_other_ranks_show_nothing(is_terminal, shown, monkeypatch):
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     assert shown(rank=1) == ""
+
+
+# Sizes as a checkpoint has them: between lines, in a line, behind a line that a kill has torn, and before any line.
+@pytest.mark.parametrize(("num_bytes", "kept"), [(6, 6), (9, 6), (99, 12), (5, 0), (0, 0)])
+@pytest.mark.parametrize("torn", [b'{"a": "', b"x" * 200_000])  # the second is longer than what is looked at at once
+def test_a_torn_line_is_cut_off(num_bytes, kept, torn, tmp_path):
+    whole = b"line1\nline2\n"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_bytes(whole + torn)
+    size = len(whole + torn) if num_bytes == 99 else num_bytes
+    RunLog(tmp_path, num_steps=2, rank=0).rewind(1, {"metrics.jsonl": size, "samples.jsonl": size})
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_bytes() == whole[:kept]
+
+
+def test_the_lines_that_a_checkpoint_counts_are_durable_before_it(tiny_model, tmp_path, monkeypatch):
+    synced: list[str] = []
+
+    def noting(descriptor: int, sync=os.fsync) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    train(toy_config(tiny_model("llama"), tmp_path, steps=2, checkpoint__every=1))
+    first, last = synced.index("manifest.json"), len(synced) - synced[::-1].index("manifest.json")
+    for part in (synced[:first], synced[first:last]):  # before either checkpoint
+        assert {"metrics.jsonl", "samples.jsonl", "run"} <= {*part}

@@ -1,5 +1,6 @@
 """From a rollout to what is learned: every method runs and learns, and its numbers are those of its equations."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -248,7 +249,7 @@ def test_adaptive_coefficients_continue_after_a_checkpoint(model, tmp_path):
     assert whole[0]["kl_coef"] != whole[3]["kl_coef"] != 0.1
     config = toy_config(model, tmp_path / "cut", steps=4, **options)
     cut = Run(PPOTrainer(config))
-    stop_after_two = lambda step, metrics: setattr(cut, "stop_requested", step == 2)  # noqa: E731
+    stop_after_two = lambda step, metrics: step == 2 and signal.raise_signal(signal.SIGTERM)  # noqa: E731
     log_metrics, cut.log.metrics = cut.log.metrics, lambda *a: (log_metrics(*a), stop_after_two(*a))
     with pytest.raises(KeyboardInterrupt):
         cut.run()

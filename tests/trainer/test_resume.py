@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from rlft_fast.cli import main
 from rlft_fast.config import Config
+from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.trainer import PPOTrainer, Run, train
@@ -88,6 +90,27 @@ def test_killed(model, uninterrupted, tmp_path):
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
     assert main(["train", str(config), "--resume"]) == 0
     assert_same_result(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_scheduler_that_ends_the_run_loses_no_step(name, status, model, tmp_path, capsys):
+    config = write_config(model, tmp_path, FEWER_OPTIONS)
+    (tmp_path / "strike").write_text(f"{name} {IN_STEP_5} 0")
+    assert main(["train", str(config)]) == status
+    out = capsys.readouterr().out
+    assert f"{name}: stopping after this step, then saving" in out
+    assert "stopped after step 5: step 5 is saved, continue with --resume" in out
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step_00000003", "step_00000005"}
+
+
+def test_sighup_is_left_alone_under_nohup(model, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    (tmp_path / "strike").write_text("SIGHUP 1 0")
+    try:
+        assert main(["train", str(write_config(model, tmp_path, FEWER_OPTIONS | {"steps": 1}))]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not (tmp_path / "strike").exists()
 
 
 def test_ctrl_c_finishes_the_step_and_saves(model, uninterrupted, tmp_path, capsys):
@@ -233,6 +256,10 @@ def run_interrupted(rank: int, folders: dict[str, Path]) -> None:
     assert (folders["raise"] / "run" / "checkpoints" / "step_00000004").is_dir()
     with pytest.raises(KeyboardInterrupt):
         train(configs["SIGINT"])
+    os.environ["TORCHELASTIC_RUN_ID"] = "as under torchrun"
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        train(configs["SIGTERM"])
+    assert (folders["SIGTERM"] / "run" / "checkpoints" / "step_00000004").is_dir()  # step 5 was left
     for config in configs.values():
         train(config, resume=True)
 
@@ -260,7 +287,7 @@ def test_torchrun_writes_everything_once(by_torchrun):
 
 @pytest.mark.dist
 def test_two_processes_stop_together(model, by_torchrun, tmp_path):
-    folders = {how: tmp_path / how for how in ("raise", "SIGINT")}
+    folders = {how: tmp_path / how for how in ("raise", "SIGINT", "SIGTERM")}
     for how, folder in folders.items():
         write_config(model, folder, FEWER_OPTIONS)
         (folder / "strike").write_text(f"{how} {IN_STEP_5} 1")

@@ -1,0 +1,88 @@
+"""One run per folder: a lock on ``output_dir/.lock``, which the system releases when its process ends, however it does.
+
+A POSIX record lock: processes that the run forks do not inherit it, and network file systems share it between machines
+(NFS does; Lustre with the mount option ``flock``).
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+NAME = ".lock"
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds the folder's lock, which names this process; the file is removed at the end.
+
+    Args:
+        directory: made if it is missing.
+
+    Raises:
+        ValueError: another process holds it; the message names that process.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _acquire(directory / NAME) as file:
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        file.truncate(0)
+        file.write(json.dumps(holder) + "\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            (directory / NAME).unlink(missing_ok=True)
+
+
+def require_unlocked(directory: Path) -> None:
+    """Raises ValueError, as `locked` does, if another process holds the folder's lock; writes nothing."""
+    with contextlib.suppress(FileNotFoundError), open(directory / NAME) as file:
+        _lock(file, fcntl.LOCK_SH, directory)
+
+
+def _acquire(path: Path) -> IO[str]:
+    """The locked file. A holder that ends removes it, so that what was locked may have no name any more."""
+    while True:
+        file = open(path, "a+")  # noqa: SIM115 (the caller closes it)
+        try:
+            _lock(file, fcntl.LOCK_EX, path.parent)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: IO[str], kind: int, directory: Path) -> None:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise ValueError(
+                f"{directory} is in use by {_describe(file)}: wait until that run has ended, stop it, or name another "
+                "output_dir"
+            ) from None
+        warnings.warn(
+            f"{file.name} cannot be locked ({error.strerror}), so a second run in this folder would not be noticed",
+            stacklevel=4,
+        )
+
+
+def _describe(file: IO[str]) -> str:
+    """Whoever wrote the file; its text may be anything."""
+    try:
+        file.seek(0)
+        holder = json.loads(file.read(1000))
+        return f"process {int(holder['pid'])} on {holder['host']!a}, which has run since {holder['since']!a}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
