@@ -169,8 +169,8 @@ def _serve(spec: str, connection: Connection) -> None:
 def _outlive_requests_to_stop() -> None:
     """The trainer finishes its step, which needs rewards; schedulers send their signals to all processes of a job.
 
-    A function's own processes can be terminated: `exec` resets a handler, and so does `fork` here. The signal is blocked
-    during a fork, because Python drops signals that arrive in the child before it is set up.
+    A function's own processes can be terminated: `exec` resets a handler, and so does `fork` here. The signal is
+    blocked during a fork, because Python drops signals that arrive in the child before it is set up.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -147,11 +147,13 @@ def test_a_trainer_that_closes_nothing_ends(tmp_path):
 
 def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
     reward = isolated("never_rest", timeout_s=100.0)
-    with ThreadPoolExecutor() as pool, pytest.warns(UserWarning, match="its process ended with exit code -9"):
+    with ThreadPoolExecutor() as pool:
         asking = pool.submit(ask, reward, [str(tmp_path / "pids")])
         pids = wait_for_pids(tmp_path / "pids")
         reward.close()
-        assert asking.result(10.0) == [None]
+        with pytest.warns(UserWarning, match="its process ended with exit code -9"):
+            asking.exception(10.0)
+    assert asking.result() == [None]
     assert_ends(pids)
 
 
