@@ -37,13 +37,14 @@ class GeneratorPlan:
         self.model, self.world_size = model, world_size
         self.width = getattr(torch, config.actor.compute_dtype).itemsize
         self.whole_weights = self.width * local_numel(model.parameters(), 1)
+        self.wrapped = is_wrapped(config.actor, world_size)
         self.in_vllm = self.rollout.backend == "vllm"
         self.on_gpu = device_type == "cuda"
         colocated = vllm.process == "colocated"
         self.vllm_weights = self.whole_weights // (vllm.tensor_parallel if colocated or self.on_gpu else 1)
         self.asleep = self.awake = self.loading = self.beside_policy = 0
         if not self.in_vllm:
-            gathered = self.whole_weights if is_wrapped(config.actor, world_size) else 0
+            gathered = self.whole_weights if self.wrapped else 0
             self.beside_policy = gathered + self._cache_bytes() + self._logits_bytes()
         elif not self.on_gpu:  # where it never sleeps
             self.asleep = self.awake = self.loading = self.vllm_weights + int(vllm.cpu_cache_gib * 2**30)
@@ -101,5 +102,5 @@ class GeneratorPlan:
 
     @property
     def bucket(self) -> int:
-        """Through which weights are sent: it, and the largest weight whole."""
-        return BUCKET_BYTES + self.width * max(p.numel() for p in self.model.parameters())
+        """Through which weights are sent: it, where they are sharded, and the largest weight whole."""
+        return BUCKET_BYTES * self.wrapped + self.width * max(p.numel() for p in self.model.parameters())

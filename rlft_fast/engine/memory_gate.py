@@ -54,6 +54,9 @@ def check_run(
     if plan.fits(memory_bytes, host_bytes):
         return plan
 
+    if plan.refusal:
+        raise DoesNotFitError(plan.refusal)
+
     def fits(changes: dict[str, Any]) -> bool:
         try:
             other = plan_run(changed(config, changes), world_size, memory_bytes, device_type)
@@ -63,7 +66,7 @@ def check_run(
             return False
         return other.fits(memory_bytes, host_bytes)
 
-    largest = 0 if plan.refusal else largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
+    largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     remedies = {key: values for key, values in _remedies(config, world_size, device_type, largest) if values}
     reason = _reason(plan, world_size, memory_bytes, host_bytes)
     raise DoesNotFitError(f"{reason}. {_advice(remedies, fits)}")
@@ -82,8 +85,6 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
-    if plan.refusal:
-        return plan.refusal
     worst = plan.worst(memory_bytes)
     if worst.total_bytes <= worst.limit(memory_bytes):
         return (

@@ -184,12 +184,13 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
     """
     roles, total, state = run_models(config), 0, 0
     for role in roles.values():
-        most = _roughly(role, world_size, device_type)
-        total, state = total + sum(most), state + most[0]
+        kept, taken = _roughly(role, world_size, device_type)
+        total, state = total + kept + taken, state + kept
     policy = build_model(config.model, config.actor, "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
     generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
-    phase = Phase(name="", memory={"models": total + generator.beside_policy, _GENERATOR: generator.awake})
+    most = generator.bucket if generator.in_vllm else generator.beside_policy
+    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake})
     on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
 
