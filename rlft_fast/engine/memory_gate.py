@@ -67,7 +67,9 @@ def check_run(
         return other.fits(memory_bytes, host_bytes)
 
     largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
-    remedies = {key: values for key, values in _remedies(config, world_size, device_type, largest) if values}
+    failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
+    found = _remedies(config, world_size, device_type, largest, failing)
+    remedies = {key: values for key, values in found if values}
     reason = _reason(plan, world_size, memory_bytes, host_bytes)
     raise DoesNotFitError(f"{reason}. {_advice(remedies, fits)}")
 
@@ -124,11 +126,23 @@ def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], boo
     return "No other settings are enough: use more ranks, shorter sequences or a smaller model"
 
 
-def _remedies(config: Config, world_size: int, device_type: str, largest: int) -> Iterator[tuple[str, list[Any]]]:
-    """Keys, with values of which each does more than the one before it; what costs least time comes first."""
+def _remedies(
+    config: Config, world_size: int, device_type: str, largest: int, failing: list[str]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Keys, with values of which each does more than the one before it; what costs least time comes first.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        device_type: of the ranks.
+        largest: token cap with which the policy's update fits.
+        failing: phases that do not fit; what does nothing for them is left out.
+    """
     longest = longest_sequence(config)
+    as_the_actor = {"score", "infer reference"} & {*failing}
     for name, role in run_models(config).items():
-        if role.trains:
+        in_failing = {f"update {name}", f"infer {name}"} & {*failing} or (name == "actor" and as_the_actor)
+        if role.trains and in_failing:
             caps = [largest] if name == "actor" else [longest]
             yield f"{name}.max_tokens", [cap for cap in caps if longest <= cap < role.config.max_tokens]
             yield f"{name}.activation_checkpointing", ["full"] * (role.config.activation_checkpointing != "full")
@@ -137,7 +151,7 @@ def _remedies(config: Config, world_size: int, device_type: str, largest: int) -
             yield f"{name}.shard_size", [-1] * (role.config.shard_size not in (-1, world_size))
     if device_type == "cuda":
         yield from _offloads(config)
-    if config.rollout.backend == "hf":
+    if config.rollout.backend == "hf" and "generate" in failing:
         yield "rollout.batch_size", [2**n for n in reversed(range((config.rollout.batch_size - 1).bit_length()))]
 
 

@@ -106,11 +106,15 @@ def _simulate(workload: Workload, _model_config: str) -> Peaks:
 
 def _with_few_blocks(workload: Workload) -> Peaks:
     """Each moment's peak is that of a few blocks, and what further ones add; the highest counts."""
-    repeats = find_repeats(_build(workload))
+    model = build(workload)
+    repeats = find_repeats(model)
     if repeats is None:
-        tracker = run_blocks(workload)
+        tracker = run_blocks(workload, model)
         return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
-    few, more = (run_blocks(workload, repeats, count) for count in repeats.counts)
+    few, more = (
+        run_blocks(workload, built, repeats, count)
+        for built, count in zip((model, build(workload)), repeats.counts, strict=True)
+    )
     inferred = [
         max((repeats.infer(least[moment], most[moment]) for moment in least), default=0)
         for least, most in ((few.peaks, more.peaks), (few.peaks_at_operator, more.peaks_at_operator))
@@ -134,10 +138,19 @@ def pretended_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_blocks(workload: Workload, repeats: Repeats | None = None, num_repeats: int = 0) -> MemoryTracker:
-    """Runs the workload in the pretended world, with so many of the repeated blocks or with all."""
+def run_blocks(
+    workload: Workload, model: RLModel, repeats: Repeats | None = None, num_repeats: int = 0
+) -> MemoryTracker:
+    """Runs the workload in the pretended world, with so many of the model's repeated blocks or with all.
+
+    Args:
+        workload: what is run.
+        model: as `build_model` makes it; it is sharded, and cannot be used again.
+        repeats: of the model's blocks.
+        num_repeats: how many of them run.
+    """
     device, config = torch.device("cpu"), workload.config
-    model, group = _build(workload), sequence_group(config.sequence_parallel)
+    group = sequence_group(config.sequence_parallel)
     if repeats is not None:
         repeats.shorten(model, num_repeats)
     shard(model, config, device)
@@ -164,7 +177,8 @@ def run_blocks(workload: Workload, repeats: Repeats | None = None, num_repeats: 
     return tracker
 
 
-def _build(workload: Workload) -> RLModel:
+def build(workload: Workload) -> RLModel:
+    """The workload's model, whole and without memory."""
     config = workload.config.model_copy(update={"compile": False})
     return build_model(workload.path, config, workload.head, trains=workload.trains)
 

@@ -134,7 +134,7 @@ def test_vllm_without_room_for_its_weights_is_refused(config_of):
 @pytest.fixture
 def long_run(tmp_path):
     """Sequences of 16k tokens, which the cap has to hold."""
-    path = save_model(tmp_path, width=64, vocab_size=259)
+    path = save_model(tmp_path, width=512, vocab_size=259)
 
     def config(**changes: Any) -> Config:
         return toy_config(path, tmp_path, **{
@@ -174,10 +174,10 @@ def test_a_run_that_fits_when_ranks_share_sequences(long_run):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "share", "device_type"),
-    [({}, 0.8, "cuda"), ({}, 0.1, "cuda"), ({"actor__max_tokens": 40000}, 0.8, "cuda"), ({}, 0.8, "cpu")],
+    [({}, 0.8, "cuda"), ({}, 0.3, "cuda"), ({"actor__max_tokens": 40000}, 0.8, "cuda"), ({}, 0.8, "cpu")],
 )
 def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long_run):
-    vllm = {"rollout__vllm__cpu_cache_gib": 0.01}
+    vllm = {"rollout__vllm__cpu_cache_gib": 0.01, "rollout__vllm__gpu_memory_utilization": 0.8}
     config = long_run(**vllm, **changes)
     memory = memory_for(config, share)
     with pytest.raises(DoesNotFitError) as refused:

@@ -8,7 +8,7 @@ import pytest
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.build import build_model
 from rlft_fast.engine.repeats import Repeats, find_repeats
-from rlft_fast.engine.simulation import Peaks, Workload, pretended_world, run_blocks, simulate
+from rlft_fast.engine.simulation import Peaks, Workload, build, pretended_world, run_blocks, simulate
 from tests.engine.planned import save_model
 from tests.tiny_models import save_tiny_model
 
@@ -18,7 +18,7 @@ WINDOWS = ["sliding_attention", "full_attention"]
 
 def all_blocks(work: Workload) -> Peaks:
     with pretended_world(work.world_size):
-        tracker = run_blocks(work)
+        tracker = run_blocks(work, build(work))
     return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
 
 
