@@ -2,9 +2,13 @@
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
 from rlft_fast.cli.train import split_overrides
 from rlft_fast.config import Config
+
+if TYPE_CHECKING:
+    from rlft_fast.engine.run_plan import RunPlan
 
 
 def run(arguments: list[str]) -> int:
@@ -16,6 +20,7 @@ def run(arguments: list[str]) -> int:
         if not 0 < getattr(own, name) < math.inf:
             _parser().error(f"--{name.replace('_', '-')} must be more than 0, got {getattr(own, name)}")
     config = Config.load(positional[0], overrides)
+    print(f"{config.model} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]
     return 0 if any(fits) else 1
 
@@ -24,9 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlft-fast plan",
         usage="rlft-fast plan CONFIG --gpus N --memory GB [--gpus-per-node N] [--key value ...]",
-        description="Say what training the policy of CONFIG needs on each of N GPUs: memory by part, the largest token "
-        "cap that fits, and what is sent per optimizer step; with the model sharded over all GPUs, and over the "
-        "GPUs of one node (HSDP). Only config.json of the model is read. Ends with status 1 if nothing fits.",
+        description="Say what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest token "
+        "cap of the policy that fits, and what is sent per optimizer step; with the policy sharded over all GPUs, and "
+        "over the GPUs of one node (HSDP). Only config.json of each model is read. Ends with status 1 if nothing fits.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the run")
@@ -44,21 +49,50 @@ def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
 
 def report(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> bool:
     """Prints the plan of one mesh; returns whether it fits."""
-    from rlft_fast.engine.plan import USABLE, largest_max_tokens, most_micro_batches, plan_engine
+    from rlft_fast.engine.run_plan import largest_actor_max_tokens, longest_sequence, plan_run
 
-    engine = config.actor.model_copy(update={"shard_size": shard_size})
-    steps = most_micro_batches(config, world_size)
-    plan = plan_engine(config.model, engine, world_size, steps)
-    fits = plan.total_bytes <= USABLE * memory_bytes
-    print(
-        f"{plan.num_parameters / 1e9:.2f} billion parameters, {plan.replicate_size} copies of {plan.shard_size} "
-        f"shards, at most {steps} micro-batches of {plan.max_tokens} tokens per optimizer step"
-    )
-    for part, size in plan.memory.items():
-        print(f"  {part:<22}{size / 1e9:>10.2f} GB")
-    print(f"  {'in all':<22}{plan.total_bytes / 1e9:>10.2f} GB of {USABLE * memory_bytes / 1e9:.1f} usable", end="")
-    print("" if fits else "  does not fit")
-    largest = largest_max_tokens(config.model, engine, world_size, steps, memory_bytes)
-    print(f"  largest max_tokens    {largest:>10}")
-    print(f"  sent per step         {plan.sent / 1e9:>10.2f} GB by each GPU\n")
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
+    plan = plan_run(config, world_size, memory_bytes)
+    fits = plan.fits(memory_bytes)
+    print()
+    for name, engine in plan.engines.items():
+        print(
+            f"{name}: {engine.num_parameters / 1e9:.2f} billion parameters, {engine.replicate_size} copies of "
+            f"{engine.shard_size} shards, at most {engine.num_micro_batches} micro-batches of {engine.max_tokens} "
+            "tokens per optimizer step"
+        )
+    print_parts(plan)
+    print_phases(plan, memory_bytes)
+    if plan.host_bytes:
+        print(f"  CPU memory at most    {plan.host_bytes / 1e9:>10.2f} GB for each GPU")
+    if plan.refusal:
+        print(f"  {plan.refusal}")
+    largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
+    print(f"  largest max_tokens    {largest:>10}" + f"  below a sequence's {longest}" * (largest < longest))
+    sent = sum(engine.sent for engine in plan.engines.values())
+    print(f"  sent per step         {sent / 1e9:>10.2f} GB by each GPU", flush=True)
     return fits
+
+
+def print_parts(plan: "RunPlan") -> None:
+    """What each model that trains needs for its update."""
+    print(_row("GB of an update", *plan.engines))
+    for part in next(iter(plan.engines.values())).memory:
+        print(_row(part, *(engine.memory[part] for engine in plan.engines.values())))
+
+
+def print_phases(plan: "RunPlan", memory_bytes: float) -> None:
+    """What each model, and vLLM, has on the device in each phase."""
+    print(_row("GB of a phase", *plan.phases[0].memory, "in all"))
+    for phase in plan.phases:
+        excess = phase.total_bytes - phase.limit(memory_bytes)
+        note = f"  does not fit into {phase.limit(memory_bytes) / 1e9:.1f}" if excess > 0 else ""
+        print(_row(phase.name, *phase.memory.values(), phase.total_bytes) + note)
+    worst = plan.worst(memory_bytes)
+    print(
+        f"  at most               {worst.total_bytes / 1e9:>10.2f} GB of {worst.limit(memory_bytes) / 1e9:.1f} usable"
+    )
+
+
+def _row(name: str, *cells: str | int) -> str:
+    return f"  {name:<22}" + "".join(f"{c:>10}" if isinstance(c, str) else f"{c / 1e9:>10.2f}" for c in cells)

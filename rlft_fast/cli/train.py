@@ -15,7 +15,7 @@ import yaml
 
 from rlft_fast.config import Config, ConfigError, sections
 
-_FLAGS = ("-h", "--help", "--resume", "--dry-run")
+_FLAGS = ("-h", "--help", "--resume", "--dry-run", "--no-memory-check")
 
 
 def run(arguments: list[str]) -> int:
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
             f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
             "or set another output_dir, or delete the folder"
         )
-    _check_memory(config)
+    _check_memory(config, refuse=options.memory_check)
     with leaving_process_group():
         train(config, resume=options.resume)
     return 0
@@ -57,24 +57,26 @@ def require_writable(output_dir: Path) -> None:
         raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
-def _check_memory(config: Config) -> None:
-    """Raises ValueError if the policy's token cap needs more memory than a device has: before the run, not in it.
-
-    Vision towers are left out, which the plan does not know.
-    """
+def _check_memory(config: Config, *, refuse: bool) -> None:
+    """Says before the run, not in it, that it needs more memory than there is: by ValueError, or by a warning."""
     from rlft_fast.engine.distributed import get_device
-    from rlft_fast.engine.mesh import device_memory
-    from rlft_fast.engine.plan import PlanError, check_memory, most_micro_batches, surely_fits
+    from rlft_fast.engine.memory_gate import DoesNotFitError, check_run
+    from rlft_fast.engine.mesh import device_memory, host_memory
+    from rlft_fast.engine.plan import PlanError
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    device, steps = get_device(), most_micro_batches(config, world_size)
-    memory_bytes = device_memory(device)
-    if surely_fits(config.model, config.actor, world_size, memory_bytes, device.type):
-        return
+    device, world_size = get_device(), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        check_memory(config.model, config.actor, world_size, memory_bytes, steps, device.type)
+        check_run(config, world_size, device_memory(device), device.type, host_memory())
+    except DoesNotFitError as error:
+        if refuse:
+            raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error
+        warning = str(error)
     except PlanError as error:
-        print(f"warning: it is not known whether the run fits into memory: {error}", file=sys.stderr)
+        warning = f"it is not known whether the run fits into memory: {error}"
+    else:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -122,7 +124,7 @@ def _checked(key: str, value: str | None, may_be_option: bool) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlft-fast train",
-        usage="rlft-fast train CONFIG [--key value ...] [--resume] [--dry-run]",
+        usage="rlft-fast train CONFIG [--key value ...] [--resume] [--dry-run] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file, and every one can be "
         "given as an option, which wins: --rollout.temperature 0.7. Values are YAML.",
         add_help=False,
@@ -131,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--no-memory-check", dest="memory_check", action="store_false",
+        help="warn of a run that seems to need more memory than there is, instead of refusing it",
+    )  # fmt: skip
     parser.add_argument("-h", "--help", action=_PrintHelp, nargs=0, help="print this and stop")
     return parser
 

@@ -88,5 +88,10 @@ def device_memory(device: torch.device) -> int:
     """Bytes of memory that one rank may use: its GPU's, or its share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory that one rank may use: its share."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -90,7 +90,7 @@ def packed_attention(
             "use model.set_attn_implementation('sdpa') for padded batches and generation"
         )
     if sequence_group is not None:
-        query, key, value = _all_rows_of_own_heads(query, key, value, sequence_group)
+        query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
     if key_index is not None:
         take = _take_exactly if key.is_cuda else _take
         key, value = take(key, key_index), take(value, key_index)
@@ -151,7 +151,7 @@ def _refuse_other_scores(
         )
 
 
-def _all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+def all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     """(1, heads, S, d) -> (1, heads / N, N S, d) each, key and value heads repeated until N divides their number."""
     size = group.size()
     repeats = size // math.gcd(k.shape[1], size)

@@ -8,7 +8,7 @@ import yaml
 
 from rlft_fast.cli import main
 from rlft_fast.config import Config
-from rlft_fast.engine.plan import most_micro_batches
+from rlft_fast.engine.run_plan import most_micro_batches
 
 CONFIG = {
     "output_dir": "runs/x", "steps": 1, "data": {"task": "chain_sum"},
@@ -32,12 +32,38 @@ def test_plan_of_every_mesh(config_file, capsys):
     assert "2 copies of 2 shards" in output
     for part in ("parameters", "gradients", "optimizer", "activations", "logits workspace", "sent per step"):
         assert output.count(f"\n  {part:<22} ") == 2, part
+    for phase in ("generate", "infer actor", "update actor"):
+        assert output.count(f"\n  {phase:<22} ") == 2, phase
     assert output.count("largest max_tokens") == 2
+
+
+def test_every_model_of_the_run_has_a_column(config_file, tiny_model, capsys):
+    models = [
+        "--reward.model",
+        str(tiny_model("llama-reward")),
+        "--algorithm.kl_coef",
+        "0.1",
+        "--rollout.backend",
+        "vllm",
+    ]
+    models += ["--algorithm.advantage", "gae", "--critic.max_tokens", "64", "--critic.cpu_offload", "true"]
+    assert main(["plan", config_file, "--gpus", "1", "--memory", "1", *models]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"{tiny_model('llama')} on 1 GPUs of 1 GB\n")
+    assert "critic: 0.00 billion parameters" in output
+    header = next(line for line in output.splitlines() if line.startswith("  GB of a phase"))
+    assert header.split()[4:] == ["actor", "critic", "reference", "reward", "vLLM", "in", "all"]
+    phases = ["generate", "score", "infer actor", "infer reference", "infer critic", "update critic", "update actor"]
+    for phase in [*phases, "sync"]:
+        assert f"\n  {phase:<22} " in output, phase
+    assert "  CPU memory at most" in output
 
 
 def test_plan_that_does_not_fit(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.count("does not fit into 0.0") == 3
+    assert "largest max_tokens             0  below a sequence's 64" in output
 
 
 @pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])
@@ -58,12 +84,15 @@ def test_plan_takes_configuration_keys(config_file, capsys):
     assert "at most 16 micro-batches of 64 tokens" in capsys.readouterr().out
 
 
-# 16 sequences of at most 64 tokens: two in a micro-batch of 128, one in one of 127; a rank without one still steps.
+# 16 sequences of at most 64 tokens: two in a micro-batch of 128, one in one of 127; a rank without one still steps. Two
+# ranks that share a micro-batch get the same ones.
 @pytest.mark.parametrize(
-    ("max_tokens", "world_size", "expected"), [(128, 1, 8), (127, 1, 16), (128, 3, 3), (64, 99, 1)]
+    ("max_tokens", "world_size", "sequence_parallel", "expected"),
+    [(128, 1, 1, 8), (127, 1, 1, 16), (128, 3, 1, 3), (64, 99, 1, 1), (128, 4, 2, 4), (128, 4, 4, 8)],
 )
-def test_num_micro_batches(max_tokens, world_size, expected):
-    config = Config.parse(CONFIG | {"model": "x", "actor": {"max_tokens": max_tokens}})
+def test_num_micro_batches(max_tokens, world_size, sequence_parallel, expected):
+    actor = {"max_tokens": max_tokens, "sequence_parallel": sequence_parallel}
+    config = Config.parse(CONFIG | {"model": "x", "actor": actor})
     assert most_micro_batches(config, world_size) == expected
 
 

@@ -122,16 +122,28 @@ def test_help_fits_the_terminal(width):
     assert max(map(len, key_reference(width).splitlines())) <= width
 
 
-def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(tiny_model, tmp_path, capsys):
+@pytest.fixture
+def too_large(tiny_model, tmp_path):
+    """A run whose token cap is far more than any machine has memory for."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=50_000_000)))
-    capsys.readouterr()
-    assert main(["train", str(path)]) == 1
+    return str(path)
+
+
+def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(too_large, tmp_path, capsys):
+    assert main(["train", too_large]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: max_tokens=50000000 needs ")
-    largest = int(error.split("lower max_tokens to ")[1].split()[0])
+    assert "error: the phase 'update actor' needs " in error
+    largest = int(error.split("It fits with actor.max_tokens: ")[1].split()[0].rstrip("."))
     assert 10_000 < largest < 50_000_000  # 2^20 at most
+    assert "--no-memory-check starts the run all the same" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_without_the_memory_check_a_warning_remains(too_large, tmp_path, capsys):
+    assert main(["train", too_large, "--no-memory-check", "--steps", "1"]) == 0
+    assert "warning: the phase 'update actor' needs " in capsys.readouterr().err
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.fixture
