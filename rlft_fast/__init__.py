@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlft_fast.models import patch_lm_head
+    from rlft_fast.models import patch_lm_head, unpatch_lm_head
 
-__all__ = ["patch_lm_head"]
+__all__ = ["patch_lm_head", "unpatch_lm_head"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: `rlft_fast.ops` must not need transformers."""
     if name not in __all__:
         raise AttributeError(f"module 'rlft_fast' has no attribute {name!r}")
-    from rlft_fast.models import patch_lm_head
+    from rlft_fast import models
 
-    return patch_lm_head
+    return getattr(models, name)

@@ -4,12 +4,13 @@ The parts run on any world, also a pretended one, which is how `rlft-fast plan` 
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.blocks import checkpoint_activations, compile_blocks
@@ -27,6 +28,9 @@ from rlft_fast.models import (
 )
 
 Head = Literal["logprob", "value", "score"]
+
+_MOST_DEVIATION = 0.01  # of log-probabilities: TF32 rounds so far
+_MOST_DEVIATION_IN_BFLOAT16 = 0.5
 
 
 def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) -> RLModel:
@@ -80,7 +84,8 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tu
         cpu_offload=config.cpu_offload,
     )
     if isinstance(model, PolicyModel):
-        register_fsdp_forward_method(model, "generate")  # gathers the root's weights as forward does
+        for method in ("generate", "deviation"):
+            register_fsdp_forward_method(model, method)  # gathers the root's weights as forward does
     return units
 
 
@@ -90,6 +95,31 @@ def state_bytes(model: RLModel, config: EngineConfig) -> int:
     master = 4 if config.param_dtype == "bfloat16" else 0
     per_trained = width + 8 + master
     return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
+
+
+def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
+    """Refuses a loaded policy whose packed log-probabilities are not those of the model's own forward.
+
+    In bfloat16, whose rounding two ways of attention take differently, it warns instead.
+
+    Raises:
+        ValueError: with the difference.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        deviation = model.deviation().item()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):  # the root and the last block would keep their gathered weights
+            unit.reshard()
+    is_narrow = "bfloat16" in (config.compute_dtype, config.param_dtype)
+    if not deviation > (_MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION):  # NaN: the weights are NaN
+        return
+    message = (
+        f"log-probabilities of packed sequences differ by {deviation:.3g} from those of {type(model.model).__name__}'s "
+        "own forward on eight tokens"
+    )
+    if not is_narrow:
+        raise ValueError(f"{message}: this architecture cannot be packed")
+    warnings.warn(f"{message}, more than rounding explains: compare with float32", stacklevel=2)
 
 
 def require_same_model(path: str, config: EngineConfig, head: Head, num_training_steps: int | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
-from rlft_fast.engine.build import Head, build_model, require_same_model, shard
+from rlft_fast.engine.build import Head, build_model, require_own_numbers, require_same_model, shard
 from rlft_fast.engine.distributed import (
     accumulate,
     all_reduce,
@@ -125,6 +125,8 @@ class FSDPEngine:
         units = shard(self.model, self.config, self.device)
         self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, self._home, self.device)
+        if isinstance(self.model, PolicyModel):
+            require_own_numbers(self.model, self.config)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
             if self.config.param_dtype == "bfloat16" and self.config.lora is None:

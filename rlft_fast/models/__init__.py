@@ -1,8 +1,7 @@
 """Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
 
 from rlft_fast.models.architectures import (
-    packed_implementation,
-    padded_implementation,
+    padded_attention,
     require_divisible_heads,
     require_fixed_rope,
 )
@@ -19,7 +18,7 @@ from rlft_fast.models.loading import (
 )
 from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
 from rlft_fast.models.packed import ModelInputs
-from rlft_fast.models.patch import patch_lm_head
+from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -41,9 +40,9 @@ __all__ = [
     "load_tokenizer",
     "low_rank_factors",
     "packed_attention",
-    "packed_implementation",
-    "padded_implementation",
+    "padded_attention",
     "patch_lm_head",
     "require_divisible_heads",
     "require_fixed_rope",
+    "unpatch_lm_head",
 ]

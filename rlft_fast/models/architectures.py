@@ -4,6 +4,9 @@ Refusals are by class, configuration and names alone, before anything runs. test
 holds them against every causal language model of the installed transformers.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
@@ -30,6 +33,16 @@ def padded_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
     """The same for padded batches and generation: SDPA, unless scores are soft-capped, which it does not know."""
     softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if softcapped else _except_in_towers(GROUPED_ATTENTION, config)
+
+
+@contextlib.contextmanager
+def padded_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model attends as `padded_implementation` says, and as `packed_implementation` says again afterwards."""
+    model.set_attn_implementation(padded_implementation(model.config))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(packed_implementation(model.config))
 
 
 def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, str]:

@@ -14,7 +14,10 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from rlft_fast.data.batch import IGNORE_INDEX
+from rlft_fast.models.architectures import padded_attention
 from rlft_fast.models.packed import ModelInputs, packed_hidden
+from rlft_fast.models.probe import probe
+from rlft_fast.models.vision import has_vision
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.checks import check_losses
 from rlft_fast.ops.reference import LossFunction
@@ -78,6 +81,7 @@ class LogprobHead(nn.Module):
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
         return_sum_prob_squared: bool = False,
+        return_top1: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         support: Tensor | None = None,
@@ -91,6 +95,7 @@ class LogprobHead(nn.Module):
             temperature: one number, also as a tensor of one element, or a (*) tensor.
             return_entropy: also the entropies, or hand them to ``loss_fn``.
             return_sum_prob_squared: also the sums of squared probabilities; not with ``loss_fn``.
+            return_top1: also whether the target is the most likely token; not with ``loss_fn`` or ``support``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
             per_token: (*) tensors for ``loss_fn``.
             support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`: everything is over these instead of over
@@ -110,6 +115,11 @@ class LogprobHead(nn.Module):
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.reshape(()).expand(target.shape)
         _check_rows(hidden, target, temperature, per_token, support)
+        extras = {"return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1}
+        if loss_fn is not None and any(extras.values()):
+            raise ValueError("return_sum_prob_squared and return_top1 do not go with loss_fn: leave one of them out")
+        if support is not None and return_top1:
+            raise ValueError("return_top1 does not go with a support: the most likely token may be outside of it")
         arguments = (hidden.flatten(0, -2), weight, target.flatten())
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy,
@@ -124,7 +134,7 @@ class LogprobHead(nn.Module):
                 result = _support_logprob_loss(*arguments, loss_fn, *per_token, **options)
         elif loss_fn is None:
             options["active_index"] = active_index
-            result = linear_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
+            result = linear_logprob(*arguments, **options, **extras)
         else:
             result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options, active_index=active_index)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
@@ -169,16 +179,38 @@ def _reshaped(values: Tensor, like: Tensor) -> Tensor:
 
 
 class PolicyModel(nn.Module):
-    """A causal language model whose packed forward ends in a :class:`LogprobHead`."""
+    """A causal language model whose packed forward ends in a :class:`LogprobHead`.
+
+    What the model's own forward does to hidden states and logits is found by :func:`rlft_fast.models.probe.probe`.
+
+    Args:
+        model: with a linear head, which is replaced.
+        workspace_mib: see :class:`LogprobHead`.
+
+    Raises:
+        ValueError: no head; a module between backbone and head; or an unknown transform of the logits.
+    """
 
     def __init__(self, model: PreTrainedModel, workspace_mib: int | None = None) -> None:
         super().__init__()
         head = model.get_output_embeddings()
         if head is None:
             raise ValueError(f"{type(model).__name__} has no lm_head: a policy must be a causal language model")
-        softcap, logit_scale = logit_transform(model.config)
+        if model.base_model is model:
+            raise ValueError(
+                f"{type(model).__name__} has no backbone under the name {model.base_model_prefix!r} of its class: "
+                "sequences cannot be packed for it"
+            )
+        around = probe(model, "cpu" if head.weight.is_meta else head.weight.device, torch.float32)
+        if around.hidden_scale is None:
+            raise ValueError(
+                f"{type(model).__name__} has modules between its backbone and its lm_head "
+                f"({', '.join(_beside_backbone(model))}), which a packed policy cannot run: choose a model whose head "
+                "reads the last hidden states"
+            )
         self.model = model
-        self.head = LogprobHead(head.weight, head.bias, softcap, logit_scale, workspace_mib)
+        self.hidden_scale = around.hidden_scale
+        self.head = LogprobHead(head.weight, head.bias, around.softcap, around.logit_scale, workspace_mib)
         model.set_output_embeddings(self.head)  # one module under both names
 
     @property
@@ -194,7 +226,23 @@ class PolicyModel(nn.Module):
         hidden_TD = packed_hidden(self.backbone, inputs)
         everything = torch.arange(len(inputs.target), device=inputs.target.device)  # all are active: no need to look
         hidden_AD = hidden_TD.index_select(0, inputs.active_index)
+        if self.hidden_scale != 1.0:
+            hidden_AD = self.hidden_scale * hidden_AD
         return self.head(hidden_AD, inputs.target, support=inputs.support, active_index=everything, **head)
+
+    @torch.no_grad()
+    def deviation(self) -> Tensor:
+        """The largest difference between log-probabilities of the model's own forward and of the packed one.
+
+        Both run on eight tokens, so that whatever this class does not know of an architecture shows.
+        """
+        vocab, device = self.head.weight.shape[0], self.head.weight.device
+        input_ids = torch.linspace(0, vocab - 1, 8, device=device).long()[None]
+        target_T = input_ids[0].flip(0)
+        with padded_attention(self.model):
+            own_logits = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
+        own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
+        return (self(_one_sequence(self.pretrained, input_ids, target_T)).logprob - own_T).abs().max()
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
@@ -228,6 +276,24 @@ class PolicyModel(nn.Module):
             **options,
         )
         return sequences, prompt_ids.shape[1]
+
+
+def _one_sequence(model: PreTrainedModel, input_ids: Tensor, target_T: Tensor) -> ModelInputs:
+    """(1, T) tokens that are all active."""
+    length, device = len(target_T), target_T.device
+    position_ids = torch.arange(length, device=device)[None]
+    if has_vision(model.base_model):
+        position_ids = position_ids.expand(3, 1, -1)
+    boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return ModelInputs(
+        input_ids=input_ids, position_ids=position_ids,
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index=None,
+        active_index=torch.arange(length, device=device), target=target_T, output_index=torch.arange(length),
+    )  # fmt: skip
+
+
+def _beside_backbone(model: PreTrainedModel) -> list[str]:
+    return [name for name, child in model.named_children() if not isinstance(child, PreTrainedModel)]
 
 
 class ValueModel(nn.Module):
@@ -279,16 +345,3 @@ class RewardModel(nn.Module):
 
 RLModel = PolicyModel | ValueModel | RewardModel
 """Each holds a transformers model with all its weights, ``pretrained``, and is called with `ModelInputs`."""
-
-
-def logit_transform(config: Any) -> tuple[float | None, float]:
-    """(softcap, logit_scale) that a model of this configuration applies to its raw logits; (None, 1) if nothing."""
-    config = config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if softcap is None:
-        softcap = getattr(config, "logits_soft_cap", None)  # RecurrentGemma
-    for multiplier in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
-        if getattr(config, multiplier, None) is not None:
-            return softcap, float(getattr(config, multiplier))
-    divisor = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides, HyperCLOVA X multiplies
-    return softcap, divisor if config.model_type == "hyperclovax" else 1.0 / divisor

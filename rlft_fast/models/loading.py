@@ -13,11 +13,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rlft_fast.models.architectures import packed_implementation, require_packed_attention
+from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.vision import VISION_MODELS
@@ -39,7 +42,7 @@ def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace
     architectures = config.architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise ValueError(
-            f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'} and has no lm_head: "
+            f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'}{_why_no_policy(config)}: "
             "a policy must be a causal language model (...ForCausalLM), or a "
             f"vision-language model of type {' or '.join(VISION_MODELS)}"
         )
@@ -121,7 +124,18 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
-def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def _why_no_policy(config: PreTrainedConfig) -> str:
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return f", a vision-language model of type {config.model_type}, which is not supported"
+    return ", an encoder-decoder" if config.is_encoder_decoder else " and has no lm_head"
+
+
+def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    if type(config) not in auto_class._model_mapping:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no {auto_class.__name__.removeprefix('Auto')} of type "
+            f"{config.model_type}, which the model in {path} is said to be: choose another model"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
     options = {"dtype": dtype, "attn_implementation": packed_implementation(config)}
@@ -130,6 +144,13 @@ def _build(auto_class: Any, config: Any, path: str | Path, dtype: torch.dtype) -
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
             # It may name end tokens that config.json does not.
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except KeyError as error:
+        if error.args != (PACKED_ATTENTION,):
+            raise ValueError(f"cannot build the model in {path}: KeyError: {error}") from error
+        raise ValueError(
+            f"the model in {path}, of type {config.model_type}, does not take its attention from transformers' "
+            "AttentionInterface: sequences cannot be packed for it. Choose another model"
+        ) from error
     except Exception as error:  # a model's code divides by and indexes with whatever the configuration says
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_packed_attention(model)

@@ -1,24 +1,31 @@
 """Log-probabilities from any transformers causal language model, inside any trainer.
 
-The patched model runs its own forward, whose head keeps the hidden states instead of multiplying them; the head is then
-called with the targets. So whatever the model does before its head stays as it is, and FSDP2's hooks see a module call.
+The patched model runs its own forward. Before it, the head is told the targets; when the model calls its head, the head
+answers with statistics, which leave through the hooked module call, and hands the model a column of zeros instead.
+The model calls its head once per forward, as FSDP2 expects of every module of a unit: a second call would find the
+unit's weights gone, or come after them in backward.
 """
 
+import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import TransformersKwargs
 
-from rlft_fast.models.heads import LogprobHead, logit_transform
+from rlft_fast.models.heads import LogprobHead
+from rlft_fast.models.probe import probe
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss
 from rlft_fast.ops.reference import LossFunction
 
-# In place of logits, so that what the model does to its logits shows. Far enough out that a soft-cap bends them.
-_SAMPLE_LOGITS = (-40.0, -1.0, 0.5, 40.0)
+_KEYWORDS = (
+    "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "loss_fn", "per_token",
+)  # fmt: skip
 
 
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
@@ -31,12 +38,15 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
             none is; such positions give 0, and their head costs nothing. With ``logits_to_keep=K`` (B, K).
         temperature: sampling temperature, one number or a tensor in the shape of ``logprob_targets``.
         return_entropy: also the entropy of each position.
+        return_sum_prob_squared, return_top1: also the sum of squared probabilities, and whether the target is the most
+            likely token, see :func:`rlft_fast.ops.linear_logprob`; not with ``loss_fn``.
         loss_fn, per_token: a per-token loss and a tuple of the tensors that it reads, in the same shape, see
             :func:`rlft_fast.ops.linear_logprob_loss`; the model then returns a ``LinearLogprobLoss``.
 
-    Soft-capping, logit scale and bias are those of the model; if its forward does anything else to the logits, the
-    first call with targets raises. Parameters, their names, ties and ``generate`` do not change. Patch after resizing
-    the vocabulary and before anything wraps the model: PEFT, accelerate, DDP, ``fully_shard``, ``torch.compile``.
+    Soft-capping, logit scale and bias are those of the model, found by running its forward once on two tokens, without
+    its layers. Parameters, their names, ties and ``generate`` do not change. Patch after resizing the vocabulary and
+    before anything wraps the model: PEFT, accelerate, DDP, ``fully_shard``, ``torch.compile``. :func:`unpatch_lm_head`
+    undoes it.
 
     Args:
         model: causal language model with a linear head, on any device.
@@ -49,14 +59,47 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
     Raises:
         TypeError: not a transformers model.
         ValueError: an encoder-decoder; no head, or none that is plainly linear (adapter, quantized, sharded); a model
-            that is patched or wrapped already.
+            that is patched or wrapped already; a forward that does anything else to its logits.
     """
     head = _plain_head(model)
-    softcap, logit_scale = logit_transform(model.config)
     weight = cast(nn.Parameter, head.weight)
-    model.set_output_embeddings(_PatchedHead(weight, head.bias, softcap, logit_scale, workspace_mib))
-    model.__class__ = _patched_class(type(model))
+    around = probe(model, weight.device, weight.dtype)
+    model.set_output_embeddings(_PatchedHead(weight, head.bias, around.softcap, around.logit_scale, workspace_mib))
+    if not _is_patched(type(model)):  # it is where the head was replaced
+        model.__class__ = _patched_class(type(model))
     return model
+
+
+def unpatch_lm_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes :func:`patch_lm_head`, in place: the model has a ``torch.nn.Linear`` with the same parameters again.
+
+    Args:
+        model: patched, and not wrapped or sharded since.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is not patched, or was sharded after that.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not _PatchedHead or not _is_patched(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} with a {type(head).__name__} cannot be unpatched: expected a model as "
+            "patch_lm_head left it, before fully_shard or another wrapper"
+        )
+    vocab, dim = head.weight.shape
+    linear = nn.Linear(dim, vocab, head.bias is not None, device="meta")
+    linear.weight = head.weight
+    linear.register_parameter("bias", head.bias)
+    model.set_output_embeddings(linear.train(head.training))
+    model.__class__ = type(model).__bases__[0]
+    return model
+
+
+def _is_patched(model_class: type) -> bool:
+    bases = model_class.__bases__
+    return len(bases) == 1 and issubclass(bases[0], PreTrainedModel) and model_class is _patched_class(bases[0])
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear:
@@ -85,45 +128,40 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear:
 
 
 class _PatchedHead(LogprobHead):
-    """A head that can also keep the hidden states which it is called with."""
+    """A head that answers the next call, which the model makes, with the statistics that the caller asks for."""
 
-    kept: list[Tensor] | None = None
-    transform_is_known = False
+    asked: dict[str, Any] | None = None  # keywords of `LogprobHead.forward`, of the call that is expected
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.answers: list[LinearLogprob | LinearLogprobLoss] = []
+
+    def __call__(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        result = super().__call__(hidden, *args, **options)  # with all hooks: those of FSDP2 need what leaves here
+        if self.asked is None:
+            return result
+        self.answers.append(result)
+        return hidden.new_zeros(*hidden.shape[:-1], 1)  # of which the model makes logits that nobody sees
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, **options: Any) -> Any:
-        if self.kept is None or target is not None:
-            return super().forward(hidden, target, **options)
-        self.kept.append(hidden)
-        return hidden.new_tensor(_SAMPLE_LOGITS, dtype=torch.float32).repeat(*hidden.shape[:-1], 1)
+        # Not through the call's keywords, whose float32 tensors FSDP2 would cast to its param_dtype.
+        return (
+            super().forward(hidden, target, **options) if self.asked is None else super().forward(hidden, **self.asked)
+        )
 
-    def final_hidden(self, name: str, forward: Callable[[], Any]) -> Tensor:
-        """What the model's ``forward`` calls its head with."""
-        self.kept = []
+    def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LinearLogprob | LinearLogprobLoss:
+        """What the head answers when the model's ``forward`` calls it."""
+        self.asked, self.answers = asked, []
         try:
             outputs = forward()
-            kept = self.kept
+            answers = self.answers
         finally:
-            self.kept = None
-        if len(kept) != 1:
-            raise ValueError(f"{name} called its head {len(kept)} times, expected once: it cannot be patched")
-        (hidden,) = kept
+            self.asked, self.answers = None, []
+        if len(answers) != 1:
+            raise ValueError(f"{name} called its head {len(answers)} times, expected once: it cannot be patched")
         if getattr(outputs, "aux_loss", None) is not None:
             raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
-        if not self.transform_is_known and hidden.numel():
-            self._check_transform(name, outputs[0][0, 0])
-        return hidden
-
-    def _check_transform(self, name: str, actual: Tensor) -> None:
-        softcap, scale = self.options["softcap"], self.options["logit_scale"]
-        expected = scale * actual.new_tensor(_SAMPLE_LOGITS)
-        if softcap is not None:
-            expected = softcap * torch.tanh(expected / softcap)
-        if not torch.allclose(actual, expected, rtol=1e-2):
-            raise ValueError(
-                f"{name} turns raw logits {list(_SAMPLE_LOGITS)} into {actual.tolist()}, but its configuration says "
-                f"softcap={softcap} and logit_scale={scale}: patch_lm_head does not know what it does"
-            )
-        self.transform_is_known = True
+        return answers[0]
 
 
 @functools.cache
@@ -136,21 +174,47 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         logprob_targets: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
+        return_sum_prob_squared: bool = False,
+        return_top1: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         **inputs: Any,
     ) -> Any | LinearLogprob | LinearLogprobLoss:
+        options = {
+            "temperature": temperature, "return_entropy": return_entropy, "loss_fn": loss_fn, "per_token": per_token,
+            "return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1,
+        }  # fmt: skip
         if logprob_targets is None:
             if loss_fn is not None:
                 raise ValueError("loss_fn needs logprob_targets, the tokens whose log-probabilities it is a loss of")
-            options = {"temperature": temperature, "return_entropy": return_entropy, "per_token": per_token}
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
-        if inputs.get("labels") is not None:
-            raise ValueError("got labels and logprob_targets: leave out one of them; a loss is computed by loss_fn")
+        _check_keywords(model_class, inputs, known)
         head = self.get_output_embeddings()
-        hidden = head.final_hidden(model_class.__name__, lambda: model_class.forward(self, *args, **inputs))
-        options = {"temperature": temperature, "return_entropy": return_entropy}
-        return head(hidden, logprob_targets, loss_fn=loss_fn, per_token=per_token, **options)
+        if not isinstance(head, _PatchedHead):
+            raise ValueError(
+                f"the lm_head of {model_class.__name__} was replaced by a {type(head).__name__} after patch_lm_head: "
+                "call patch_lm_head(model) again"
+            )
+        own_forward = functools.partial(model_class.forward, self, *args, **inputs)
+        return head.ask(model_class.__name__, own_forward, target=logprob_targets, **options)
+
+    def call(self, *args: Any, **inputs: Any) -> Any:
+        result = PreTrainedModel.__call__(self, *args, **inputs)
+        if isinstance(result, LinearLogprob | LinearLogprobLoss) and result.logprob.dtype != torch.float32:
+            warnings.warn(
+                f"log-probabilities of {model_class.__name__} were rounded to {result.logprob.dtype} by FSDP2, so that "
+                "ratios of an unchanged policy are not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
+                stacklevel=2,
+            )
+        return result
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **options: Any) -> nn.Module:
+        if new_num_tokens is not None:
+            raise ValueError(
+                f"the head of {model_class.__name__} is patched and cannot be resized: call unpatch_lm_head(model), "
+                "resize, and patch again"
+            )
+        return model_class.resize_token_embeddings(self, None, *args, **options)
 
     def reduce_ex(self, protocol: Any) -> Any:
         reduced = model_class.__reduce_ex__(self, protocol)
@@ -162,10 +226,28 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     own, new = (inspect.signature(function).parameters for function in (model_class.forward, forward))
     added = {name: parameter for name, parameter in new.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
     shared = own.keys() & added.keys()  # verl's forwards of models with images have a temperature of their own
+    forwards = [vars(each)["forward"] for each in model_class.__mro__ if "forward" in vars(each)]
+    known = {name for each in forwards for name in inspect.signature(each).parameters}
+    known |= {*TransformersKwargs.__annotations__}
     signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
-    names = {"forward": forward, "__reduce_ex__": reduce_ex, "__doc__": model_class.__doc__}
+    names = {
+        "forward": forward, "__call__": call, "resize_token_embeddings": resize_token_embeddings,
+        "__reduce_ex__": reduce_ex, "__doc__": model_class.__doc__,
+    }  # fmt: skip
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return type(model_class.__name__, (model_class,), names | {"__module__": model_class.__module__})
+
+
+def _check_keywords(model_class: type[PreTrainedModel], inputs: dict[str, Any], known: set[str]) -> None:
+    """Refuses what the model's forward would swallow by its ``**kwargs``."""
+    if inputs.get("labels") is not None:
+        raise ValueError("got labels and logprob_targets: leave out one of them; a loss is computed by loss_fn")
+    for name in inputs.keys() - known:
+        close = difflib.get_close_matches(name, [*known, *_KEYWORDS], n=1)
+        raise ValueError(
+            f"{model_class.__name__} has no keyword {name}{f' (did you mean {close[0]}?)' if close else ''}: beside "
+            f"logprob_targets it takes its own and {', '.join(_KEYWORDS)}"
+        )
 
 
 def _empty_patched(model_class: type[PreTrainedModel]) -> PreTrainedModel:

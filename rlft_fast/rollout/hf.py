@@ -18,7 +18,7 @@ from transformers import (
 
 from rlft_fast.engine.stopping import STOP, LeftEarlyError
 from rlft_fast.engine.wrap import gathered
-from rlft_fast.models import PolicyModel, packed_implementation, padded_implementation
+from rlft_fast.models import PolicyModel, padded_attention
 from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.types import Completion, SamplingParams
 
@@ -239,9 +239,8 @@ def _generation_mode(model: PolicyModel) -> Iterator[None]:
     A repetition penalty or a temperature among these defaults would change the distribution that is sampled from.
     """
     defaults, model.model.generation_config = model.model.generation_config, GenerationConfig()
-    model.model.set_attn_implementation(padded_implementation(model.model.config))
     try:
-        yield
+        with padded_attention(model.model):
+            yield
     finally:
-        model.model.set_attn_implementation(packed_implementation(model.model.config))
         model.model.generation_config = defaults

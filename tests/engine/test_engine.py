@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.engine.distributed import leave_process_group
+from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
@@ -51,6 +52,18 @@ def test_infer_is_log_softmax_of_plain_transformers(tiny_model, name, temperatur
     torch.testing.assert_close(outputs["entropy"].double(), entropy_T, rtol=0, atol=1e-5)
     assert outputs["logprob"].dtype == torch.float32
     assert not outputs["logprob"][~batch.loss_mask_T].any()
+
+
+@pytest.mark.usefixtures("no_process_group")
+def test_a_policy_that_packs_otherwise_than_its_model_is_refused(tiny_model, monkeypatch):
+    scaled = Surroundings(softcap=None, logit_scale=1.5, hidden_scale=1.0)
+    monkeypatch.setattr("rlft_fast.models.heads.probe", lambda *_: scaled)
+    with pytest.raises(
+        ValueError, match=r"differ by \d.* from those of LlamaForCausalLM's own forward on eight tokens"
+    ):
+        make_engine(tiny_model("llama"))
+    with pytest.warns(UserWarning, match="compare with float32"):
+        make_engine(tiny_model("llama"), dtype="bfloat16")
 
 
 def test_sum_of_squared_probabilities(tiny_model):

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlft_fast.models import PACKED_ATTENTION, PolicyModel
-from rlft_fast.models.architectures import padded_implementation, require_packed_attention
+from rlft_fast.models import ModelInputs, PolicyModel
+from rlft_fast.models.architectures import packed_implementation, padded_attention, require_packed_attention
 
 pytestmark = pytest.mark.slow
 
@@ -29,14 +29,15 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(["head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "query_pre_attn_scalar"], 8),
     **dict.fromkeys(["n_group", "topk_group", "first_k_dense_replace", "encoder_layers", "bos_token_id"], 1),
     **dict.fromkeys(["num_mtp_layers", "num_nextn_predict_layers", "pad_token_id"], 0),
-    "num_key_value_heads": 2, "sliding_window": 4, "num_experts_per_tok": 2, "initializer_range": 0.2,
-    "rotary_dim": 4, "qk_rope_head_dim": 4, "q_lora_rank": 12, "hidden_size_per_layer_input": 4, "eos_token_id": 2,
+    "is_decoder": True, "num_key_value_heads": 2, "sliding_window": 4, "num_experts_per_tok": 2, "rotary_dim": 4,
+    "initializer_range": 0.2, "qk_rope_head_dim": 4, "q_lora_rank": 12, "hidden_size_per_layer_input": 4,
+    "eos_token_id": 2,
 }  # fmt: skip
 # What must not be refused, so that a check grown too strict shows.
 KNOWN_TO_WORK = [
     "arcee", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2",
-    "granite", "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi",
-    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    "granite", "llama", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 ]  # fmt: skip
 
 
@@ -61,27 +62,28 @@ def small_model(model_type: str) -> PreTrainedModel:
     return model
 
 
-def packed_logits(model: PreTrainedModel, parts: list[Tensor]) -> Tensor:
+def packed_logprobs(policy: PolicyModel, parts: list[Tensor], target: Tensor) -> Tensor:
+    """Of all tokens, as the engine computes them."""
     boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    position_ids = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    model.set_attn_implementation(PACKED_ATTENTION)
-    return model(
-        input_ids=torch.cat(parts, 1), position_ids=position_ids, use_cache=False, cu_seq_lens_q=boundaries,
-        cu_seq_lens_k=boundaries, max_length_q=max(LENGTHS), max_length_k=max(LENGTHS),
-    ).logits[0]  # fmt: skip
+    everything = torch.arange(sum(LENGTHS))
+    return policy(ModelInputs(
+        input_ids=torch.cat(parts, 1), position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS),
+        key_index=None, active_index=everything, target=target, output_index=everything,
+    )).logprob  # fmt: skip
 
 
-def generated_logits(model: PreTrainedModel, parts: list[Tensor]) -> Tensor:
+def generated_logits(policy: PolicyModel, parts: list[Tensor]) -> Tensor:
     """(2 B, 2, V) as rollouts compute them: padding on the left, prefill, then token by token for two samples each."""
     padding = [(max(LENGTHS) - n, 0) for n in LENGTHS]
     ids, mask = (
         torch.cat([pad(x, width) for x, width in zip(rows, padding, strict=True)])
         for rows in (parts, [torch.ones_like(part) for part in parts])
     )
-    model.generation_config = GenerationConfig()
-    model.set_attn_implementation(padded_implementation(model.config))
+    policy.model.generation_config = GenerationConfig()
     config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
-    output, _ = PolicyModel(model).generate(ids, mask, num_samples=2, generation_config=config)
+    with padded_attention(policy.model):
+        output, _ = policy.generate(ids, mask, num_samples=2, generation_config=config)
     return torch.stack(output.logits, 1)
 
 
@@ -94,15 +96,20 @@ def test_refused_or_right(model_type):
         pytest.skip(f"these sizes do not fit: {error}")
     try:
         require_packed_attention(model)
+        policy = PolicyModel(model)
     except ValueError:
         assert model_type not in KNOWN_TO_WORK
         return
     parts = torch.randint(3, 64, (1, sum(LENGTHS))).split(LENGTHS, 1)
+    target = torch.randint(3, 64, (sum(LENGTHS),))
     with torch.no_grad():
         model.set_attn_implementation("eager")
         alone = [model(input_ids=part, use_cache=False).logits[0] for part in parts]
         longer = [torch.cat([part, logits[-1:].argmax(1)[None]], 1) for part, logits in zip(parts, alone, strict=True)]
         last_two = torch.stack([model(input_ids=part, use_cache=False).logits[0, -2:] for part in longer])
-        torch.testing.assert_close(packed_logits(model, parts), torch.cat(alone), rtol=0, atol=1e-4)
-        generated = generated_logits(model, parts)
+        model.set_attn_implementation(packed_implementation(model.config))
+        expected = torch.log_softmax(torch.cat(alone), -1).gather(1, target[:, None]).squeeze(1)
+        torch.testing.assert_close(packed_logprobs(policy, parts, target), expected, rtol=0, atol=1e-4)
+        assert policy.deviation() < 1e-4
+        generated = generated_logits(policy, parts)
     torch.testing.assert_close(generated, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)

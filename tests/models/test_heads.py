@@ -5,8 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     CohereConfig,
     CohereForCausalLM,
+    ErnieConfig,
+    ErnieForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -15,8 +19,12 @@ from transformers import (
     HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaModel,
+    MllamaForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
 from tests.distributed import run_distributed
@@ -248,6 +256,36 @@ def test_no_active_position():
     result = model(inputs, loss_fn=lambda logprob, entropy: logprob)
     result.loss.backward()
     assert result.loss.item() == 0.0
+
+
+BERT = SIZES | {"is_decoder": True, "num_key_value_heads": 2}
+MLLAMA = SIZES | {"num_key_value_heads": 2, "cross_attention_layers": []}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "message"),
+    [
+        (BertLMHeadModel, BertConfig(**BERT), r"modules between its backbone and its lm_head \(cls\)"),
+        (ErnieForCausalLM, ErnieConfig(**BERT), r"ErnieForCausalLM has modules .* \(cls\)"),
+        (ModernBertDecoderForCausalLM, ModernBertDecoderConfig(**BERT, cls_token_id=1, sep_token_id=2),
+         r"ModernBertDecoderForCausalLM has modules .* \(lm_head, decoder\)"),
+        (MllamaForCausalLM, MllamaTextConfig(**MLLAMA), "MllamaForCausalLM has no backbone under the name"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_packed_policy_would_skip_is_refused(model_class, config, message, device):
+    with torch.device(device):
+        model = model_class(config)
+    with pytest.raises(ValueError, match=message):
+        PolicyModel(model)
+
+
+def test_a_policy_that_deviates_from_its_model_is_found():
+    torch.manual_seed(0)
+    policy = PolicyModel(CohereForCausalLM(CohereConfig(**SIZES, attn_implementation=PACKED_ATTENTION)).eval())
+    assert policy.deviation() < 1e-5
+    policy.head.options["logit_scale"] *= 3
+    assert policy.deviation() > 0.1
 
 
 def test_a_model_without_lm_head_is_no_policy():

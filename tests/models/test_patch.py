@@ -6,14 +6,16 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -33,8 +35,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PhiConfig,
@@ -46,8 +52,9 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
-from rlft_fast import patch_lm_head
+from rlft_fast import patch_lm_head, unpatch_lm_head
 from tests.distributed import run_distributed
+from tests.models.accelerated import prepare_as_accelerate
 
 V = 67
 SIZES = {
@@ -69,6 +76,11 @@ MODELS = {
         lm_head_multiplier=0.5, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)),
     "bias": (PhiForCausalLM, PhiConfig(**SIZES)),
     "dropout, other names": (GPT2LMHeadModel, GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2)),
+    "hidden states are divided": (MiniCPM3ForCausalLM, MiniCPM3Config(**SIZES | {"num_key_value_heads": 2},
+        dim_model_base=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8,
+        head_dim=4)),
+    "a module before the head": (ModernBertDecoderForCausalLM, ModernBertDecoderConfig(**SIZES, cls_token_id=1,
+        sep_token_id=2)),
     "no call of the base model": (OPTForCausalLM, OPTConfig(vocab_size=V, hidden_size=16, ffn_dim=24,
         num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=12, init_std=0.3)),
 }  # fmt: skip
@@ -127,6 +139,19 @@ def test_log_probabilities_and_gradients_are_those_of_the_logits(name):
     assert actual.keys() == expected.keys()
     for parameter, gradient in expected.items():
         torch.testing.assert_close(actual[parameter], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_other_statistics():
+    model, inputs = build("softcap"), batch()
+    targets = next_tokens(**inputs)
+    probability = model(**inputs).logits.softmax(-1)
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets, return_sum_prob_squared=True, return_top1=True)
+    active = targets != -100
+    assert torch.equal(result.top1, (probability.argmax(-1) == targets) & active)
+    expected = probability.square().sum(-1).where(active, 0)
+    torch.testing.assert_close(result.sum_prob_squared, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="return_top1 do not go with loss_fn"):
+        model(**inputs, logprob_targets=targets, return_top1=True, loss_fn=lambda logprob, _: logprob)
 
 
 def test_loss_in_three_gemms():
@@ -239,36 +264,150 @@ def test_autocast():
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
 
 
-def check_sharded(rank: int, name: str, own_unit: bool) -> None:
+def shard_by_blocks(model: PreTrainedModel, mesh: DeviceMesh) -> int:
+    """Blocks and the rest, as FSDP2's tutorial does. Returns how many units gather their weights in a forward."""
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    return len(model.model.layers) + 1
+
+
+def shard_the_head(model: PreTrainedModel, mesh: DeviceMesh) -> int:
+    """Also the head, whose weight is given back between forward and backward."""
+    fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    return 1 + shard_by_blocks(model, mesh)
+
+
+def shard_norm_and_head(model: PreTrainedModel, mesh: DeviceMesh) -> int:
+    """Final norm and head in one unit, whose weights are given back between forward and backward."""
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=True)
+    return 1 + shard_by_blocks(model, mesh)
+
+
+def shard_as_accelerate(model: PreTrainedModel, mesh: DeviceMesh) -> int:
+    prepare_as_accelerate(model, mesh)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return len({id(unit._get_fsdp_state()) for unit in units if any(True for _ in unit.parameters())})
+
+
+def check_sharded(rank: int, name: str, shard: Callable[[PreTrainedModel, DeviceMesh], int]) -> None:
     """Rank r trains on sequence r; the mean over ranks is the mean over the batch."""
-    inputs, mesh = batch(), init_device_mesh("cpu", (2,))
+    inputs, mesh = batch(), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     targets = next_tokens(**inputs)
     plain = build(name)
     logprob, _ = plain_logprob(plain(**inputs).logits, targets)
     expected = gradients(plain, logprob.sum() / 2)
 
     model = patch_lm_head(build(name))
-    for unit in ([model.lm_head] if own_unit else []) + [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    num_units = shard(model, mesh)
     own = {key: value[rank : rank + 1] for key, value in inputs.items()}
     gathered, original = [], getattr(dist, GATHER)
     setattr(dist, GATHER, lambda *args, **kwargs: gathered.append(1) or original(*args, **kwargs))
     result = model(**own, logprob_targets=targets[rank : rank + 1])
     setattr(dist, GATHER, original)
-    assert len(gathered) == len(model.model.layers) + 1 + 2 * own_unit  # once per unit; a head of its own twice
+    assert len(gathered) <= num_units  # none twice; a root without weights of its own gathers nothing
     torch.testing.assert_close(result.logprob, logprob[rank : rank + 1], rtol=0, atol=1e-5)
     result.logprob.sum().backward()
     for parameter, value in model.named_parameters():
         torch.testing.assert_close(value.grad.full_tensor(), expected[parameter], rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # whatever a pass leaves behind would show in the next one
+        model.zero_grad()
+        loss = model(
+            **own, logprob_targets=targets[rank : rank + 1], loss_fn=lambda logprob, _: logprob
+        ).loss  # fmt: skip
+        loss.backward()
+    for parameter, value in model.named_parameters():
+        torch.testing.assert_close(value.grad.full_tensor(), expected[parameter], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot be unpatched"):
+        unpatch_lm_head(model)
 
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [
+        ("tied", shard_by_blocks), ("nothing", shard_by_blocks), ("nothing", shard_the_head),
+        ("nothing", shard_norm_and_head), ("nothing", shard_as_accelerate), ("tied", shard_as_accelerate),
+    ],
+)  # fmt: skip
+def test_sharded(name, shard):
+    run_distributed(check_sharded, 2, name, shard)
+
+
+def check_rounded_outputs(rank: int) -> None:
+    """As accelerate shards under mixed precision."""
+    inputs, mesh = batch(), init_device_mesh("cpu", (1,))
+    for output_dtype in (torch.bfloat16, torch.float32):
+        model = patch_lm_head(build("nothing"))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
+        for unit in ([model.model.norm, model.lm_head], model):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = model(**inputs, logprob_targets=next_tokens(**inputs))
+        assert result.logprob.dtype == output_dtype
+        rounded = [str(warning.message) for warning in caught if "were rounded to" in str(warning.message)]
+        assert [message.split("rounded to ")[1].split()[0] for message in rounded] == (
+            ["torch.bfloat16"] if output_dtype == torch.bfloat16 else []
+        )
+
+
+@pytest.mark.dist
+def test_log_probabilities_that_fsdp_rounds():
+    run_distributed(check_rounded_outputs, 1)
+
+
+def check_patch_after_sharding(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(ValueError, match="patch before sharding"):
         patch_lm_head(fully_shard(build("nothing"), mesh=mesh))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "own_unit"), [("tied", False), ("nothing", False), ("nothing", True)])
-def test_sharded(name, own_unit):
-    run_distributed(check_sharded, 2, name, own_unit)
+def test_a_sharded_model_cannot_be_patched():
+    run_distributed(check_patch_after_sharding, 1)
+
+
+# ---- undoing, and changes after the patch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nothing", "tied", "bias"])
+def test_unpatch(name):
+    model, inputs = build(name), batch()
+    head, keys, logits = model.get_output_embeddings(), list(model.state_dict()), model(**inputs).logits
+    parameters = [*model.parameters()]
+    assert unpatch_lm_head(patch_lm_head(model)) is model
+    assert type(model) is MODELS[name][0]
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert model.get_output_embeddings().weight is head.weight
+    assert [*map(id, model.parameters())] == [*map(id, parameters)]
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(**inputs).logits, logits)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} with a Linear cannot be unpatched"):
+        unpatch_lm_head(model)
+    model.resize_token_embeddings(V + 5)
+    targets = next_tokens(**inputs)
+    expected, _ = plain_logprob(model(**inputs).logits, targets)
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_is_replaced_after_the_patch():
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    targets = next_tokens(**inputs)
+    model.lm_head = nn.Linear(16, V, bias=False)
+    with pytest.raises(ValueError, match=r"lm_head of LlamaForCausalLM was replaced by a Linear .* again"):
+        model(**inputs, logprob_targets=targets)
+    expected, _ = plain_logprob(model(**inputs).logits, targets)
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
+
+
+def test_a_patched_head_is_not_resized():
+    model = patch_lm_head(build("nothing"))
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    with pytest.raises(ValueError, match="head of LlamaForCausalLM is patched and cannot be resized: call unpatch"):
+        model.resize_token_embeddings(V + 5)
+    assert model.get_input_embeddings().num_embeddings == V
 
 
 # ---- what it refuses ------------------------------------------------------------------------------------------------
@@ -309,12 +448,6 @@ def with_replaced_forward(part: str = "") -> PreTrainedModel:
     return model
 
 
-class TwiceThroughTheHead(LlamaForCausalLM):
-    def forward(self, *args, **inputs):
-        super().forward(*args, **inputs)
-        return super().forward(*args, **inputs)
-
-
 BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
 
@@ -341,18 +474,60 @@ def test_what_cannot_be_patched(make, error, message):
     assert type(model) is before
 
 
-@pytest.mark.parametrize("scaling", [3.0, 1.05])
-def test_unknown_transform_of_the_logits(scaling):
+class Shifted(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        outputs = super().forward(*args, **inputs)
+        outputs.logits = outputs.logits + 0.01 * outputs.logits.square()
+        return outputs
+
+
+class TwiceThroughTheHead(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        super().forward(*args, **inputs)
+        return super().forward(*args, **inputs)
+
+
+class Broken(LlamaForCausalLM):
+    def forward(self, *args, **inputs):
+        raise RuntimeError("out of\norder")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "message"),
+    [
+        (Shifted, r"Shifted turns raw logits \[-40.0, -1.0, 0.5, 40.0\] into \[-24.0, -0.99, 0.5025, 56.0\]: expected"),
+        (TwiceThroughTheHead, "TwiceThroughTheHead calls its head 2 times in a forward, expected once"),
+        (Broken, "forward of Broken cannot be tried on two tokens: RuntimeError: out of order"),
+    ],
+)
+def test_a_forward_that_is_not_understood(model_class, message):
+    model = model_class(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match=message):
+        patch_lm_head(model)
+    assert type(model) is model_class
+
+
+def test_the_model_counts_and_not_its_configuration():
+    """transformers' Cohere2Vision has a logit_scale that its forward does not apply."""
     model, inputs = build("divided"), batch()
-    model.config.logits_scaling = 1.0
-    patch_lm_head(model)
-    model.config.logits_scaling = scaling
-    none = {"logits_to_keep": torch.empty(0, dtype=torch.int64), "logprob_targets": torch.empty(2, 0).long()}
-    assert model(**inputs, **none).logprob.shape == (2, 0)  # nothing to see it by
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"GraniteForCausalLM turns raw logits .* logit_scale=1\.0"):
-            model(**inputs, logprob_targets=next_tokens(**inputs))
-    assert model(**inputs).logits.shape == (2, 7, V)
+    model.config.logit_scale = 0.25
+    targets = next_tokens(**inputs)
+    expected, _ = plain_logprob(model(**inputs).logits, targets)
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
+
+
+def test_a_model_without_memory_is_patched_before_it_is_loaded():
+    with torch.device("meta"):
+        model = patch_lm_head(MODELS["multiplied"][0](MODELS["multiplied"][1]))
+    loaded, inputs = build("multiplied"), batch()
+    model.to_empty(device="cpu").load_state_dict(loaded.state_dict())
+    for buffer, value in zip(model.buffers(), loaded.buffers(), strict=True):  # which no state_dict has
+        buffer.copy_(value)
+    targets = next_tokens(**inputs)
+    expected, _ = plain_logprob(loaded(**inputs).logits, targets)
+    result = model.eval()(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
 
 
 def test_what_a_call_with_targets_refuses():
@@ -369,8 +544,8 @@ def test_what_a_call_with_targets_refuses():
     for options in ({"temperature": swapped}, {"loss_fn": torch.mul, "per_token": (swapped,)}):
         with pytest.raises(ValueError, match=r"has shape \(7, 2\), expected \(2, 7\)"):
             model(**inputs, logprob_targets=targets, **options)
-    with pytest.raises(ValueError, match="TwiceThroughTheHead called its head 2 times, expected once"):
-        patch_lm_head(TwiceThroughTheHead(LlamaConfig(**SIZES)))(**inputs, logprob_targets=targets)
+    with pytest.raises(ValueError, match=r"has no keyword return_top_1 \(did you mean return_top1\?\)"):
+        model(**inputs, logprob_targets=targets, return_top_1=True)
     experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
     with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
         patch_lm_head(experts)(**inputs, logprob_targets=targets)
