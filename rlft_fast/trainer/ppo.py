@@ -34,13 +34,12 @@ from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
-    first_prompts,
     leave_out_truncated,
     merge_metrics,
     mini_batches,
     penalize_length,
     rollout_metrics,
-    skip_equal_groups,
+    rows_with_signal,
     take_mismatch,
 )
 from rlft_fast.trainer.judge import Judge
@@ -147,14 +146,16 @@ class PPOTrainer:
         """
         started = time.perf_counter()
         self.seconds = {}
-        prompts, samples = self._collect(step)
+        prompts, scored = self._collect(step)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
         with self._timed("generate"):
             self.rollout.sleep()  # not before: only the sync after the update wakes it
-        taught = self._with_signal(samples)
+        with_signal = self._rows_with_signal(scored)
+        samples = self._penalize_length(scored)
+        taught = self._taught(samples, with_signal)
         with self._timed("logprobs"):
             batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
-        metrics = rollout_metrics(samples, batch)
+        metrics = rollout_metrics(samples, batch, len(with_signal))
         batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
@@ -177,6 +178,7 @@ class PPOTrainer:
     def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
         """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
 
+        What length costs is not yet taken from the rewards.
         Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
@@ -187,15 +189,22 @@ class PPOTrainer:
             more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
             samples += [replace(s, row=s.row + len(rows)) for s in self._rollout(self.prompts.select(more))]
             rows += more
-            if not refills or len({s.row for s in self._with_signal(samples)}) == count:
+            if not refills or len(self._rows_with_signal(samples)) >= count:
                 break
         return self.prompts.select(rows), samples
 
-    def _with_signal(self, samples: list[Sample]) -> list[Sample]:
+    def _rows_with_signal(self, scored: list[Sample]) -> list[int]:
+        return rows_with_signal(scored, self.config.algorithm.filter_by)
+
+    def _taught(self, samples: list[Sample], with_signal: list[int]) -> list[Sample]:
         """The samples to learn from."""
         if not self.config.algorithm.skip_equal_groups:
             return samples
-        return first_prompts(skip_equal_groups(samples), self.config.rollout.prompts_per_step)
+        rows = set(with_signal[: self.config.rollout.prompts_per_step])
+        return [sample for sample in samples if sample.row in rows]
+
+    def _penalize_length(self, scored: list[Sample]) -> list[Sample]:
+        return penalize_length(scored, self.config.reward, self.config.rollout.max_new_tokens)
 
     def _rollout(self, prompts: Prompts) -> list[Sample]:
         """Each rank samples and scores its share of the prompts; all ranks get all samples."""
@@ -209,13 +218,11 @@ class PPOTrainer:
         with self._timed("generate"):
             groups = self.rollout.generate(own.token_ids, params)
         with self._timed("reward"):
-            samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
-        return penalize_length(samples, self.config.reward, config.max_new_tokens)
+            return self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
         """The reward of the most likely answer to each prompt, where there is one."""
-        samples = self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge)
-        samples = penalize_length(samples, self.config.reward, self.config.rollout.max_new_tokens)
+        samples = self._penalize_length(self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge))
         return {sample.row: sample.reward for sample in samples if sample.reward is not None}
 
     def _greedy(self, prompts: Prompts, max_new_tokens: int, judge: Judge) -> list[Sample]:
