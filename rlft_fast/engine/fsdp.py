@@ -38,7 +38,16 @@ from rlft_fast.engine.forward import (
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.engine.wrap import describe_units, no_leftovers, reduce_gradients, reshard
-from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
+from rlft_fast.models import (
+    ModelInputs,
+    PolicyModel,
+    RLModel,
+    ValueModel,
+    adapter_parameters,
+    disabled_lora,
+    load,
+    token_classifier,
+)
 from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
@@ -126,7 +135,7 @@ class FSDPEngine:
         load(self.path, self.model, self._home, self.device)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
-            if self.config.param_dtype == "bfloat16" and self.config.lora is None:
+            if self.config.param_dtype == "bfloat16":
                 load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
             self.to("cpu")
@@ -380,7 +389,8 @@ class FSDPEngine:
     def checkpoint_parts(self) -> dict[str, list[Part]]:
         """What the model's checkpoint has of each of its tensors, by their names in the model."""
         model = self.model.pretrained
-        return {name: checkpoint_parts(model, name, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+        parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}
+        return token_classifier(model).parts(parts, self.model) if isinstance(self.model, ValueModel) else parts
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.

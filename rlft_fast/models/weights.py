@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -86,24 +86,39 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
             module._apply(lambda tensor: tensor, recurse=False)  # has FSDP look at its parameters again
 
 
-def load_weights(folder: str | Path, model: PreTrainedModel, into: dict[str, Tensor] | None = None) -> None:
+def load_weights(
+    folder: str | Path,
+    model: PreTrainedModel,
+    into: Mapping[str, Tensor] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
+) -> None:
     """Reads this rank's slices of the weights in a folder; everything is checked before anything is read.
 
     Args:
         folder: with safetensors files.
         model: sharded or not, with adapters or not; its parameters and persistent buffers are filled, in their dtypes.
         into: fill these tensors instead, of the same shapes and placements, by the model's names; others are left out.
+        beside: tensors that are no part of the model, by their names in the folder; they are filled, too.
 
     Raises:
         ValueError: a file is missing or unreadable; tensors that the model needs are missing or have other shapes, or
             there are tensors that it has no place for.
     """
-    targets = checkpoint_tensors(model)
+    targets = checkpoint_tensors(model) | dict(beside or {})
     sources = _match(Path(folder), model, targets)
     with contextlib.ExitStack() as stack, torch.no_grad():
         files = {file: stack.enter_context(safe_open(file, "pt")) for file in _files(Path(folder))}
         for name, source in sources.items():
             _read(files, name, source, model, targets if into is None else into)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of all tensors in a folder's files.
+
+    Raises:
+        ValueError: a file is missing or unreadable.
+    """
+    return {stored.key for stored in _stored(folder)}
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -300,7 +315,7 @@ def _equal(first: _Stored, other: _Stored) -> bool:
 
 
 def _read(
-    files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: dict[str, Tensor]
+    files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: Mapping[str, Tensor]
 ) -> None:
     if source.converter is None:
         if first in targets:
