@@ -48,7 +48,7 @@ from rlft_fast.models import (
     load,
     token_classifier,
 )
-from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
+from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors, local_part
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
@@ -391,6 +391,17 @@ class FSDPEngine:
         model = self.model.pretrained
         parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}
         return token_classifier(model).parts(parts, self.model) if isinstance(self.model, ValueModel) else parts
+
+    @torch.no_grad()
+    def non_finite_weights(self) -> list[str]:
+        """Names of the parameters that hold a NaN or an infinity, on any rank. Every rank must call it."""
+        reshard(self.model)
+        flags = {
+            f"{name}_max": local_part(parameter)[0].isfinite().logical_not().any().float()
+            for name, parameter in self.model.named_parameters()
+        }
+        found = torch.stack([*all_reduce(flags).values()]).tolist()  # one read
+        return [name.removesuffix("_max") for name, is_bad in zip(flags, found, strict=True) if is_bad]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.

@@ -231,7 +231,7 @@ def _check_complete(folder: Path, tied: list[list[str]], sources: dict[str, _Sou
     missing = [names[0] for names in tied if made.isdisjoint(names)]  # of tied ones any is stored
     if missing:
         raise ValueError(
-            f"the weights in {folder} lack {_some(missing)}, which config.json asks for: they would be random; "
+            f"the weights in {folder} lack {name_some(missing)}, which config.json asks for: they would be random; "
             "save or download the model again"
         )
 
@@ -253,7 +253,7 @@ def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _
         if source.converter is None
     ]
     if wrong := [f"{name} {stored} instead of {asked}" for name, stored, asked in pairs if stored != asked]:
-        raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {_some(wrong)}")
+        raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {name_some(wrong)}")
 
 
 def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: list[str]) -> None:
@@ -264,12 +264,13 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
         extra = [key for key in extra if key.startswith(prefix)]
     if extra:
         raise ValueError(
-            f"the weights in {folder} hold {_some(extra)}, for which the {type(model).__name__} of config.json has no "
-            "place: weights and config.json are of different models"
+            f"the weights in {folder} hold {name_some(extra)}, for which the {type(model).__name__} of config.json "
+            "has no place: weights and config.json are of different models"
         )
 
 
-def _some(names: list[str]) -> str:
+def name_some(names: list[str]) -> str:
+    """The first few of many names, for a message."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
@@ -301,7 +302,7 @@ def _files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error
     if absent := [path.name for path in paths if not path.is_file()]:
-        raise ValueError(f"cannot load the model in {folder}: {_some(absent)} of {index.name} are missing")
+        raise ValueError(f"cannot load the model in {folder}: {name_some(absent)} of {index.name} are missing")
     return paths
 
 

@@ -28,9 +28,10 @@ from rlft_fast.engine.distributed import (
     require_agreement,
 )
 from rlft_fast.models import load_tokenizer
+from rlft_fast.models.weights import name_some
 from rlft_fast.ops.support_logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
-from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
+from rlft_fast.rollout import Completion, NonFiniteLogitsError, SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
@@ -98,6 +99,7 @@ class PPOTrainer:
         ).initialize()
         self._check_support()
         _check_tokens("model", self.actor, self.prompts, self.held_out)
+        _check_finite("model", self.actor)
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
         if config.critic is not None:
@@ -108,6 +110,7 @@ class PPOTrainer:
                 head="value", num_training_steps=num_training_steps,
             ).initialize()  # fmt: skip
             _check_tokens("critic.model", self.critic, self.prompts)
+            _check_finite("critic.model", self.critic)
             self.value_loss = ValueLoss(
                 clip=config.critic.value_clip, aggregation=algorithm.aggregation,
                 max_response_tokens=config.rollout.max_new_tokens,
@@ -215,10 +218,29 @@ class PPOTrainer:
             n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
-        with self._timed("generate"):
-            groups = self.rollout.generate(own.token_ids, params)
+        groups = self._generate(own.token_ids, params)
         with self._timed("reward"):
             return self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+
+    def _generate(self, token_ids: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        try:
+            with self._timed("generate"):
+                return self.rollout.generate(token_ids, params)
+        except NonFiniteLogitsError as error:
+            if steps := self.rollout.weight_version - 1:
+                raise NonFiniteLogitsError(f"{error} after step {steps}: {self.divergence('actor')}") from error
+            raise NonFiniteLogitsError(
+                f"{error} before the first step, although the weights in {self.config.model} are: they are too large, "
+                "or of another model than config.json says"
+            ) from error
+
+    def divergence(self, name: str) -> str:
+        """What has happened to an engine whose numbers are not finite after a step, and what to do."""
+        key, optimizer = f"{name}.optimizer", self.engines[name].config.optimizer
+        return (
+            f"the run has diverged. Lower {key}.learning_rate ({optimizer.learning_rate:g}) or {key}.max_grad_norm "
+            f"({optimizer.max_grad_norm})"
+        )
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
         """The reward of the most likely answer to each prompt, where there is one."""
@@ -229,8 +251,7 @@ class PPOTrainer:
         """One most likely answer to each prompt, from all ranks."""
         rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
-        with self._timed("generate"):
-            groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        groups = self._generate(prompts.select(rows).token_ids, params)
         return judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
@@ -284,7 +305,8 @@ class PPOTrainer:
         assert self.critic is not None
         values = self.critic.train_step(mini_batch, self.value_loss)
         moments = {name: torch.tensor(value) for name, value in values.items()}
-        metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
+        names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
+        metrics = {f"critic_{name}": values[name] for name in names}
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
@@ -319,6 +341,14 @@ def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
         raise ValueError(
             f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
             "the policy's folder is of another model, or knows tokens that were added without new embeddings"
+        )
+
+
+def _check_finite(key: str, engine: FSDPEngine) -> None:
+    """Before a run of which nothing could be saved."""
+    if bad := engine.non_finite_weights():
+        raise ValueError(
+            f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
         )
 
 
