@@ -245,6 +245,20 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),
         ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
         ({"algorithm.max_refills": 2}, "set that, too"),
+        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set that, too"),
+        (
+            {"algorithm.skip_equal_groups": True, "algorithm.filter_by": "length"},
+            "filter_by is 'length', expected a part of the reward: chain_sum",
+        ),
+        (
+            {
+                "algorithm.skip_equal_groups": True,
+                "algorithm.filter_by": "m:h",
+                "actor.max_tokens": 641,
+                "reward": {"function": {"m:f": 1.0, "m:g": 0.5}, "model": "rm"},
+            },
+            "filter_by is 'm:h', expected a part of the reward: m:f, m:g, model",
+        ),
         ({"algorithm.correction_high": 2.0}, "none has no bounds"),
         ({"algorithm.correction_low": 0.0}, "none has no bounds"),
         ({"algorithm.rollout_correction": "bypass", "algorithm.correction_high": 2.0}, "bypass has no bounds"),

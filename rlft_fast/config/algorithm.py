@@ -31,7 +31,9 @@ class AlgorithmConfig(Section):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE: λ."""
     skip_equal_groups: bool = False
-    """Leave out prompts whose samples all got the same reward; without a signal they only cost time."""
+    """Leave out prompts whose samples all got the same reward (before what length costs): they only cost time."""
+    filter_by: str | None = None
+    """Part of the reward that skip_equal_groups compares instead: a name in reward.function, the task's, or model."""
     max_refills: NonNegativeInt = 0
     """With skip_equal_groups: most further rollouts of a step, made until prompts_per_step prompts are left."""
     mask_truncated: bool = False
@@ -100,6 +102,8 @@ class AlgorithmConfig(Section):
                 "kl_estimator: k1 in the loss holds nothing back, its gradient is 0 on average: take kl_in: reward, or "
                 "another estimator"
             )
+        if self.filter_by is not None and not self.skip_equal_groups:
+            raise ValueError("filter_by names what skip_equal_groups compares: set that, too")
         if self.max_refills and not self.skip_equal_groups:
             raise ValueError("max_refills replaces the prompts that skip_equal_groups leaves out: set that, too")
         bounds = {self.correction_low, self.correction_high} - {None}

@@ -106,6 +106,6 @@ class CriticConfig(EngineConfig):
     """The value model of PPO."""
 
     model: LocalPath | None = None
-    """Folder of the model that the critic starts from; null: the policy's."""
+    """Folder of the model that the critic starts from, a reward model's with its head; null: the policy's."""
     value_clip: PositiveFloat = 0.2
     """How far a value may move from its value at rollout before its loss is clipped."""

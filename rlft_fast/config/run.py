@@ -156,6 +156,11 @@ class Config(Section):
             raise ValueError("algorithm.mini_batches is larger than the number of samples per step")
         if self.reward.function is None and self.reward.model is None and self.data.task is None:
             raise ValueError("reward.function is needed: only reasoning-gym tasks bring their own scoring")
+        parts = [*self.function_weights, *(["model"] if self.reward.model is not None else [])]
+        if algorithm.filter_by is not None and algorithm.filter_by not in parts:
+            raise ValueError(
+                f"algorithm.filter_by is {algorithm.filter_by!r}, expected a part of the reward: {', '.join(parts)}"
+            )
         evaluation_function = None if self.evaluation is None else self.evaluation.function
         if self.reward.timeout_s is not None and self.reward.function is None and evaluation_function is None:
             raise ValueError("reward.timeout_s is the limit of reward.function, which is not given")
@@ -178,6 +183,16 @@ class Config(Section):
                 )
         self._check_room_for_the_reward_model()
         return self
+
+    @property
+    def function_weights(self) -> dict[str, float]:
+        """Weights of the reward functions by name: of those given, else of the task's own, which a model replaces."""
+        function = self.reward.function
+        if isinstance(function, str):
+            return {function: 1.0}
+        if function is None and self.reward.model is None and self.data.task is not None:
+            return {self.data.task: 1.0}
+        return function or {}
 
     def _check_room_for_the_reward_model(self) -> None:
         """It runs as the actor does, and is asked at one token more than a sequence has."""

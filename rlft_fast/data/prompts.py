@@ -1,9 +1,11 @@
 """Prompts: read from JSONL, a dataset folder or a reasoning-gym task, checked and tokenized before anything runs."""
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from jinja2 import TemplateError
 from rlft_fast.config import DataConfig
 
 _MAX_NAMED_ROWS = 5
+_MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # types and keys of transformers, OpenAI and Qwen
 
 
 class Tokenizer(Protocol):
@@ -107,12 +110,27 @@ def _check_rows(rows: list[dict[str, Any]], column: str, name: str) -> None:
             f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content, for example {rows[other[0]][column]!r}"
         )
+    if media := {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}:
+        first = min(media)
+        raise ValueError(
+            f"{name}: {_name_rows([*media])} have images, videos or audio in their {column!r} (row {first} has "
+            f"{media[first]!r}), which do not reach the model: leave these rows out"
+        )
 
 
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
     return isinstance(value, str)
+
+
+def _media(prompt: str | list[dict[str, Any]]) -> str | None:
+    """The type or key of the first image, video or audio in a prompt's messages; templates drop what they hold."""
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages]
+    parts = [part for part in (*messages, *chain.from_iterable(contents)) if isinstance(part, dict)]
+    names = [name for part in parts for name in (part.get("type"), *(key for key, value in part.items() if value))]
+    return next((name for name in names if isinstance(name, str) and _MEDIA.fullmatch(name)), None)
 
 
 def _tokenize(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, list[int]]:

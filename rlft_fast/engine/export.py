@@ -16,6 +16,7 @@ from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager
 from rlft_fast.engine.distributed import all_reduce, forked_rng, get_rank
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.storage import REPLACED, TEMPORARY, fsync, publish, write_text
+from rlft_fast.models import ValueModel, token_classifier
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 Dtype = Literal["float32", "bfloat16"]
@@ -30,6 +31,8 @@ def export_hf(
     overwrite: bool = False,
 ) -> None:
     """Writes a folder that plain transformers (and vLLM) load: weights, configuration and tokenizer.
+
+    A critic becomes a token classifier with one label, whose logits are the values.
 
     Every rank must call it; rank 0 writes. Beside the engine's own memory it needs that of one file of weights, on rank
     0, and of one weight elsewhere. Configuration and tokenizer files are those of the engine's own model. The folder
@@ -52,7 +55,9 @@ def export_hf(
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a folder that ends in .old alone may be the user's own
     shards = _ShardWriter(temporary, max_shard_bytes)
-    failure = _attempt(_copy_model_files, Path(engine.path), temporary, dtype)
+    model = engine.model
+    own_config = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
+    failure = _attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
     for name, tensor in engine.named_weights():  # to the end, whatever fails here: the other ranks gather with this one
         failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
     failure = failure or _attempt(shards.finish) or _attempt(publish, temporary, output, replaced)
@@ -114,7 +119,7 @@ class _ShardWriter:
         return self.folder / f"{index}.safetensors"
 
 
-def _copy_model_files(source: Path, target: Path, dtype: Dtype) -> None:
+def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]) -> None:
     """Everything but weights. A configuration that names another dtype would have the weights converted on loading."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -122,7 +127,7 @@ def _copy_model_files(source: Path, target: Path, dtype: Dtype) -> None:
         if path.is_file() and ".safetensors" not in path.name and path.suffix not in _WEIGHTS:
             shutil.copyfile(path, target / path.name)
             fsync(target / path.name)
-    config: dict[str, Any] = json.loads((target / "config.json").read_text()) | {"dtype": dtype}
+    config: dict[str, Any] = json.loads((target / "config.json").read_text()) | config_changes
     config.pop("torch_dtype", None)
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
 

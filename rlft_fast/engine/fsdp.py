@@ -39,8 +39,17 @@ from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, lo
 from rlft_fast.engine.stopping import STOP
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.engine.wrap import describe_units, no_leftovers, reduce_gradients, reshard
-from rlft_fast.models import ModelInputs, PolicyModel, RLModel, adapter_parameters, disabled_lora, load
-from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors
+from rlft_fast.models import (
+    ModelInputs,
+    PolicyModel,
+    RLModel,
+    ValueModel,
+    adapter_parameters,
+    disabled_lora,
+    load,
+    token_classifier,
+)
+from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors, local_part
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
@@ -129,7 +138,7 @@ class FSDPEngine:
             require_own_numbers(self.model, self.config)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
-            if self.config.param_dtype == "bfloat16" and self.config.lora is None:
+            if self.config.param_dtype == "bfloat16":
                 load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
             self.to("cpu")
@@ -386,7 +395,19 @@ class FSDPEngine:
     def checkpoint_parts(self) -> dict[str, list[Part]]:
         """What the model's checkpoint has of each of its tensors, by their names in the model."""
         model = self.model.pretrained
-        return {name: checkpoint_parts(model, name, tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+        parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}
+        return token_classifier(model).parts(parts, self.model) if isinstance(self.model, ValueModel) else parts
+
+    @torch.no_grad()
+    def non_finite_weights(self) -> list[str]:
+        """Names of the parameters that hold a NaN or an infinity, on any rank. Every rank must call it."""
+        reshard(self.model)
+        flags = {
+            f"{name}_max": local_part(parameter)[0].isfinite().logical_not().any().float()
+            for name, parameter in self.model.named_parameters()
+        }
+        found = torch.stack([*all_reduce(flags).values()]).tolist()  # one read
+        return [name.removesuffix("_max") for name, is_bad in zip(flags, found, strict=True) if is_bad]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
-from rlft_fast.models import RLModel
+from rlft_fast.models import RLModel, stored_head
 from rlft_fast.models.weights import checkpoint_tensors, load_weights
 from rlft_fast.ops import FusedAdamW
 
@@ -27,9 +27,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
 def load_masters(path: str, model: RLModel, optimizer: FusedAdamW) -> None:
     """Reads float32 masters of bfloat16 weights from the model's files: made from the weights they would be rounded."""
     optimizer.initialize_state()
-    tensors = checkpoint_tensors(model.pretrained).items()
-    masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors if tensor.requires_grad}
-    load_weights(path, model.pretrained, into=masters)
+    head = stored_head(path, model)
+    tensors = checkpoint_tensors(model.pretrained) | head
+    masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors.items() if tensor.requires_grad}
+    if masters:  # adapters alone are in no file
+        load_weights(path, model.pretrained, into=masters, beside=head)
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, num_steps: int) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlft_fast.engine.mesh import shard_numel
-from rlft_fast.models import RLModel, low_rank_factors
+from rlft_fast.models import RLModel, head_parameters, low_rank_factors
 from rlft_fast.models.weights import Part, checkpoint_tensors
 from rlft_fast.ops import FusedAdamW
 
@@ -63,7 +63,7 @@ def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dt
     """
     factors = low_rank_factors(model)
     seen: set[int] = set()
-    for name, tensor in checkpoint_tensors(model.pretrained).items():
+    for name, tensor in (checkpoint_tensors(model.pretrained) | head_parameters(model)).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))

@@ -19,6 +19,7 @@ from rlft_fast.models.loading import (
 from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
 from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
+from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -34,6 +35,7 @@ __all__ = [
     "build_policy",
     "build_reward_model",
     "disabled_lora",
+    "head_parameters",
     "load",
     "load_critic",
     "load_policy",
@@ -44,5 +46,7 @@ __all__ = [
     "patch_lm_head",
     "require_divisible_heads",
     "require_fixed_rope",
+    "stored_head",
+    "token_classifier",
     "unpatch_lm_head",
 ]

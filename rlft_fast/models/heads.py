@@ -297,7 +297,7 @@ def _beside_backbone(model: PreTrainedModel) -> list[str]:
 
 
 class ValueModel(nn.Module):
-    """A backbone with a scalar head: V(s_t) at each active position. Starts at V = 0 everywhere."""
+    """A backbone with a scalar head: V(s_t) at each active position. A new head gives 0 everywhere."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from rlft_fast.models.architectures import packed_implementation, require_packed
 from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
+from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, load_weights, materialize
 
@@ -50,7 +51,9 @@ def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace
 
 
 def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
-    """The backbone of any text model with a new value head; parameters have no memory yet, in eval mode.
+    """The backbone of any text model with a value head; parameters have no memory yet, in eval mode.
+
+    `load` takes the head from a reward model's or an exported critic's folder. Beside other models it is new.
 
     Raises:
         ValueError: the folder is missing or unreadable, or the model's sequences cannot be packed.
@@ -90,10 +93,10 @@ def load(
         ValueError: weights are damaged, missing, of other shapes, or more than the model has a place for.
     """
     materialize(model, torch.device(device), buffer_device)
-    load_weights(path, model.pretrained)
-    initialize_lora(model)
     if isinstance(model, ValueModel):
         model.initialize_head()
+    load_weights(path, model.pretrained, beside=stored_head(path, model))
+    initialize_lora(model)
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:

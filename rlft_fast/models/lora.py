@@ -95,7 +95,7 @@ def _check_adapted(model: RLModel, targets: list[str]) -> None:
 
 
 def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:
-    """What training with adapters changes: they, and a critic's head, which starts from nothing."""
+    """What training with adapters changes: they, and a critic's head, which no adapter could move from 0."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -86,24 +86,39 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
             module._apply(lambda tensor: tensor, recurse=False)  # has FSDP look at its parameters again
 
 
-def load_weights(folder: str | Path, model: PreTrainedModel, into: dict[str, Tensor] | None = None) -> None:
+def load_weights(
+    folder: str | Path,
+    model: PreTrainedModel,
+    into: Mapping[str, Tensor] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
+) -> None:
     """Reads this rank's slices of the weights in a folder; everything is checked before anything is read.
 
     Args:
         folder: with safetensors files.
         model: sharded or not, with adapters or not; its parameters and persistent buffers are filled, in their dtypes.
         into: fill these tensors instead, of the same shapes and placements, by the model's names; others are left out.
+        beside: tensors that are no part of the model, by their names in the folder; they are filled, too.
 
     Raises:
         ValueError: a file is missing or unreadable; tensors that the model needs are missing or have other shapes, or
             there are tensors that it has no place for.
     """
-    targets = checkpoint_tensors(model)
+    targets = checkpoint_tensors(model) | dict(beside or {})
     sources = _match(Path(folder), model, targets)
     with contextlib.ExitStack() as stack, torch.no_grad():
         files = {file: stack.enter_context(safe_open(file, "pt")) for file in _files(Path(folder))}
         for name, source in sources.items():
             _read(files, name, source, model, targets if into is None else into)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of all tensors in a folder's files.
+
+    Raises:
+        ValueError: a file is missing or unreadable.
+    """
+    return {stored.key for stored in _stored(folder)}
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -216,7 +231,7 @@ def _check_complete(folder: Path, tied: list[list[str]], sources: dict[str, _Sou
     missing = [names[0] for names in tied if made.isdisjoint(names)]  # of tied ones any is stored
     if missing:
         raise ValueError(
-            f"the weights in {folder} lack {_some(missing)}, which config.json asks for: they would be random; "
+            f"the weights in {folder} lack {name_some(missing)}, which config.json asks for: they would be random; "
             "save or download the model again"
         )
 
@@ -238,7 +253,7 @@ def _check_shapes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _
         if source.converter is None
     ]
     if wrong := [f"{name} {stored} instead of {asked}" for name, stored, asked in pairs if stored != asked]:
-        raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {_some(wrong)}")
+        raise ValueError(f"the weights in {folder} have other shapes than config.json asks for: {name_some(wrong)}")
 
 
 def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: list[str]) -> None:
@@ -249,12 +264,13 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
         extra = [key for key in extra if key.startswith(prefix)]
     if extra:
         raise ValueError(
-            f"the weights in {folder} hold {_some(extra)}, for which the {type(model).__name__} of config.json has no "
-            "place: weights and config.json are of different models"
+            f"the weights in {folder} hold {name_some(extra)}, for which the {type(model).__name__} of config.json "
+            "has no place: weights and config.json are of different models"
         )
 
 
-def _some(names: list[str]) -> str:
+def name_some(names: list[str]) -> str:
+    """The first few of many names, for a message."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
@@ -286,7 +302,7 @@ def _files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error
     if absent := [path.name for path in paths if not path.is_file()]:
-        raise ValueError(f"cannot load the model in {folder}: {_some(absent)} of {index.name} are missing")
+        raise ValueError(f"cannot load the model in {folder}: {name_some(absent)} of {index.name} are missing")
     return paths
 
 
@@ -300,7 +316,7 @@ def _equal(first: _Stored, other: _Stored) -> bool:
 
 
 def _read(
-    files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: dict[str, Tensor]
+    files: dict[Path, Any], first: str, source: _Source, model: PreTrainedModel, targets: Mapping[str, Tensor]
 ) -> None:
     if source.converter is None:
         if first in targets:

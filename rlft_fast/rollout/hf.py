@@ -20,6 +20,7 @@ from rlft_fast.engine.stopping import STOP, LeftEarlyError
 from rlft_fast.engine.wrap import gathered
 from rlft_fast.models import PolicyModel, padded_attention
 from rlft_fast.rollout.ends import end_token_ids, split_stop
+from rlft_fast.rollout.failures import require_finite
 from rlft_fast.rollout.types import Completion, SamplingParams
 
 _PAD_TOKEN_ID = 0  # never attended to, never read; a tokenizer's own may have been added without an embedding
@@ -62,6 +63,9 @@ class HFRollout:
 
         Returns:
             For each prompt its ``params.n`` completions.
+
+        Raises:
+            RolloutError: the policy's logits are not finite.
         """
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
@@ -69,6 +73,7 @@ class HFRollout:
             for start in range(0, len(prompts), prompts_at_once):
                 flat = self._generate(prompts[start : start + prompts_at_once], params)
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
+        require_finite(completions)
         STOP.leave_together()
         return completions
 
@@ -224,6 +229,7 @@ def _draw(probability_BV: Tensor, width: int = 256) -> Tensor:
     ends = blocks.sum(-1).double().cumsum(-1)
     point = torch.rand(batch, 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
     block = torch.searchsorted(ends, point, right=True)  # right: never a block, or a token, of probability 0
+    block = block.clamp(max=ends.shape[1] - 1)  # a NaN has no place; `require_finite` tells of it
     inside = blocks[torch.arange(batch, device=ends.device), block.squeeze(1)].double().cumsum(-1)
     size = inside[:, -1:]
     rest = point - ends.gather(1, block) + size

@@ -18,18 +18,14 @@ from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
 from rlft_fast.engine.stopping import STOP
-from rlft_fast.errors import RunError
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.ends import end_token_ids, split_stop
+from rlft_fast.rollout.failures import RolloutError, require_finite
 from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
 from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateEngine
 
 T = TypeVar("T")
-
-
-class RolloutError(RunError):
-    """The generator failed, and failed again after a restart."""
 
 
 class VLLMRollout:
@@ -131,7 +127,7 @@ class VLLMRollout:
 
         Raises:
             ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
-            RolloutError: vLLM failed twice.
+            RolloutError: vLLM failed twice, or the policy's logits are not finite.
         """
         check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
@@ -143,6 +139,7 @@ class VLLMRollout:
         if failure is not None:
             raise RolloutError(f"vLLM failed, was started again, and failed again: {failure}") from failure
         assert groups is not None
+        require_finite(groups)
         return groups
 
     def _generate(

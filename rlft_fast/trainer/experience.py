@@ -96,19 +96,18 @@ def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens:
     return [penalized(sample) for sample in samples]
 
 
-def skip_equal_groups(samples: list[Sample]) -> list[Sample]:
-    """The samples of those prompts whose samples did not all get the same reward."""
-    rewards: dict[int, set[float]] = {}
+def rows_with_signal(samples: list[Sample], part: str | None = None) -> list[int]:
+    """The rows of those prompts whose samples did not all get the same reward, in order.
+
+    Args:
+        samples: of one rollout, before `penalize_length`: wrong answers of different lengths are equally wrong.
+        part: name of a part of the reward, to be compared instead.
+    """
+    compared: dict[int, set[float | None]] = {}
     for sample in samples:
         if sample.reward is not None:
-            rewards.setdefault(sample.row, set()).add(sample.reward)
-    return [sample for sample in samples if len(rewards.get(sample.row, ())) > 1]
-
-
-def first_prompts(samples: list[Sample], count: int) -> list[Sample]:
-    """The samples of the first so many prompts that have any."""
-    rows = set(sorted({sample.row for sample in samples})[:count])
-    return [sample for sample in samples if sample.row in rows]
+            compared.setdefault(sample.row, set()).add(sample.reward if part is None else sample.parts[part])
+    return sorted(row for row, values in compared.items() if len(values) > 1)
 
 
 def build_batch(
@@ -179,23 +178,23 @@ def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def rollout_metrics(samples: list[Sample], batch: Batch) -> dict[str, float]:
+def rollout_metrics(samples: list[Sample], batch: Batch, num_with_signal: int) -> dict[str, float]:
     """What the rollout was like, and why it may teach nothing.
 
     Args:
         samples: all samples of the rollout.
+        num_with_signal: how many prompts `rows_with_signal` found among them.
         batch: what is learned from them, with the log-probabilities of the models.
     """
     rewards = np.array([sample.reward for sample in samples if sample.reward is not None])
     groups = {sample.row for sample in samples if sample.reward is not None}
-    unequal = {sample.row for sample in skip_equal_groups(samples)}
     metrics = {
         "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,  # null in the log, and no point of a curve
         "reward_std": float(rewards.std()) if len(rewards) else math.nan,
         "completion_length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
         "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
         "left_out_share": 1.0 - len(rewards) / len(samples),
-        "zero_std_group_share": 1.0 - len(unequal) / len(groups) if groups else 0.0,
+        "zero_std_group_share": 1.0 - num_with_signal / len(groups) if groups else 0.0,
     }
     old_T, rollout_T = batch.old_logprob_T, batch.rollout_logprob_T
     # The same tensor under both names (a bypassed correction) says nothing: the first optimizer step then tells.

@@ -176,11 +176,9 @@ class RewardModelScorer:
 
 def _functions(config: Config) -> WeightedRewards:
     """The functions that the configuration names, loaded or with their workers."""
-    reward, task = config.reward, config.data.task
+    reward, weights = config.reward, config.function_weights
     if reward.function is None:
-        scoring = {} if task is None or reward.model is not None else {task: reasoning_gym_reward(task)}
-        return WeightedRewards(scoring, dict.fromkeys(scoring, 1.0))
-    weights = {reward.function: 1.0} if isinstance(reward.function, str) else reward.function
+        return WeightedRewards({task: reasoning_gym_reward(task) for task in weights}, weights)
     if reward.timeout_s is None:
         return WeightedRewards({spec: load_reward(spec) for spec in weights}, weights)
     isolated = {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in weights}

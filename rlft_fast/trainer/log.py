@@ -15,6 +15,7 @@ from rlft_fast.engine.storage import fsync
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
+_SKIPPED = ("skipped_steps", "critic_skipped_steps")  # of the whole run, shown where there are any
 
 
 class RunLog:
@@ -70,7 +71,8 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
         self.latest |= values
-        shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in _SHOWN if name in self.latest)
+        names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
+        shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
         self.progress.update(self.task, completed=step, numbers=shown)
         if self.active and not self.console.is_terminal:
             self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)

@@ -28,19 +28,19 @@ from rlft_fast.engine.distributed import (
     require_agreement,
 )
 from rlft_fast.models import load_tokenizer
+from rlft_fast.models.weights import name_some
 from rlft_fast.ops.support_logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
-from rlft_fast.rollout import SamplingParams, build_rollout, with_ties
+from rlft_fast.rollout import Completion, NonFiniteLogitsError, SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
-    first_prompts,
     leave_out_truncated,
     merge_metrics,
     mini_batches,
     penalize_length,
     rollout_metrics,
-    skip_equal_groups,
+    rows_with_signal,
     take_mismatch,
 )
 from rlft_fast.trainer.judge import Judge
@@ -99,6 +99,7 @@ class PPOTrainer:
         ).initialize()
         self._check_support()
         _check_tokens("model", self.actor, self.prompts, self.held_out)
+        _check_finite("model", self.actor)
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
         if config.critic is not None:
@@ -109,6 +110,7 @@ class PPOTrainer:
                 head="value", num_training_steps=num_training_steps,
             ).initialize()  # fmt: skip
             _check_tokens("critic.model", self.critic, self.prompts)
+            _check_finite("critic.model", self.critic)
             self.value_loss = ValueLoss(
                 clip=config.critic.value_clip, aggregation=algorithm.aggregation,
                 max_response_tokens=config.rollout.max_new_tokens,
@@ -147,14 +149,16 @@ class PPOTrainer:
         """
         started = time.perf_counter()
         self.seconds = {}
-        prompts, samples = self._collect(step)
+        prompts, scored = self._collect(step)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
         with self._timed("generate"):
             self.rollout.sleep()  # not before: only the sync after the update wakes it
-        taught = self._with_signal(samples)
+        with_signal = self._rows_with_signal(scored)
+        samples = self._penalize_length(scored)
+        taught = self._taught(samples, with_signal)
         with self._timed("logprobs"):
             batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
-        metrics = rollout_metrics(samples, batch)
+        metrics = rollout_metrics(samples, batch, len(with_signal))
         batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
@@ -177,6 +181,7 @@ class PPOTrainer:
     def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
         """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
 
+        What length costs is not yet taken from the rewards.
         Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
@@ -187,15 +192,22 @@ class PPOTrainer:
             more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
             samples += [replace(s, row=s.row + len(rows)) for s in self._rollout(self.prompts.select(more))]
             rows += more
-            if not refills or len({s.row for s in self._with_signal(samples)}) == count:
+            if not refills or len(self._rows_with_signal(samples)) >= count:
                 break
         return self.prompts.select(rows), samples
 
-    def _with_signal(self, samples: list[Sample]) -> list[Sample]:
+    def _rows_with_signal(self, scored: list[Sample]) -> list[int]:
+        return rows_with_signal(scored, self.config.algorithm.filter_by)
+
+    def _taught(self, samples: list[Sample], with_signal: list[int]) -> list[Sample]:
         """The samples to learn from."""
         if not self.config.algorithm.skip_equal_groups:
             return samples
-        return first_prompts(skip_equal_groups(samples), self.config.rollout.prompts_per_step)
+        rows = set(with_signal[: self.config.rollout.prompts_per_step])
+        return [sample for sample in samples if sample.row in rows]
+
+    def _penalize_length(self, scored: list[Sample]) -> list[Sample]:
+        return penalize_length(scored, self.config.reward, self.config.rollout.max_new_tokens)
 
     def _rollout(self, prompts: Prompts) -> list[Sample]:
         """Each rank samples and scores its share of the prompts; all ranks get all samples."""
@@ -206,24 +218,40 @@ class PPOTrainer:
             n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
-        with self._timed("generate"):
-            groups = self.rollout.generate(own.token_ids, params)
+        groups = self._generate(own.token_ids, params)
         with self._timed("reward"):
-            samples = self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
-        return penalize_length(samples, self.config.reward, config.max_new_tokens)
+            return self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+
+    def _generate(self, token_ids: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        try:
+            with self._timed("generate"):
+                return self.rollout.generate(token_ids, params)
+        except NonFiniteLogitsError as error:
+            if steps := self.rollout.weight_version - 1:
+                raise NonFiniteLogitsError(f"{error} after step {steps}: {self.divergence('actor')}") from error
+            raise NonFiniteLogitsError(
+                f"{error} before the first step, although the weights in {self.config.model} are: they are too large, "
+                "or of another model than config.json says"
+            ) from error
+
+    def divergence(self, name: str) -> str:
+        """What has happened to an engine whose numbers are not finite after a step, and what to do."""
+        key, optimizer = f"{name}.optimizer", self.engines[name].config.optimizer
+        return (
+            f"the run has diverged. Lower {key}.learning_rate ({optimizer.learning_rate:g}) or {key}.max_grad_norm "
+            f"({optimizer.max_grad_norm})"
+        )
 
     def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
         """The reward of the most likely answer to each prompt, where there is one."""
-        samples = self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge)
-        samples = penalize_length(samples, self.config.reward, self.config.rollout.max_new_tokens)
+        samples = self._penalize_length(self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge))
         return {sample.row: sample.reward for sample in samples if sample.reward is not None}
 
     def _greedy(self, prompts: Prompts, max_new_tokens: int, judge: Judge) -> list[Sample]:
         """One most likely answer to each prompt, from all ranks."""
         rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
-        with self._timed("generate"):
-            groups = self.rollout.generate(prompts.select(rows).token_ids, params)
+        groups = self._generate(prompts.select(rows).token_ids, params)
         return judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
 
     def _infer(self, batch: Batch) -> Batch:
@@ -277,7 +305,8 @@ class PPOTrainer:
         assert self.critic is not None
         values = self.critic.train_step(mini_batch, self.value_loss)
         moments = {name: torch.tensor(value) for name, value in values.items()}
-        metrics = {f"critic_{name}": values[name] for name in ("grad_norm", "value_loss", "value_clip_share")}
+        names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
+        metrics = {f"critic_{name}": values[name] for name in names}
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
@@ -312,6 +341,14 @@ def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
         raise ValueError(
             f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
             "the policy's folder is of another model, or knows tokens that were added without new embeddings"
+        )
+
+
+def _check_finite(key: str, engine: FSDPEngine) -> None:
+    """Before a run of which nothing could be saved."""
+    if bad := engine.non_finite_weights():
+        raise ValueError(
+            f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
         )
 
 

@@ -18,10 +18,11 @@ from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
 from rlft_fast.engine.failures import naming_lost_ranks
 from rlft_fast.engine.stopping import STOP
-from rlft_fast.errors import Interrupted
+from rlft_fast.errors import Interrupted, RunError
+from rlft_fast.models.weights import name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
-from rlft_fast.rollout import RolloutError
+from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
 from rlft_fast.trainer.experience import Sample
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
@@ -42,12 +43,18 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
+            Logits that are not finite save nothing.
+        DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
         Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """
     store = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(store):
         return Run(PPOTrainer(config)).run(resume)
+
+
+class DivergedError(RunError):
+    """Weights are not finite after a step."""
 
 
 class Run:
@@ -99,10 +106,18 @@ class Run:
             self.log.message(f"stopped after step {state['step']}: {self._saved()}")
             raise
         except tuple(_MAY_FAIL) as error:
-            if self.trainer.rollout.weight_version == state["step"] + 1:  # the models are as the last step left them
-                self._save(state)
+            diverged = isinstance(error, NonFiniteLogitsError)
+            # The models are as the last step left them; otherwise the generator failed while it took their weights.
+            intact = self.trainer.rollout.weight_version == state["step"] + 1
+            if intact and not diverged:
+                with contextlib.suppress(DivergedError):  # the first error is the one to raise
+                    self._save(state)
             what = next(name for kind, name in _MAY_FAIL.items() if isinstance(error, kind))
-            self.log.message(f"the {what} failed after step {state['step']}: {self._saved()}")
+            saved = self._saved()
+            if diverged and 0 < state["step"] == self.saved_step and self._is_written():
+                newest = self.checkpoints.latest()
+                saved = f"{newest} has the weights of that step, remove it to continue from an older one"
+            self.log.message(f"the {what} failed after step {state['step']}: {saved}")
             raise
 
     def _prepare(self, resume: bool) -> dict[str, Any]:
@@ -177,9 +192,19 @@ class Run:
         """A checkpoint of the last complete step, unless there is one."""
         if state["step"] == self.saved_step and self._is_written():
             return
+        self._require_finite(state["step"])
         state["log_bytes"] = self.log.num_bytes()
         self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
         self.saved_step = state["step"]
+
+    def _require_finite(self, step: int) -> None:
+        """A checkpoint that no run could continue from must not become the newest."""
+        for name, engine in self.trainer.engines.items():
+            if bad := engine.non_finite_weights():
+                raise DivergedError(
+                    f"step {step} is not saved, because weights of the {name} are not finite ({name_some(bad)}): "
+                    f"{self.trainer.divergence(name)}; {self._saved()}"
+                )
 
     def _is_written(self) -> bool:
         """Whether the last save ended well, for which it waits."""

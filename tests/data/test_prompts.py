@@ -103,6 +103,45 @@ def test_messages_always_go_through_the_chat_template(chat, tmp_path, chat_token
     assert prompts.token_ids[0].count(chat_tokenizer.pad_token_id) == 1  # the template's, not one more
 
 
+def test_parts_that_are_texts_may_have_empty_fields_for_images(tmp_path, chat_tokenizer):
+    """As a dataset folder fills them in for rows that have none."""
+    chat_tokenizer.chat_template = "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}"
+    parts = [{"type": "text", "text": "hi ", "image": None, "image_url": None}, {"text": "you"}]
+    Dataset.from_list([{"prompt": [{"role": "user", "content": parts}]}]).save_to_disk(tmp_path / "dataset")
+    assert load(tmp_path / "dataset", chat_tokenizer).texts == ["hi you"]
+
+
+def test_media_beside_the_content_of_a_message_are_refused(tmp_path, chat_tokenizer):
+    message = {"role": "user", "content": "what?", "images": ["a.png"]}
+    with pytest.raises(ValueError, match=r"rows 0 .* \(row 0 has 'images'\), which do not reach the model"):
+        load(write(tmp_path, json.dumps({"prompt": [message]})), chat_tokenizer)
+
+
+# As transformers, OpenAI's interface and Qwen's templates write them.
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"type": "image"}, "image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + 9999 * "A"}}, "image_url"),
+        ({"type": "video", "video": "a.mp4"}, "video"),
+        ({"type": "input_audio", "input_audio": {"data": "UklG", "format": "wav"}}, "input_audio"),
+        ({"image": "a.png"}, "image"),
+        ({"type": "text", "text": "what?", "audio": "a.wav"}, "audio"),
+    ],
+)
+def test_media_in_messages_are_refused(part, named, tmp_path, chat_tokenizer):
+    """A chat template would write a placeholder or nothing in their place."""
+    with_text = [{"role": "user", "content": "hi"}, {"role": "user", "content": [part, {"type": "text", "text": "?"}]}]
+    alone = [{"role": "user", "content": part}]  # as a dict, which some templates take
+    path = write(tmp_path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("hi", with_text, alone)))
+    with pytest.raises(ValueError, match="which do not reach the model") as error:
+        load(path, chat_tokenizer)
+    assert str(error.value) == (
+        f"{path}: rows 1, 2 (counted from 0) have images, videos or audio in their 'prompt' (row 1 has {named!r}), "
+        "which do not reach the model: leave these rows out"
+    )
+
+
 def test_dataset_folder_equals_jsonl(tmp_path, tokenizer):
     rows = [{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}]
     Dataset.from_list(rows).save_to_disk(tmp_path / "dataset")

@@ -8,8 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from rlft_fast.engine import export_hf
+from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout import Completion, NonFiniteLogitsError
+from rlft_fast.rollout.failures import require_finite
 from tests.distributed import run_distributed
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
@@ -88,6 +90,17 @@ def check_steps(rank: int, path: Path, output: Path) -> None:
     assert "lm_head.weight" not in names
     export_hf(engine, output)
     torch.save(engine.infer(batch, ("logprob",))["logprob"], output / f"rank{rank}.pt")
+    check_damage_is_seen_by_all(rank, engine)
+
+
+def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
+    """Each rank has a row of its own that is not finite; each hears of both, and of the samples of either."""
+    assert engine.non_finite_weights() == []
+    name = f"model.model.layers.{rank}.mlp.up_proj.weight"
+    engine.model.get_parameter(name).to_local().data[0, 0] = (math.nan, -math.inf)[rank]
+    assert engine.non_finite_weights() == [f"model.model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    with pytest.raises(NonFiniteLogitsError):
+        require_finite([[Completion([1], [math.nan if rank == 1 else -1.0], "stop")]])
 
 
 def check_on_policy(path: Path, batch) -> None:

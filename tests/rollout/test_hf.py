@@ -23,7 +23,7 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Completion, HFRollout, SamplingParams
+from rlft_fast.rollout import Completion, HFRollout, RolloutError, SamplingParams
 from rlft_fast.rollout.hf import _draw, _StopTexts, most_likely
 from tests.distributed import run_distributed
 from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
@@ -55,6 +55,19 @@ def test_a_padding_token_that_has_no_embedding(tiny_model):
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id == policy.model.config.vocab_size
     assert HFRollout(policy, tokenizer, 64).generate(PROMPTS, GREEDY) == expected
+
+
+# Drawn from all, from a few, and not drawn.
+@pytest.mark.parametrize("params", [{}, {"top_k": 4, "top_p": 0.9}, {"temperature": 0.0}], ids=["all", "few", "greedy"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite(params, bad, tiny_model):
+    """Of one prompt of several, in a later batch."""
+    rollout = make_rollout(tiny_model("llama"), batch_size=2)
+    with torch.no_grad():
+        rollout.model.backbone.get_input_embeddings().weight[99] = bad
+    rollout.generate(PROMPTS[:4], SamplingParams(max_new_tokens=1, **params))
+    with pytest.raises(RolloutError, match=r"^the policy's logits are not finite$"):
+        rollout.generate(PROMPTS, SamplingParams(max_new_tokens=3, **params))
 
 
 def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:

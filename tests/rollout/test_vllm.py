@@ -161,8 +161,18 @@ def colocated(rank: int, folder: Path) -> None:
         check_ends(rollout)
         if name == "llama":
             check_restart(engine, rollout, rank, share)
+        check_logits_that_are_not_finite(engine, rollout, share)
         for _ in range(2):  # a run closes it at its end, also where a restart failed after closing it
             rollout.close()
+
+
+def check_logits_that_are_not_finite(engine: FSDPEngine, rollout: VLLMRollout, share: list[list[int]]) -> None:
+    """vLLM samples all the same."""
+    with torch.no_grad():
+        engine.model.get_parameter("model.model.norm.weight").fill_(torch.nan)
+    rollout.sync()
+    with pytest.raises(RolloutError, match="the policy's logits are not finite"):
+        sample(rollout, share)
 
 
 def check_prefix_is_shared(rollout: VLLMRollout, long_prompt: list[int]) -> None:

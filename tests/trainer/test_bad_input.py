@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +108,23 @@ def test_unreadable_model(damage, run, tmp_path):
     code, _, error = run(model=folder)
     assert code == 1
     assert str(folder) in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["model", "critic.model"])
+def test_weights_that_are_not_finite(key, run, model, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    critic = {"algorithm__advantage": "gae", "critic": {"model": str(folder), "max_tokens": 64}}
+    code, _, error = run(**critic if key == "critic.model" else {"model": folder})
+    assert code == 1
+    prefix = "backbone" if key == "critic.model" else "model.model"
+    assert error.splitlines()[0] == (
+        f"{key} is {folder}, whose weights are not finite ({prefix}.layers.1.mlp.up_proj.weight): save or download it "
+        "again"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -339,3 +357,49 @@ def test_checkpoint_that_cannot_be_written(run, tmp_path):
     assert code == 1
     assert error.startswith(f"could not save checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_00000003'}")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+
+
+# ---- runs that diverge ----------------------------------------------------------------------------------------------
+
+
+def steep(learning_rate: float) -> dict:
+    return {"actor__optimizer": {"learning_rate": learning_rate, "max_grad_norm": 1.0}, "checkpoint__every": 1}
+
+
+def test_logits_that_overflow(run, tmp_path):
+    """Weights of 1e30 are finite, what is computed with them is not; the newest checkpoint has them."""
+    code, shown, error = run(**steep(1e30))
+    assert code == 1
+    assert error.splitlines()[0] == (
+        "the policy's logits are not finite after step 1: the run has diverged. Lower actor.optimizer.learning_rate "
+        "(1e+30) or actor.optimizer.max_grad_norm (1.0)"
+    )
+    newest = tmp_path / "run" / "checkpoints" / "step_00000001"
+    assert f"failed after step 1: {newest} has the weights of that step, remove it to continue from an older" in shown
+
+
+def test_weights_that_are_too_large(run, model, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 1e38
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    code, shown, error = run(model=folder)
+    assert code == 1
+    assert error.splitlines()[0] == (
+        f"the policy's logits are not finite before the first step, although the weights in {folder} are: they are too "
+        "large, or of another model than config.json says"
+    )
+    assert "the generator failed after step 0: nothing was learned yet, so nothing is saved" in shown
+
+
+def test_weights_that_overflow_are_not_saved(run, tmp_path):
+    code, _, error = run(**steep(1e39))
+    assert code == 1
+    assert error.startswith("step 1 is not saved, because weights of the actor are not finite (")
+    cause = error.splitlines()[0].partition("): ")[2]
+    assert cause == (
+        "the run has diverged. Lower actor.optimizer.learning_rate (1e+39) or actor.optimizer.max_grad_norm (1.0); "
+        "nothing was learned yet, so nothing is saved"
+    )
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not (tmp_path / "run" / "hf").exists()

@@ -15,14 +15,13 @@ from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
     build_batch,
-    first_prompts,
     gather_samples,
     leave_out_truncated,
     merge_metrics,
     mini_batches,
     penalize_length,
     rollout_metrics,
-    skip_equal_groups,
+    rows_with_signal,
     take_mismatch,
 )
 from rlft_fast.trainer.objective import Objective
@@ -127,27 +126,33 @@ def test_coming_near_the_limit_costs_in_proportion():
     ]  # fmt: skip
 
 
-def test_equal_groups_are_skipped():
-    assert skip_equal_groups(SAMPLES) == SAMPLES[:3]  # with the one that has no reward, which later code leaves out
-    assert skip_equal_groups(SAMPLES[1:]) == []
-    assert first_prompts(SAMPLES[::-1], 1) == SAMPLES[2::-1]
-    assert first_prompts(SAMPLES, 3) == SAMPLES
+def test_rows_with_signal():
+    assert rows_with_signal(SAMPLES) == [0]
+    assert rows_with_signal(SAMPLES[1:]) == []  # what has no reward is not compared
+    moved = [replace(sample, row=sample.row + 2) for sample in SAMPLES]
+    assert rows_with_signal(moved + SAMPLES) == [0, 2]
+
+
+def test_a_part_decides_which_rows_have_a_signal():
+    verdicts = [1.0, 1.0, 1.0, 0.0, 1.0]
+    samples = [replace(s, parts={"verdict": v, "other": s.reward}) for s, v in zip(SAMPLES, verdicts, strict=True)]
+    assert rows_with_signal(samples, "verdict") == [1]
+    assert rows_with_signal(samples, "other") == [0]
 
 
 def test_rollout_metrics_are_about_all_samples():
-    batch = build_batch(skip_equal_groups(SAMPLES), PROMPTS)
-    metrics = rollout_metrics(SAMPLES, batch)
-    assert metrics == rollout_metrics(SAMPLES, build_batch(SAMPLES, PROMPTS))
+    metrics = rollout_metrics(SAMPLES, build_batch(SAMPLES[:3], PROMPTS), 1)
+    assert metrics == rollout_metrics(SAMPLES, build_batch(SAMPLES, PROMPTS), 1)
 
 
 def test_rollout_metrics():
     batch = build_batch(SAMPLES, PROMPTS)
-    bypassed = rollout_metrics(SAMPLES, batch.replace(old_logprob_T=batch.rollout_logprob_T))
+    bypassed = rollout_metrics(SAMPLES, batch.replace(old_logprob_T=batch.rollout_logprob_T), 1)
     assert not any("mismatch" in name for name in bypassed)  # the first optimizer step tells
     off_T = torch.where(batch.loss_mask_T, torch.arange(14.0) / 10, 0.0)  # positions 1-3, 6-7, 9, 11-12
     batch = batch.replace(old_logprob_T=batch.rollout_logprob_T + off_T)
     batch = batch.replace(ref_logprob_T=batch.old_logprob_T + off_T)
-    metrics = rollout_metrics(SAMPLES, batch)
+    metrics = rollout_metrics(SAMPLES, batch, 1)
     off = np.array([1, 2, 3, 6, 7, 9, 11, 12]) / 10
     assert metrics == pytest.approx(
         {
@@ -172,7 +177,7 @@ def test_rollout_metrics_of_nothing_have_no_reward():
     nothing = [Sample(s.row, s.completion, None) for s in SAMPLES]
     batch = build_batch(nothing, PROMPTS)
     batch = batch.replace(old_logprob_T=batch.rollout_logprob_T.clone(), ref_logprob_T=batch.rollout_logprob_T)
-    metrics = rollout_metrics(nothing, batch)
+    metrics = rollout_metrics(nothing, batch, 0)
     assert metrics["left_out_share"] == 1.0
     assert {name for name, value in metrics.items() if math.isnan(value)} == {"reward_mean", "reward_std"}
 

@@ -26,6 +26,14 @@ def test_without_a_terminal_a_step_is_a_line_and_there_is_no_bar(shown):
     assert shown(rank=0) == "step 1  reward_mean 0.5\n"
 
 
+def test_a_skipped_step_is_shown_from_then_on(tmp_path, capsys):
+    with RunLog(tmp_path, num_steps=3, rank=0) as log:
+        for step, skipped in enumerate((0, 1, 1), start=1):
+            log.metrics(step, {"reward_mean": 0.5, "skipped_steps": skipped, "critic_skipped_steps": 0})
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["step 1  reward_mean 0.5"] + [f"step {i}  reward_mean 0.5  skipped_steps 1" for i in (2, 3)]
+
+
 def test_a_terminal_has_the_bar(shown, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     bar = shown(rank=0)

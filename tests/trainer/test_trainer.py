@@ -4,6 +4,7 @@ import json
 import math
 from importlib.util import find_spec
 from itertools import pairwise
+from string import ascii_letters
 
 import numpy as np
 import pytest
@@ -94,11 +95,14 @@ def test_top_k_and_top_p_are_on_policy(model, tmp_path):
 
 
 def test_a_rollout_of_equal_groups_is_skipped(model, tmp_path):
+    """Also where their lengths cost them different amounts."""
     config = toy_config(
         model, tmp_path, steps=1, reward__function=f"{HERE}:constant", algorithm__skip_equal_groups=True,
-        algorithm__entropy_coef=0.1,
+        algorithm__entropy_coef=0.1, reward__overlong_buffer=6, rollout__stop=tuple(ascii_letters),
     )  # fmt: skip
     train(config)
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert len({sample["reward"] for sample in samples[:4]}) > 1  # of one prompt
     (row,) = comparable(tmp_path / "run")
     assert row["zero_std_group_share"] == 1.0
     assert "loss" not in row  # no optimizer step at all, although the entropy bonus would have had a gradient
