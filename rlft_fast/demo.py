@@ -29,12 +29,14 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend |
         rollout: what generates; None: vllm where it is installed, which is faster (README has the figures).
 
     Raises:
-        ValueError: the package with the model is not installed.
+        ValueError: the package with the model is not installed, or the folder is not a run's.
     """
     from rlft_fast.trainer import train
+    from rlft_fast.trainer.folder import claim
 
     rollout = rollout or ("hf" if find_spec("vllm") is None else "vllm")
     output = Path(output_dir)
+    claim(output)
     train_path, held_out_path = write_problems(output / "data")
     summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
     print_time(add_time(output, rollout))

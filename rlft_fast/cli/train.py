@@ -15,7 +15,7 @@ import yaml
 
 from rlft_fast.config import Config, ConfigError, sections
 
-_FLAGS = ("-h", "--help", "--resume", "--dry-run", "--no-memory-check")
+_FLAGS = ("-h", "--help", "--resume", "--force", "--dry-run", "--no-memory-check")
 
 
 def run(arguments: list[str]) -> int:
@@ -29,9 +29,11 @@ def run(arguments: list[str]) -> int:
     from rlft_fast.engine import CheckpointManager
     from rlft_fast.engine.distributed import leaving_process_group
     from rlft_fast.trainer import train
+    from rlft_fast.trainer.folder import require_usable
     from rlft_fast.trainer.lock import require_unlocked
 
     require_unlocked(Path(config.output_dir))  # by another run, which would also be in the way of its memory
+    require_usable(config, config_path=options.config, resume=options.resume)
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
     if checkpoint is not None and not options.resume:
         raise ValueError(
@@ -40,7 +42,7 @@ def run(arguments: list[str]) -> int:
         )
     _check_memory(config, refuse=options.memory_check)
     with leaving_process_group():
-        train(config, resume=options.resume)
+        train(config, resume=options.resume, force=options.force)
     return 0
 
 
@@ -124,7 +126,7 @@ def _checked(key: str, value: str | None, may_be_option: bool) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlft-fast train",
-        usage="rlft-fast train CONFIG [--key value ...] [--resume] [--dry-run] [--no-memory-check]",
+        usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file, and every one can be "
         "given as an option, which wins: --rollout.temperature 0.7. Values are YAML.",
         add_help=False,
@@ -132,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
+    parser.add_argument(
+        "--force", action="store_true", help="with --resume: also with other data, another seed, algorithm or reward"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
         "--no-memory-check", dest="memory_check", action="store_false",

@@ -46,8 +46,8 @@ class Prompts:
     @property
     def description(self) -> dict[str, int]:
         """What tells these prompts from others."""
-        texts = "\0".join(self.texts).encode(errors="surrogatepass")
-        return {"rows": len(self), "tokens": sum(map(len, self.token_ids)), "checksum": zlib.crc32(texts)}
+        everything = json.dumps([self.texts, self.columns], sort_keys=True, default=lambda value: type(value).__name__)
+        return {"rows": len(self), "tokens": sum(map(len, self.token_ids)), "checksum": zlib.crc32(everything.encode())}
 
     def select(self, indices: Sequence[int]) -> "Prompts":
         """The named rows, in that order."""

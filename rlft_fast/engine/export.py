@@ -19,6 +19,7 @@ from rlft_fast.engine.storage import REPLACED, TEMPORARY, fsync, publish, write_
 from rlft_fast.models import ValueModel, token_classifier
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
+_OWN_FILES = ".export.json"  # names of the files that an export has written
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -43,7 +44,7 @@ def export_hf(
         output: the folder.
         dtype: of the weights.
         max_shard_bytes: a file is closed before it becomes larger than this; a larger weight has a file of its own.
-        overwrite: replace the folder if it exists.
+        overwrite: replace the files of an earlier export in the folder, if it exists; other files in it are kept.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -60,7 +61,8 @@ def export_hf(
     failure = _attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
     for name, tensor in engine.named_weights():  # to the end, whatever fails here: the other ranks gather with this one
         failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
-    failure = failure or _attempt(shards.finish) or _attempt(publish, temporary, output, replaced)
+    failure = failure or _attempt(shards.finish) or _attempt(_keep_others_files, output, temporary)
+    failure = failure or _attempt(publish, temporary, output, replaced)
     if all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
@@ -124,12 +126,26 @@ def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for path in source.iterdir():
-        if path.is_file() and ".safetensors" not in path.name and path.suffix not in _WEIGHTS:
+        is_weights = ".safetensors" in path.name or path.suffix in _WEIGHTS
+        if path.is_file() and not is_weights and path.name != _OWN_FILES:
             shutil.copyfile(path, target / path.name)
             fsync(target / path.name)
     config: dict[str, Any] = json.loads((target / "config.json").read_text()) | config_changes
     config.pop("torch_dtype", None)
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _keep_others_files(output: Path, temporary: Path) -> None:
+    """Copies what no export has written from the folder that is to be replaced, and notes what this one has written."""
+    own = {path.name for path in temporary.iterdir()} | {_OWN_FILES}
+    try:
+        earlier = set(json.loads((output / _OWN_FILES).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        earlier = {path.name for path in output.glob("model*.safetensors*")}
+    for path in output.iterdir() if output.is_dir() else []:
+        if path.name not in own | earlier:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, temporary / path.name)
+    write_text(temporary / _OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
 
 
 def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype = "float32") -> Path:

@@ -1,5 +1,6 @@
 """Where a run's numbers go: JSON lines on disk, and a live progress bar, or lines where there is no terminal."""
 
+import itertools
 import json
 import math
 import time
@@ -55,6 +56,16 @@ class RunLog:
                 fsync(path)
         return {path.name: path.stat().st_size for path in paths}
 
+    def set_aside(self) -> list[str]:
+        """Renames files with lines in them, so that a run can start from the beginning. Returns their new names."""
+        found = [name for name in _FILES if (path := self.directory / name).is_file() and path.stat().st_size]
+        number = next(
+            n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in _FILES)
+        )
+        for name in found:
+            (self.directory / name).rename(self.directory / _numbered(name, number))
+        return [_numbered(name, number) for name in found]
+
     def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
         """Cuts off what an interrupted run wrote after its checkpoint of ``step``, when the files had ``num_bytes``.
 
@@ -93,6 +104,11 @@ class RunLog:
         if self.active:
             with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _numbered(name: str, number: int) -> str:
+    path = Path(name)
+    return f"{path.stem}.{number}{path.suffix}"
 
 
 def _end_of_lines(file: IO[bytes], size: int) -> int:

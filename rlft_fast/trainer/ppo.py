@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from rlft_fast.trainer.experience import (
     rows_with_signal,
     take_mismatch,
 )
+from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
 
@@ -71,7 +72,7 @@ class PPOTrainer:
 
     def __init__(self, config: Config) -> None:
         init_distributed(config.timeout_minutes)
-        require_agreement("configuration", _flat(config.model_dump(mode="json")))
+        require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
         self.config = config
         if config.rollout.prompts_per_step % get_world_size():
             raise ValueError(
@@ -363,11 +364,3 @@ def _check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
             f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
             f"as {others[0]!r}): take a model of the policy's family"
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

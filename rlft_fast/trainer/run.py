@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
 from rlft_fast.trainer.experience import Sample
+from rlft_fast.trainer.folder import claim, require_same, require_usable
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
@@ -33,13 +34,27 @@ _SHOWN_EXAMPLES = 3
 _MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}
 
 
-def train(config: Config, resume: bool = False) -> dict[str, Any]:
+_DECIDE_WHAT_IS_LEARNED = {
+    "reward": {"function", "model", "model_weight", "truncation_penalty", "overlong_buffer", "overlong_penalty"},
+    "algorithm": True, "seed": True,
+}  # fmt: skip
+
+
+def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
-    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced.
+    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
+    no checkpoint are kept under other names. A run that is finished is not run again.
+
+    Args:
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        force: also with other data, another seed, algorithm or reward than the run had before.
 
     Raises:
-        ValueError: models, data or reward function cannot be used, or another run is writing to ``output_dir``.
+        ValueError: models, data or reward function cannot be used, ``output_dir`` is not a run's or holds what this run
+            reads, another run is writing to it, or the run to resume had other data, or another seed, algorithm or
+            reward.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
@@ -50,7 +65,24 @@ def train(config: Config, resume: bool = False) -> dict[str, Any]:
     """
     store = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(store):
-        return Run(PPOTrainer(config)).run(resume)
+        require_usable(config, resume=resume)
+        if resume and (summary := _finished(config)) is not None:
+            return summary
+        return Run(PPOTrainer(config)).run(resume, force=force)
+
+
+def _finished(config: Config) -> dict[str, Any] | None:
+    """What the run in ``output_dir`` ended with, if it has done all its steps, which is said."""
+    directory = Path(config.output_dir)
+    try:
+        summary = json.loads((directory / "summary.json").read_text())
+        done = summary["steps"] >= config.steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if done:
+        log = RunLog(directory, config.steps, get_rank())
+        log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
+    return summary if done else None
 
 
 class DivergedError(RunError):
@@ -75,23 +107,21 @@ class Run:
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
-    def run(self, resume: bool = False) -> dict[str, Any]:
-        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer."""
+    def run(self, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
+        """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer.
+
+        Args:
+            resume: see `train`.
+            force: see `train`.
+        """
         with contextlib.closing(self.trainer), self._locked():
-            return self._run_interruptibly(self._prepare(resume))
+            return self._run_interruptibly(self._prepare(resume, force))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The folder belongs to this run alone: all ranks go on, or none."""
-        failure: Exception | None = None
+        """The folder belongs to this run alone."""
         with contextlib.ExitStack() as stack:
-            try:
-                if get_rank() == 0:
-                    stack.enter_context(locked(self.directory))
-            except (ValueError, OSError) as error:
-                failure = error
-            if any_rank(failure is not None):
-                raise failure or ValueError("output_dir cannot be used, as the first process says")
+            _by_first(lambda: stack.enter_context(locked(self.directory)))
             yield
 
     def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -120,13 +150,18 @@ class Run:
             self.log.message(f"the {what} failed after step {state['step']}: {saved}")
             raise
 
-    def _prepare(self, resume: bool) -> dict[str, Any]:
+    def _prepare(self, resume: bool, force: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
+        identity = self._identity()
+        if resume and not force and self.checkpoints.latest() is not None:
+            _by_first(lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.engines) if resume else None
+        _by_first(lambda: claim(self.directory, identity))
         if get_rank() == 0:
+            if self.checkpoints.latest() is None and (kept := self.log.set_aside()):
+                self.log.message(f"logs of a run that saved no checkpoint are kept as {' and '.join(kept)}")
             if not resume:
                 self.checkpoints.clear()
-            self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
             (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         barrier()
@@ -141,6 +176,13 @@ class Run:
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
         return state
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run has to have in common with the one that it continues."""
+        settings = self.config.model_dump(mode="json", include=_DECIDE_WHAT_IS_LEARNED)  # type: ignore[arg-type]
+        held_out = self.trainer.held_out
+        data = {"training": self.trainer.prompts.description} | ({"held_out": held_out.description} if held_out else {})
+        return {"data": data, **settings}
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -258,6 +300,7 @@ class Run:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             if importlib.util.find_spec("matplotlib") is not None:
                 plot_runs([self.directory], self.directory / "curve.png")
+        self.log.message(f"the model is in {self.directory / 'hf'}, numbers and samples of each step beside it")
         return summary
 
     def _announce_stop(self, number: int) -> None:
@@ -276,6 +319,18 @@ class Run:
                 f"takes longer, the newest checkpoint is {newest.name if newest else 'missing: none was saved yet'}"
             )
         self.log.message(f"{what}: {then}")
+
+
+def _by_first(action: Callable[[], object]) -> None:
+    """Does something on the first process; where that is refused, no process goes on."""
+    failure: Exception | None = None
+    try:
+        if get_rank() == 0:
+            action()
+    except (ValueError, OSError) as error:
+        failure = error
+    if any_rank(failure is not None):
+        raise failure or ValueError("output_dir cannot be used, as the first process says")
 
 
 def _outlive_terminal() -> None:

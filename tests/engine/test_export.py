@@ -75,7 +75,7 @@ def test_bfloat16(tiny_model, tmp_path):
     (path / "pytorch_model.bin").write_bytes(b"weights")
     engine = trained(path)
     export_hf(engine, tmp_path / "hf", dtype="bfloat16")
-    assert names(tmp_path / "hf") == before
+    assert names(tmp_path / "hf") == [".export.json", *before]
     assert "torch_dtype" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     expected = {name: weight.bfloat16() for name, weight in reference.weights(engine).items()}
@@ -124,7 +124,7 @@ def test_nothing_else_is_touched(tiny_model, tmp_path):
     for _ in range(2):  # a new folder, and one that is replaced
         export_hf(engine, tmp_path / "hf", overwrite=True)
         assert names(tmp_path) == ["hf", "hf.old"]
-        assert names(tmp_path / "hf") == names(tiny_model("llama"))
+        assert names(tmp_path / "hf") == [".export.json", *names(tiny_model("llama"))]
 
 
 def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from rlft_fast.cli import main
+from rlft_fast.trainer.folder import claim
 from tests.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, comparable, read_lines, toy_values, write_rows
 
@@ -351,7 +352,7 @@ def test_output_folder_that_cannot_be_made(run, tmp_path):
 
 
 def test_checkpoint_that_cannot_be_written(run, tmp_path):
-    (tmp_path / "run").mkdir()
+    claim(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
     code, _, error = run()
     assert code == 1

@@ -20,6 +20,7 @@ from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.trainer import PPOTrainer, Run, train
+from rlft_fast.trainer.folder import claim
 from rlft_fast.trainer.log import RunLog
 from tests.distributed import run_distributed
 from tests.trainer.test_experience import check_gathering_on_two_ranks
@@ -163,7 +164,7 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
 def test_what_could_not_be_written_in_the_background_is_not_called_saved(model, tmp_path, capsys):
     config = write_config(model, tmp_path)
     (tmp_path / "strike").write_text(f"raise {IN_STEP_4} 0")
-    (tmp_path / "run").mkdir()
+    claim(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="could not save checkpoint"):
         assert main(["train", str(config)]) == 1
@@ -276,7 +277,16 @@ def by_torchrun(model, tmp_path_factory):
 
 @pytest.mark.dist
 def test_torchrun_writes_everything_once(by_torchrun):
-    names = {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints", "hf", "curve.png"}
+    names = {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "checkpoints",
+        "hf",
+        "curve.png",
+        "run.json",
+    }
     assert {path.name for path in by_torchrun.iterdir()} == names
     rows = comparable(by_torchrun)
     assert [row["step"] for row in rows if "accuracy" in row] == [0, 2, 4, 6]

@@ -1,0 +1,163 @@
+"""A run writes over nothing but its own files, and resumes nothing but itself."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlft_fast.cli import main
+from rlft_fast.trainer.folder import MARKER, is_run
+from tests.trainer.test_resume import FEWER_OPTIONS, write_config
+from tests.trainer.toy import read_lines, toy_values
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def config_file(model: Path, folder: Path, **changes) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(toy_values(model, folder, **{"steps": 1, **changes})))
+    return str(folder / "config.yaml")
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert main(["train", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["model", "critic.model", "reward.model"])
+@pytest.mark.parametrize("place", ["hf", "base", ""])
+def test_a_model_in_the_output_dir_is_refused(key, place, model, tmp_path, capsys):
+    inside = tmp_path / "run" / place
+    inside.parent.mkdir(exist_ok=True)
+    os.symlink(model, tmp_path / "linked")
+    (inside.parent if place else tmp_path).joinpath("x").touch()
+    options = {"critic__max_tokens": 64, "algorithm__advantage": "gae"} if key == "critic.model" else {}
+    config = config_file(model, tmp_path, **options)
+    before = written(tmp_path)
+    error = refusal(capsys, config, f"--{key}", str(inside))
+    assert f"{key} {inside} lies in output_dir {tmp_path / 'run'}, where the run writes its own model" in error
+    if not place and key == "model":  # by another name of the same folder
+        assert "lies in output_dir" in refusal(capsys, config, "--output_dir", str(tmp_path / "linked"))
+    assert written(tmp_path) == before
+
+
+def test_files_where_the_run_writes_are_refused(model, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    config = config_file(model, run, output_dir=str(run))
+    before = written(tmp_path)
+    for resume in ([], ["--resume"]):
+        error = refusal(capsys, config, *resume)
+        assert f"the configuration {config} is where the run writes a file of its own: name another" in error
+    elsewhere = config_file(model, tmp_path)
+    before |= {"config.yaml": Path(elsewhere).read_bytes(), "data.jsonl": (tmp_path / "data.jsonl").read_bytes()}
+    for key, name in (("data.path", "samples.jsonl"), ("evaluation.path", "hf/held_out.jsonl")):
+        assert f"{key} {run / name} is where the run writes" in refusal(capsys, elsewhere, f"--{key}", str(run / name))
+    assert written(tmp_path) == before
+
+
+def test_a_folder_that_is_no_run_is_refused(model, tmp_path, capsys):
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    for name in ("hf/notes.txt", "thesis.tex", "config.yaml"):
+        (tmp_path / "run" / name).write_text("mine")
+    config = config_file(model, tmp_path)
+    before = written(tmp_path)
+    for resume in ([], ["--resume"]):
+        error = refusal(capsys, config, *resume)
+        message = f"output_dir {tmp_path / 'run'} is not the folder of a run, and holds config.yaml, hf, thesis.tex"
+        assert message in error
+    assert main(["demo", "--output", str(tmp_path / "run")]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert written(tmp_path) == before
+
+
+def test_an_export_keeps_what_it_did_not_write(model, tmp_path):
+    config = config_file(model, tmp_path)
+    assert main(["train", config]) == 0
+    folder = tmp_path / "run" / "hf"
+    (folder / "notes.txt").write_text("mine")
+    (folder / "figures").mkdir()
+    (folder / "figures" / "one.svg").write_text("<svg/>")
+    exported = written(folder)
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert written(folder) == exported
+    (folder / "model-00001-of-00002.safetensors").touch()  # of an older version's export, which left no list
+    (folder / ".export.json").unlink()
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert written(folder) == exported
+
+
+def test_logs_of_a_run_without_a_checkpoint_are_kept(model, tmp_path, capsys):
+    config = write_config(model, tmp_path, FEWER_OPTIONS)
+    (tmp_path / "strike").write_text("die 4 0")
+    assert main(["train", str(config)]) == 130
+    run = tmp_path / "run"
+    assert not (run / "checkpoints").exists() or not [*(run / "checkpoints").iterdir()]
+    first = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    assert all(first.values())
+    for number, resume in ((1, []), (2, ["--resume"])):
+        (tmp_path / "strike").write_text("die 4 0")
+        assert main(["train", str(config), *resume]) == 130
+        message = (
+            f"logs of a run that saved no checkpoint are kept as metrics.{number}.jsonl and samples.{number}.jsonl"
+        )
+        assert message in " ".join(capsys.readouterr().out.split())
+    assert {name: (run / name.replace(".", ".1.")).read_bytes() for name in first} == first
+    assert main(["train", str(config)]) == 0
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl") if "seconds" in row] == [1, 2, 3, 4, 5, 6]
+    assert len([*run.glob("metrics*.jsonl")]) == 4
+
+
+def test_another_run_is_not_continued(model, tmp_path, capsys):
+    config = config_file(model, tmp_path, checkpoint__every=1)
+    assert main(["train", config]) == 0
+    other_data = tmp_path / "other.jsonl"
+    rows = read_lines(tmp_path / "data.jsonl")
+    other_data.write_text("".join(json.dumps(row | {"answer": 7}) + "\n" for row in rows))
+    checksum = json.loads((tmp_path / "run" / MARKER).read_text())["identity"]["data"]["training"]["checksum"]
+    before = written(tmp_path / "run")
+    for option, difference in (
+        (["--seed", "2"], "seed was 1 and is 2"),
+        (["--data.path", str(other_data)], f"data.training.checksum was {checksum} and is "),
+        (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
+        (["--reward.truncation_penalty", "0.5"], "reward.truncation_penalty was 0.0 and is 0.5"),
+    ):
+        error = refusal(capsys, config, "--resume", "--steps", "2", *option)
+        assert (
+            f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}" in error
+        )
+        assert written(tmp_path / "run") == before
+    assert main(["train", config, "--resume", "--steps", "2", "--seed", "2", "--force"]) == 0
+    assert main(["train", config, "--resume", "--steps", "3", "--seed", "2"]) == 0  # it is that run now
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_finished_run_says_so(model, tmp_path, capsys):
+    config = config_file(model, tmp_path)
+    assert main(["train", config]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last == f"the model is in {tmp_path / 'run' / 'hf'}, numbers and samples of each step beside it"
+    before = written(tmp_path / "run")
+    assert main(["train", config, "--resume"]) == 0
+    message = f"the run in {tmp_path / 'run'} is finished, with 1 steps: to go on, raise steps\n"
+    assert capsys.readouterr().out == message
+    assert written(tmp_path / "run") == before
+    own = str(tmp_path / "run" / "config.yaml")
+    assert main(["train", own, "--resume", "--steps", "2"]) == 0  # by the configuration that the run has written
+
+
+def test_a_run_of_an_older_version_is_continued(model, tmp_path):
+    config = config_file(model, tmp_path)
+    assert main(["train", config]) == 0
+    (tmp_path / "run" / MARKER).unlink()
+    assert is_run(tmp_path / "run")
+    assert main(["train", config, "--resume", "--steps", "2", "--seed", "2"]) == 0
