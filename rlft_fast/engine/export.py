@@ -172,7 +172,9 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
         raise ValueError(f"{run} has no complete checkpoint to export")
     # float32 masters of bfloat16 weights are part of the optimizer's state.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
-    engine = FSDPEngine(config.model, config.actor, num_training_steps=num_training_steps).initialize()
+    alone = {"sequence_parallel": 1, "shard_size": -1}  # however many processes the run had
+    actor = config.actor.model_copy(update=alone)
+    engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps).initialize()
     with forked_rng():  # loading restores the run's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"
