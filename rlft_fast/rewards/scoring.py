@@ -1,6 +1,7 @@
 """Calling a reward function for a batch, and refusing results that would poison the update."""
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ def compute_rewards(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> list[float | None]:
-    """Rewards of a batch of samples from one call of `function`.
+    """Rewards of a batch of samples from one call of `function`, which gets copies of all that it is called with.
 
     Args:
         function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async.
@@ -44,8 +45,10 @@ def compute_rewards(
     """
     _check_arguments(prompts, completions, completion_ids, columns)
     name = _name(function)
+    copies = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}  # no two share one
+    copies |= {"prompts": [*prompts], "completions": [*completions], "completion_ids": [[*x] for x in completion_ids]}
     try:
-        result = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        result = function(**copies)
         if inspect.isawaitable(result):
             result = asyncio.run(_finish(result))
     except Exception as error:

@@ -30,3 +30,22 @@ def test_a_failing_function_is_named():
 def test_overlong_penalty(num_tokens, expected):
     assert overlong_penalty(num_tokens, 100, 20) == expected
     assert overlong_penalty(num_tokens, 100, 0) == 0.0
+
+
+def test_functions_get_copies():
+    """What a function does to its arguments reaches neither the trainer nor another function or sample."""
+
+    def spoil(prompts, completions, completion_ids, answer, **_):
+        for ids, notes in zip(completion_ids, answer, strict=True):
+            ids.pop()
+            notes["seen"].append(len(ids))
+        lengths = [len(notes["seen"]) for notes in answer]
+        for values in (prompts, completions, completion_ids, answer):
+            values.clear()
+        return lengths
+
+    note = {"seen": []}
+    arguments = ["p", "p"], ["c", "d"], [[1, 2], [3, 4]], {"answer": [note, note]}  # of one prompt with two samples
+    rewards = WeightedRewards({"first": spoil, "second": spoil}, {"first": 1.0, "second": 1.0})
+    assert rewards.score(*arguments) == [{"first": 1.0, "second": 1.0}] * 2
+    assert arguments == (["p", "p"], ["c", "d"], [[1, 2], [3, 4]], {"answer": [{"seen": []}, {"seen": []}]})
