@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlft_fast.engine.content import Content, check_models, collect, restore
 from rlft_fast.engine.distributed import collective_timeout, get_rank, get_world_size
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.engine.manifest import FILE_NAME, find_damage, read_manifest, write_manifest
+from rlft_fast.engine.manifest import find_damage, find_extra, read_manifest, write_manifest
 from rlft_fast.engine.storage import REPLACED, TEMPORARY, Snapshot, publish, remove
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class CheckpointManager:
                     f"the first process does not see {unseen[0]}, which another one wrote: all machines need the same "
                     "folder, on a disk that they share"
                 )
-            write_manifest(temporary, get_world_size(), models, files)
+            write_manifest(temporary, _step(final), get_world_size(), models, files)
             publish(temporary, final, final.with_name(final.name + REPLACED))
             self._damaged.discard(final.name)
             self._rotate(final)
@@ -218,15 +218,16 @@ class CheckpointManager:
 
         def find() -> str | None:
             try:
-                files = list(read_manifest(folder)["files"].items())
+                files = read_manifest(folder, _step(folder))["files"]
             except ValueError as error:
                 return str(error)
-            return find_damage(folder, dict(files[get_rank() :: get_world_size()]))
+            share = list(files.items())[get_rank() :: get_world_size()]
+            return find_extra(folder, files) or find_damage(folder, dict(share))
 
         return next((problem for problem in self._together(find) if problem is not None), None)
 
     def _load(self, folder: Path, engines: Mapping[str, FSDPEngine]) -> dict[str, Any]:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, _step(folder))
         check_models(manifest, engines, folder)
         try:
             return restore(manifest, engines, folder)
@@ -241,7 +242,7 @@ class CheckpointManager:
         return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
 
     def _complete(self) -> list[Path]:
-        return [folder for folder in self._folders() if (folder / FILE_NAME).is_file()]
+        return [folder for folder in self._folders() if _is_complete(folder)]
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -265,7 +266,22 @@ class CheckpointManager:
         return [result for result, _ in outcomes]
 
 
+def _step(folder: Path) -> int:
+    """That a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder has a manifest, of the step that the folder is named after."""
+    with suppress(ValueError):
+        read_manifest(folder, _step(folder))
+        return True
+    return False
+
+
 def _num_bytes(folder: Path) -> int:
     with suppress(ValueError):
-        return sum(file["bytes"] for file in read_manifest(folder)["files"].values())
+        return sum(file["bytes"] for file in read_manifest(folder, _step(folder))["files"].values())
     return 0

@@ -4,10 +4,13 @@
 """
 
 import json
+import reprlib
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.storage import write_text
@@ -35,24 +38,57 @@ def describe_model(engine: FSDPEngine) -> dict[str, Any]:
     return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
 
 
-def write_manifest(folder: Path, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+class _File(BaseModel):
+    bytes: NonNegativeInt
+    crc32: str
+
+
+class _Model(BaseModel):
+    architecture: str
+    shapes: dict[str, list[NonNegativeInt]]
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise ValueError("expected a path inside the checkpoint")
+    return name
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    step: NonNegativeInt | None = None  # checkpoints of older versions do not name it
+    world_size: PositiveInt
+    models: dict[str, _Model]
+    files: Annotated[dict[Annotated[str, AfterValidator(_inside)], _File], Field(min_length=1)]
+
+
+def write_manifest(
+    folder: Path, step: int, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]
+) -> None:
     """Writes it durably, with a checksum of itself.
 
     Args:
         folder: the checkpoint.
+        step: that it is of.
         world_size: processes that wrote it.
         models: from `describe_model`, by name.
         files: from `describe_file`, by path relative to the folder.
     """
-    manifest = {"version": VERSION, "world_size": world_size, "models": models, "files": files}
+    manifest = {"version": VERSION, "step": step, "world_size": world_size, "models": models, "files": files}
     write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """What `write_manifest` wrote, by the names of its arguments.
 
+    Args:
+        folder: the checkpoint.
+        step: that it has to be of.
+
     Raises:
-        ValueError: there is none that can be read; the message names the file and the reason.
+        ValueError: there is none that can be used; the message names the file and the reason.
     """
     try:
         manifest = dict(json.loads((folder / FILE_NAME).read_bytes()))
@@ -63,6 +99,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     expected = manifest.pop("crc32", None)
     if (crc := _checksum(manifest)) != expected:
         raise ValueError(f"{FILE_NAME} has the checksum {crc} instead of {expected}")
+    try:
+        named = _Manifest.model_validate(manifest).step
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        got = reprlib.repr(problem["input"])
+        raise ValueError(f"{FILE_NAME} has {where} = {got}: {problem['msg']}") from error
+    if named not in (None, step):
+        raise ValueError(f"{FILE_NAME} is of step {named}")
     return manifest
 
 
@@ -86,6 +131,13 @@ def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
         if (crc := describe_file(path)["crc32"]) != expected["crc32"]:
             return f"{name} has the checksum {crc} instead of {expected['crc32']}"
     return None
+
+
+def find_extra(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """A file of weights that the manifest does not name, which would be read along with those that it does."""
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.safetensors")))
+    extra = next((name for name in found if name not in files), None)
+    return extra and f"{extra} is not in {FILE_NAME}: remove it"
 
 
 def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,12 @@
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
+import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +32,16 @@ def change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def rewrite(folder: Path, **changes: object) -> None:
+    """A manifest by hand, with the checksum that belongs to it."""
+    path = folder / "manifest.json"
+    manifest = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if name != "crc32"}
+    checksum = f"{zlib.crc32(json.dumps(manifest).encode()):08x}"
+    path.write_text(json.dumps(manifest | {"crc32": checksum}))
+
+
 RANK = "actor/rank_00000.safetensors"
+ENTRY = {"bytes": 1, "crc32": "0"}
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-written": (lambda f: (f / RANK).write_bytes(b"half of"), f"{RANK} has 7 bytes instead of"),
     "bit": (lambda f: flip_a_bit(f / RANK), f"{RANK} has the checksum"),
@@ -44,6 +56,23 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "manifest.json").write_text('{"version": 9}'),
         "manifest.json has format version 9",
     ),
+    "no-models": (lambda f: rewrite(f, models=None), "manifest.json has models = None: Input should be a valid dict"),
+    "no-files": (
+        lambda f: rewrite(f, files={}),
+        "manifest.json has files = {}: Dictionary should have at least 1",
+    ),
+    "no-bytes": (lambda f: rewrite(f, files={RANK: {"crc32": "0"}}), f"manifest.json has files.{RANK}.bytes = {{"),
+    "absolute": (lambda f: rewrite(f, files={"/etc/passwd": ENTRY}), "= '/etc/passwd': Value error, expected a path"),
+    "above": (lambda f: rewrite(f, files={"a/../../x": ENTRY}), "= 'a/../../x': Value error, expected a path inside"),
+    "words-as-shape": (
+        lambda f: rewrite(f, models={"actor": {"architecture": "", "shapes": {"x": ["many"]}}}),
+        "manifest.json has models.actor.shapes.x.0 = 'many': Input should be a valid integer",
+    ),
+    "another-step": (lambda f: rewrite(f, step=7), "manifest.json is of step 7"),
+    "extra-weights": (
+        lambda f: shutil.copyfile(f / RANK, f / "actor" / "more.safetensors"),
+        "actor/more.safetensors is not in manifest.json: remove it",
+    ),
 }
 
 
@@ -56,9 +85,26 @@ def test_damaged_one_is_left_out_by_name(kind, tiny_model, tmp_path):
     expected = state_of(engines)
     engines["actor"].train_step(random_batch(), policy_loss())
     damage(manager.save(2, engines, {"step": 2}))
-    with pytest.warns(UserWarning, match=rf"step_00000002 is damaged: {re.escape(reason)}"):
+    with pytest.warns(UserWarning, match=rf"step_00000002 is damaged: .*{re.escape(reason)}"):
         assert manager.load(engines) == {"step": 1}
     reference.assert_equal(state_of(engines), expected)
+
+
+@pytest.mark.parametrize("kind", ["no-manifest", "no-models", "another-step"])
+def test_a_folder_that_its_manifest_does_not_confirm_is_not_the_newest(kind, tiny_model, tmp_path):
+    engines, manager = {"actor": make_engine(tiny_model("llama"))}, CheckpointManager(tmp_path)
+    manager.save(1, engines, {})
+    DAMAGE[kind][0](manager.save(2, engines, {}))
+    newest = manager.latest()
+    assert newest is not None
+    assert newest.name == "step_00000001"
+
+
+def test_a_checkpoint_whose_manifest_names_no_step(tiny_model, tmp_path):
+    """As older versions wrote it."""
+    engines, manager = {"actor": make_engine(tiny_model("llama"))}, CheckpointManager(tmp_path)
+    rewrite(manager.save(2, engines, {"step": 2}), step=None)
+    assert manager.load(engines) == {"step": 2}
 
 
 def test_damaged_one_does_not_drive_out_good_ones(tiny_model, tmp_path):
