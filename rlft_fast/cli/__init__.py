@@ -6,10 +6,13 @@ A module is imported when its command runs, so that help and mistakes are answer
 import argparse
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 
-from rlft_fast.errors import RunError
+from rlft_fast.errors import RunError, printable
+
+_FORMAT_WARNING = warnings.formatwarning
 
 COMMANDS = {
     "train": "train a policy as a YAML file says",
@@ -33,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ``train`` 128 + the signal's number: 143 after SIGTERM, 129 after SIGHUP); of ``bench`` pytest's.
     """
     options = _parser().parse_args(argv)
+    warnings.formatwarning = _format_warning
     try:
         return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
     except (ValueError, OSError, ImportError, RunError) as error:
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlft-fast",
-        usage="rlft-fast [--traceback] COMMAND ...",
+        usage="rlft-fast [--version] [--traceback] COMMAND ...",
         description="Reinforcement fine-tuning of language models.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
@@ -57,19 +61,33 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
 
 
+def _version() -> str:
+    try:
+        return metadata.version("rlft_fast")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def _report(error: Exception) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         message += ": install it; rlft_fast's own dependencies come with it (its ops alone need none but torch)"
-    print("error: " + message.replace("\n", "\n       "), file=sys.stderr)
+    print("error: " + printable(message).replace("\n", "\n       "), file=sys.stderr)
     config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
     if config is not None and isinstance(error, config.ConfigError):
         return 2
     print("(rlft-fast --traceback COMMAND ... shows where it was raised)", file=sys.stderr)
     return 1
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return printable(_FORMAT_WARNING(message, category, filename, lineno, line))

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlft_fast.errors import printable
+
 _BUILD = "pip install --no-build-isolation -e . in the source tree"
 _BACKENDS = ("reference", "native", "triton")
 _TOLERANCE = 1e-4  # of float32 log-probabilities and gradients of order 1
@@ -44,7 +46,7 @@ def run(arguments: list[str]) -> int:
 def _table(title: str, checks: list[Check]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2))
     for name, is_ok, detail in checks:
-        table.add_row(name, Text("yes", "green") if is_ok else Text("no", "yellow"), Text(detail))
+        table.add_row(name, Text("yes", "green") if is_ok else Text("no", "yellow"), Text(printable(detail)))
     return table
 
 

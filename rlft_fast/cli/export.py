@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from rlft_fast.errors import printable
+
 
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -21,5 +23,5 @@ def run(arguments: list[str]) -> int:
     with leaving_process_group():
         output = export_run(options.run, options.output, options.dtype)
         if get_rank() == 0:
-            print(output)
+            print(printable(output))
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlft_fast.cli.train import split_overrides
 from rlft_fast.config import Config
+from rlft_fast.errors import printable
 
 if TYPE_CHECKING:
     from rlft_fast.engine.run_plan import RunPlan
@@ -20,7 +21,7 @@ def run(arguments: list[str]) -> int:
         if not 0 < getattr(own, name) < math.inf:
             _parser().error(f"--{name.replace('_', '-')} must be more than 0, got {getattr(own, name)}")
     config = Config.load(positional[0], overrides)
-    print(f"{config.model} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
+    print(f"{printable(config.model)} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]
     return 0 if any(fits) else 1
 
@@ -66,7 +67,7 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     if plan.host_bytes:
         print(f"  CPU memory at most    {plan.host_bytes / 1e9:>10.2f} GB for each GPU")
     if plan.refusal:
-        print(f"  {plan.refusal}")
+        print(f"  {printable(plan.refusal)}")
     largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
     print(f"  largest max_tokens    {largest:>10}" + f"  below a sequence's {longest}" * (largest < longest))
     sent = sum(engine.sent for engine in plan.engines.values())

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from rlft_fast.errors import printable
+
 
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlft-fast plot", description="Draw the curves of training runs.")
@@ -21,5 +23,5 @@ def run(arguments: list[str]) -> int:
     from rlft_fast.trainer.plot import plot_runs
 
     plot_runs(options.runs, output)
-    print(output)
+    print(printable(output))
     return 0

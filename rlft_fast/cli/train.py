@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 
 from rlft_fast.config import Config, ConfigError, sections
+from rlft_fast.errors import printable
 
 _FLAGS = ("-h", "--help", "--resume", "--force", "--dry-run", "--no-memory-check")
 
@@ -78,7 +79,7 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
     else:
         return
     if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager
 from rlft_fast.engine.distributed import all_reduce, forked_rng, get_rank
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.engine.storage import REPLACED, TEMPORARY, fsync, publish, write_text
+from rlft_fast.engine.storage import REPLACED, TEMPORARY, fsync, publish, save_weights, write_text
 from rlft_fast.models import ValueModel, token_classifier
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
@@ -98,8 +97,7 @@ class _ShardWriter:
 
     def _flush(self) -> None:
         path = self._path(len(self.shards))
-        save_file(self.pending, path, metadata={"format": "pt"})
-        fsync(path)
+        save_weights(self.pending, path, {"format": "pt"})
         self.shards.append(list(self.pending))
         self.pending = {}
 

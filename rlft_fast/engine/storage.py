@@ -9,6 +9,7 @@ DCP's global plan needed: which process writes what follows from the placements,
 import json
 import os
 import shutil
+import stat
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -104,7 +105,15 @@ def save_parts(parts: Mapping[str, Part], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     offsets = json.dumps({name: {"saved_offsets": part.offsets} for name, part in parts.items()})
     data = {name: part.data.cpu().contiguous() for name, part in parts.items()}
-    save_file(data, path, metadata={"DCP_SHARDING_INFO": offsets, "DCP_VERSION": "1.0", "format": "pt"})
+    save_weights(data, path, {"DCP_SHARDING_INFO": offsets, "DCP_VERSION": "1.0", "format": "pt"})
+
+
+def save_weights(data: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file durably. Who may read it the umask says; ``save_file`` lets its owner alone."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(data, path, metadata=metadata)
+    path.chmod(mode)
     fsync(path)
 
 

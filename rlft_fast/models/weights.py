@@ -298,6 +298,8 @@ def _files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it names files outside of the folder ({name_some(outside)})")
         paths = [folder / name for name in names]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from rlft_fast.engine.storage import fsync
+from rlft_fast.errors import printable
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
@@ -84,6 +86,7 @@ class RunLog:
         self.latest |= values
         names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
         shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
+        shown = printable(shown)  # a part of the reward is named by a path
         self.progress.update(self.task, completed=step, numbers=shown)
         if self.active and not self.console.is_terminal:
             self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)
@@ -92,13 +95,13 @@ class RunLog:
         self._write("samples.jsonl", {"step": step, **fields})
 
     def message(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(printable(text), highlight=False, soft_wrap=True, markup=False)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         table = Table(title=title, *columns, show_lines=True)  # noqa: B026 (headers are positional in rich)
         for row in rows:
-            table.add_row(*row)
-        self.console.print(table, markup=False)
+            table.add_row(*(escape(printable(cell)) for cell in row))
+        self.console.print(table)
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         if self.active:

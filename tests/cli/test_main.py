@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,20 @@ def test_error_is_one_message_without_traceback(tmp_path):
 def test_traceback_option_lets_the_error_through(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
         main(["--traceback", "plot", str(tmp_path / "missing")])
+
+
+def test_paths_and_warnings_cannot_steer_the_terminal(tmp_path):
+    shown = run_cli("export", str(tmp_path / "run\x1b[31m")).stderr
+    assert r"run\x1b[31m" in shown
+    assert all(x.isprintable() or x == "\n" for x in shown)
+    code = "import warnings; from rlft_fast.cli import main; main(['plot', '/nowhere']); warnings.warn('\x1b[31m')"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stderr
+    assert r"UserWarning: \x1b[31m" in shown
+    assert all(x.isprintable() or x == "\n" for x in shown)
+
+
+def test_version():
+    assert run_cli("--version").stdout == f"rlft-fast {metadata.version('rlft_fast')}\n"
 
 
 def test_export_of_a_missing_run(tmp_path, capsys):

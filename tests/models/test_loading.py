@@ -1,6 +1,7 @@
 """Loading from local folders: what is loaded, and one clear error for every folder that cannot be used."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -144,6 +145,17 @@ def test_damaged_index_of_shards(text, folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("place", ["../other/model.safetensors", "absolute"])
+def test_an_index_that_names_files_elsewhere(place, folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    elsewhere = shutil.move(folder / "model.safetensors", tmp_path / "other" / "model.safetensors")
+    name = str(elsewhere) if place == "absolute" else os.path.relpath(elsewhere, folder)
+    weight_map = dict.fromkeys(load_file(elsewhere), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"is damaged: it names files outside of the folder \({re.escape(name)}\)"):
         load_policy(folder)
 
 

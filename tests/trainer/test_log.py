@@ -34,6 +34,20 @@ def test_a_skipped_step_is_shown_from_then_on(tmp_path, capsys):
     assert shown == ["step 1  reward_mean 0.5"] + [f"step {i}  reward_mean 0.5  skipped_steps 1" for i in (2, 3)]
 
 
+HOSTILE = "\x1b[2J\x1b]0;title\x07 \u202eevil\u202c \r[red]a\x00\ud800"
+HARMLESS = r"\x1b[2J\x1b]0;title\x07 \u202eevil\u202c \r[red]a\x00\ud800"
+
+
+def test_text_of_models_and_data_cannot_steer_the_terminal(tmp_path, capsys):
+    with RunLog(tmp_path, num_steps=1, rank=0) as log:
+        log.message(f"the judge says: {HOSTILE}\nsecond line")
+        log.table("answers", ["prompt", "answer"], [[HOSTILE, "a"]])
+    shown = capsys.readouterr().out
+    assert f"the judge says: {HARMLESS}\nsecond line\n" in shown
+    assert HARMLESS in shown.split("second line")[1]
+    assert all(x.isprintable() or x == "\n" for x in shown)
+
+
 def test_a_terminal_has_the_bar(shown, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     bar = shown(rank=0)
