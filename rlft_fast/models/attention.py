@@ -15,10 +15,13 @@ attend over all rows with their own heads.
 ``rlft_grouped``, for generation: SDPA over padded sequences, without a copy of the cache per query head.
 """
 
+import inspect
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
@@ -219,12 +222,19 @@ def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None)
     head_dim, value_dim = q.shape[-1], v.shape[-1]  # the kernel has one width, a multiple of 8; DeepSeek has two
     width = -(-max(head_dim, value_dim) // 8) * 8
     packed_q, packed_k, packed_v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = boundaries
     out = varlen_attn(
-        packed_q, packed_k, packed_v, *boundaries, scale=head_dim**-0.5 if scale is None else scale,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        packed_q, packed_k, packed_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        scale=head_dim**-0.5 if scale is None else scale, window_size=(-1 if window is None else window - 1, 0),
+        **_GROUPED_HEADS if q.shape[1] != k.shape[1] else {},
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out[..., :value_dim].unsqueeze(0)
+
+
+def grouped_heads(parameters: Collection[str]) -> dict[str, bool]:
+    """How `varlen_attn`, which has these parameters, is told that key heads are fewer: torch 2.11 takes it unsaid."""
+    return {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -232,6 +242,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return pad(x, (0, missing)) if missing else x  # a pad by nothing would be a copy
 
 
+_GROUPED_HEADS = grouped_heads(inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters)
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
