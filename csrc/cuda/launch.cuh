@@ -46,6 +46,15 @@ inline int64_t device_blocks(int per_multiprocessor) {
   return static_cast<int64_t>(multiprocessors) * per_multiprocessor;
 }
 
+// Whether a CUDA graph is being recorded from the stream that torch works on.
+inline bool is_recording(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  STD_CUDA_CHECK(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Host memory from which a copy to the device is asynchronous; torch keeps it until the stream has read it.
 inline Tensor pinned_int64(int64_t size) {
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);

@@ -232,7 +232,7 @@ def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None)
     return out[..., :value_dim].unsqueeze(0)
 
 
-def grouped_heads(parameters: Collection[str]) -> dict[str, bool]:
+def grouped_heads(parameters: Collection[str]) -> dict[str, Any]:
     """How `varlen_attn`, which has these parameters, is told that key heads are fewer: torch 2.11 takes it unsaid."""
     return {"enable_gqa": True} if "enable_gqa" in parameters else {}
 

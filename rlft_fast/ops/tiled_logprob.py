@@ -16,9 +16,10 @@ Callers have checked every argument.
                                    the forward; 2 where the weight is frozen
 
 The forward of all four adds the same blocks of columns in the same order, so log-probabilities of the same rows in one
-call are equal bit for bit: a policy ratio between a no-grad pass and the first gradient pass is exactly 1. That asks of
-the vendor's GEMM that it gives a row the same bits in chunks and tiles of any size. On CPUs it does from 16 rows and
-two columns on: with fewer another kernel runs, whose logits were off by one rounding in a third of the calls.
+call are equal bit for bit where the vendor's GEMM gives a row the same bits in chunks and tiles of any size: a policy
+ratio between a no-grad pass and the first gradient pass is then exactly 1. GEMMs of CPUs do from 16 rows and two
+columns on: with fewer another kernel runs, whose logits were off by one rounding in a third of the calls. GEMMs of GPUs
+may split their sums by the width of a tile.
 
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
 """

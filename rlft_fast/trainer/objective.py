@@ -79,7 +79,7 @@ class Objective:
     def on_policy(self) -> bool:
         """Whether the log-probabilities that start the update are needed in its only step alone, which has them itself.
 
-        Its own are the same bits, so a pass for nothing but them is left out.
+        Its own are theirs, on CPUs to the bit, so a pass for nothing but them is left out.
         """
         config = self.config
         read_before = (

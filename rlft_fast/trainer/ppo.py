@@ -1,7 +1,8 @@
 """The training loop of PPO and GRPO. One step, from top to bottom, is :meth:`PPOTrainer.train_step`.
 
 Every random draw of a step is seeded by (seed, step, rank), and the order of prompts is a function of the step, so a
-run that continues from a checkpoint repeats what the uninterrupted run would have done, bit for bit.
+run that continues from a checkpoint repeats what the uninterrupted run would have done: on CPUs bit for bit, on GPUs
+but for the order of additions, which the backward of attention leaves open there.
 """
 
 import contextlib

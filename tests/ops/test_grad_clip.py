@@ -1,5 +1,6 @@
 """Gradient norm and clipping against float64 and torch.nn.utils."""
 
+import contextlib
 import inspect
 import math
 
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rlft_fast.ops import FusedAdamW
 from rlft_fast.ops.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
 from tests.devices import DEVICES, requires_gpu
-from tests.launches import count_launches
+from tests.launches import EMULATED, count_launches
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
 from tests.threads import num_threads
 
@@ -291,3 +293,27 @@ def test_a_vanishing_norm_is_divided_by_no_less_than_torch_does():
 def test_a_norm_that_is_none_is_named(norm, got):
     with pytest.raises(ValueError, match=f"norm {got}, expected a 0-d tensor: take it from grad_norm"):
         clip_coefficient(norm, 1.0)
+
+
+@contextlib.contextmanager
+def recording(monkeypatch):
+    """A CUDA graph, or what the emulated GPU takes for one."""
+    if EMULATED:
+        monkeypatch.setenv("RLFT_EMULATOR_RECORDING", "1")
+        yield
+        monkeypatch.delenv("RLFT_EMULATOR_RECORDING")
+    else:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            yield
+
+
+@pytest.mark.gpu
+@requires_gpu
+@pytest.mark.parametrize("act", [grad_norm, lambda p: clip_grad_norm_(p, 1.0), lambda p: FusedAdamW(p).step()])
+def test_recording_a_graph_is_refused(act, monkeypatch):
+    """A replay would copy the list of tensors from memory that is no longer the list's."""
+    parameters = [parameter(gradient) for gradient in random_gradients([(40,), (7, 3)], torch.float32, "cuda")]
+    act(parameters)
+    with recording(monkeypatch), pytest.raises(RuntimeError, match=r"call it outside of torch\.cuda\.graph"):
+        act(parameters)
+    act(parameters)

@@ -284,6 +284,9 @@ inline int64_t blocks_for(int64_t items, int64_t items_per_block) {
   return std::clamp<int64_t>((items + items_per_block - 1) / items_per_block, 1, 3);
 }
 
+// RLFT_EMULATOR_RECORDING: as if a CUDA graph were being recorded.
+inline bool is_recording(const Tensor&) { return std::getenv("RLFT_EMULATOR_RECORDING") != nullptr; }
+
 inline Tensor pinned_int64(int64_t size) {
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   return torch::stable::empty({size}, ScalarType::Long, std::nullopt, cpu);
