@@ -190,19 +190,20 @@ def pad_right(batch: Batch) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) < torch.tensor(batch.lengths)[:, None]
 
 
-def plain_model(path: Path) -> nn.Module:
-    """In float64, with the attention written out: Gemma 2 soft-caps its scores."""
+def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """With the attention written out: Gemma 2 soft-caps its scores."""
     config = json.loads((path / "config.json").read_text())
     experts = {"experts_implementation": "eager"} if "n_routed_experts" in config else {}  # the grouped one is float32
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    return auto_class.from_pretrained(path, dtype=torch.float64, attn_implementation="eager", **experts)
+    return auto_class.from_pretrained(path, dtype=dtype, attn_implementation="eager", **experts)
 
 
 def plain_log_softmax(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
     """(T, V) log-probabilities of every next token, one sequence after the other."""
     sequences = batch.input_ids_T.split(batch.lengths.tolist())
     logits = [model(input_ids=ids[None], **images(model, batch, b)).logits[0] for b, ids in enumerate(sequences)]
-    return torch.log_softmax(torch.cat(logits) / temperature, dim=-1)
+    wide = torch.cat(logits).to(torch.promote_types(logits[0].dtype, torch.float32))
+    return torch.log_softmax(wide / temperature, dim=-1)
 
 
 def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
@@ -238,9 +239,11 @@ def over_supports(log_softmax_TV: Tensor, batch: Batch) -> Tensor:
     return log_softmax_TV.masked_fill(~kept & batch.loss_mask_T[:, None], -torch.inf).log_softmax(-1)
 
 
-def plain_policy_gradients(path: Path, batch: Batch, aggregation: str) -> dict[str, Tensor]:
+def plain_policy_gradients(
+    path: Path, batch: Batch, aggregation: str, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """Gradient of PPO's loss with entropy bonus and k3 penalty, written out token by token."""
-    model = plain_model(path)
+    model = plain_model(path, dtype)
     logprob_T, entropy_T = _at_targets(plain_log_softmax(model, batch, TEMPERATURE), batch)
     ratio_T = (logprob_T - batch.old_logprob_T).exp()
     low, high = 1 - POLICY_LOSS["clip_low"], 1 + POLICY_LOSS["clip_high"]

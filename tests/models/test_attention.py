@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlft_fast.models import attention, packed_attention
 from rlft_fast.models.attention import grouped_attention
+from tests.devices import DEVICES
 
 
 def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,7 +21,7 @@ def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> 
 
 
 def run(qkv: tuple[Tensor, ...], lengths: list[int], **options) -> Tensor:
-    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=qkv[0].device)
     output, attention_weights = packed_attention(
         nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=max(lengths), **options
     )
@@ -100,6 +101,39 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window, soft
     torch.testing.assert_close(shared[:, prefix:], plain[:, behind], rtol=0, atol=1e-12)
     actual, wanted = (torch.autograd.grad(x.square().sum(), qkv) for x in (shared[:, prefix:], plain[:, behind]))
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 128), (6, 2, 20)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_bfloat16_on_a_device(shared, heads, kv_heads, head_dim, window, device):
+    """Values and gradients of the device's own kernel: fewer key heads, padded widths, more keys than queries."""
+    lengths = [17, 1, 40, 23]
+    qkv = tuple(x.bfloat16().requires_grad_() for x in random_qkv(lengths, heads, kv_heads, head_dim))
+    there = tuple(x.detach().to(device).requires_grad_() for x in qkv)
+    tokens = torch.arange(sum(lengths)).split(lengths)
+    sequences = [torch.cat([tokens[0], each]) for each in tokens[1:]] if shared else list(tokens)
+    key_lengths = [17, *map(len, sequences)] if shared else lengths
+    options = {}
+    if shared:  # three completions of the first segment
+        boundaries = torch.tensor([0, *torch.tensor(key_lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        key_index = torch.cat([tokens[0], *sequences]).to(device)
+        options = {"key_index": key_index, "cu_seq_lens_k": boundaries, "max_length_k": max(key_lengths)}
+    actual = run(there, lengths, sliding_window=window, **options)[0].cpu().float()
+    wide = tuple(x.detach().double().requires_grad_() for x in qkv)
+    repeated = torch.cat(sequences)
+    wanted = expected(
+        tuple(x[:, :, repeated] for x in wide), list(map(len, sequences)), head_dim**-0.5, window or 100
+    )[0]  # fmt: skip
+    first = wanted.new_zeros(actual.shape).index_copy(0, repeated, wanted)
+    torch.testing.assert_close(actual.double(), first, rtol=0.02, atol=0.02)
+    upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0))
+    if shared:
+        upstream[:17] = 0  # the prefix, which is there once in ours and three times in what is expected
+    gradients = [torch.autograd.grad(y, x, upstream.to(y)) for y, x in ((actual, there), (first, wide))]
+    for ours, exact in zip(*gradients, strict=True):
+        assert (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
 
 
 def test_rows_are_taken_on_a_gpu_as_on_a_cpu():
