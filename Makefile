@@ -28,11 +28,11 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: sanitize emulate bench bench-engine bench-step clean
+.PHONY: sanitize emulate gpu-rehearsal bench bench-engine bench-step clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
-	@echo "     cuda | sanitize | emulate | bench | bench-engine | bench-step | methods | clean"
+	@echo "     cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | methods | clean"
 
 install: $(BUILT)
 
@@ -136,7 +136,11 @@ sanitize: install
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
 	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin -m gpu \
-	  tests/cuda_emulator/kernels.py tests/cuda_emulator/report.py tests/ops
+	  tests/cuda_emulator/kernels.py tests/ops
+
+# benchmarks/gpu.sh from end to end on the emulated GPU, without the packages that a bare GPU machine lacks.
+gpu-rehearsal: install $(EMULATED)
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(BIN)/python -m pytest tests/cuda_emulator/gpu_sh.py
 
 $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/device.cpp | install
 	@mkdir -p $(@D)

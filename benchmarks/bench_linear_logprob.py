@@ -163,7 +163,7 @@ def _small_suite() -> tuple[dict[str, Variant], dict[str, str]]:
 
 @cache
 def _expected(task: str) -> tuple[Tensor, ...]:
-    return _small_suite()[0][f"{task} | eager PyTorch"].run()
+    return _small_suite()[0][f"{task} | {ways.EAGER}"].run()
 
 
 @pytest.mark.parametrize(("task", "way", "variation"), list(rows()))

@@ -33,8 +33,8 @@ class Bar(NamedTuple):
 def write_files(
     output: Path, name: str, title: str, facts: dict[str, str], sections: Sequence[str], raw: dict[str, Any],
     draw: Callable[[Path], None],
-) -> None:  # fmt: skip
-    """Writes NAME.md, which is printed as well, NAME.json and NAME.png.
+) -> str:  # fmt: skip
+    """Writes NAME.md, NAME.json and NAME.png; returns the text of NAME.md.
 
     Args:
         output: folder, made if it is missing.
@@ -51,7 +51,7 @@ def write_files(
     (output / f"{name}.md").write_text(text)
     (output / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n")
     draw(output / f"{name}.png")
-    print(text)
+    return text
 
 
 def fill(text: str) -> str:

@@ -83,10 +83,10 @@ def write_report(
         "num_tokens": workload.num_tokens, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars],
     }  # fmt: skip
     subtitle = f"{facts['cpu']}, {facts['date']}, {workload.num_tokens} tokens"
-    write_files(
+    print(write_files(
         arguments["output"], "engine", "One GRPO update beside TRL", facts, sections, raw,
         lambda path: save_plot(sides, share, path, subtitle),
-    )  # fmt: skip
+    ))  # fmt: skip
     return {bar.name: bar.value for bar in bars} | {"holds": all(bar.holds for bar in bars)}
 
 

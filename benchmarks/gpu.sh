@@ -1,56 +1,130 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, on a bare machine with CUDA, nvcc and torch; the most telling parts first.
 #
-#   benchmarks/gpu.sh [all | build | test | bench | engine | small | peers | sanitize] [OUTPUT_FOLDER]
+#   benchmarks/gpu.sh PART [OUTPUT_FOLDER]     PART is 1 to 5, or all
 #
-# Needs no network where torch, pytest, hypothesis, pybind11 and ninja are installed; the engine's tests need transformers,
-# pydantic and rich, too. Peers that are not installed are named in the report, and a test file that cannot be imported
-# does not keep the others back. With pytest-xdist the tests share the GPU.
-# What was fastest lands in OUTPUT_FOLDER/fastest_backend.json: `backend="auto"` takes it from
-# rlft_fast/ops/fastest_backend.json, once it is copied there. Each part has a time limit, so that a part that hangs
-# does not take the others' results with it; `engine` is not in `all`, which ends within ten minutes.
+#   1  build; what the device can do and how near each kernel comes; the tests
+#   2  linear_logprob at Qwen3-8B's shape, beside its peers
+#   3  the same at a small and at Gemma's shape; sweeps of chunks, tiles and workspace
+#   4  utilisation of train_step, eager and compiled
+#   5  memcheck and racecheck, and a profile of the head's kernels
+#
+# A part ends within eight minutes and leaves its results in OUTPUT_FOLDER/part-N and, in one file, part-N.tar.gz.
+# Results are written after every task, so that what is cut off keeps what it had. No part needs another, but for the
+# build. No network is needed where torch, pytest, hypothesis, pybind11 and ninja are installed; tests/engine and part 4
+# need transformers, pydantic and rich, too. Peers that are not installed are named in the report.
+# OUTPUT_FOLDER/fastest_backend.json is what `backend="auto"` reads from rlft_fast/ops/fastest_backend.json.
+# PYTHON is the interpreter; SHAPES and ENGINE_SHAPES are what parts 2 to 4 measure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-part=${1:-all}
-output=${2:-benchmarks/results}
-mkdir -p "$output"
+part=${1:-}
+output=${2:-benchmarks/results/gpu}
+python=${PYTHON:-python3}
+shapes=(${SHAPES:-8192x4096x151936 16384x896x151936 8192x2304x256000})
+engine_shapes=${ENGINE_SHAPES:-1.5B 7B 0.5B}
+limit=480
 export PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
 status=0
 
-run() {  # run NAME SECONDS COMMAND...
-  local name=$1 limit=$2
+if [[ $part == all ]]; then
+  for number in 1 2 3 4 5; do "$0" "$number" "$output" || status=1; done
+  exit $status
+fi
+if [[ ! $part =~ ^[1-5]$ ]]; then
+  sed -n '2,19s/^# \?//p' "$0"
+  exit 2
+fi
+
+folder=$output/part-$part
+mkdir -p "$folder"
+pack() { tar -czf "$output/part-$part.tar.gz" -C "$output" "part-$part"; }
+trap pack EXIT
+
+run() {  # run NAME SECONDS COMMAND...: no longer than what is left of the part; its output in NAME.log
+  local name=$1 seconds=$2 left=$((limit - SECONDS))
   shift 2
-  if [[ $part != all && $part != "$name" ]]; then return; fi
+  ((left < seconds)) && seconds=$left
+  if ((seconds < 5)); then
+    echo "== $name: no time left"
+    status=1
+    return
+  fi
   echo "== $name"
   local start=$SECONDS
-  timeout "$limit" "$@" 2>&1 | tee "$output/$name.log" | tail -n 40
-  local code=${PIPESTATUS[0]}
+  # INT first: pytest and the reports then say what they have.
+  timeout -s INT -k 10 "$seconds" "$@" >"$folder/$name.log" 2>&1
+  local code=$?
+  tail -n 40 "$folder/$name.log"
   echo "== $name: exit status $code after $((SECONDS - start)) s"
   ((code == 0)) || status=1
 }
 
-report() {  # report NAME T D V SECONDS
-  python3 -m benchmarks.report --shape "$2" "$3" "$4" --name "$1" --output "$output" \
-    --fastest "$output/fastest_backend.json" --seconds "$5"
+report() {  # report SHAPE SECONDS
+  local sizes=${1//x/ }
+  # shellcheck disable=SC2086
+  run "report-$1" $(($2 + 60)) $python -m benchmarks.report --shape $sizes --name "gpu-$1" --output "$folder" \
+    --fastest "$output/fastest_backend.json" --seconds "$2"
 }
-export -f report
-export output
 
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-python3 -c 'import xdist' 2>/dev/null && workers="-n 4" || workers=""
-run build 120 python3 setup.py build_ext --inplace
-# shellcheck disable=SC2086
-run test 120 python3 -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors --tb=short $workers tests
-run bench 130 bash -c 'report gpu-8192x4096x151936 8192 4096 151936 80'
-run small 80 bash -c 'report gpu-16384x896x151936 16384 896 151936 40'
-run peers 60 bash -c 'report gpu-8192x2304x256000 8192 2304 256000 30'
-# Small shapes only: compute-sanitizer slows kernels down a hundredfold.
-small_tests="outside_the_vocabulary or add_nothing or many_tensors or segment_mean or nothing_outside or test_grad_clip"
-sanitize() {
-  compute-sanitizer --tool "$1" --error-exitcode 1 python3 -m pytest -m gpu -p no:cacheprovider tests/ops -k "$small_tests"
+kernels() {  # kernels limits|sweep|once SHAPE SECONDS
+  local sizes=${2//x/ }
+  # shellcheck disable=SC2086
+  run "$1-$2" "$3" $python -m benchmarks.bench_kernels_gpu "$1" --shape $sizes --output "$folder"
 }
-export -f sanitize
-export small_tests
-run sanitize 90 bash -c 'sanitize memcheck && sanitize racecheck'
-[[ $part == engine ]] && run engine 300 python3 -m benchmarks.bench_engine_gpu --output "$output"
+
+tests() {  # tests NAME SECONDS ARGUMENTS...
+  local name=$1 seconds=$2
+  shift 2
+  run "$name" "$seconds" $python -m pytest -m gpu -p no:cacheprovider --tb=short --durations=10 \
+    --junitxml="$folder/$name.xml" "$@"
+}
+
+nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv | tee "$folder/device.csv"
+workers=()
+$python -c 'import xdist' 2>/dev/null && workers=(-n 12)
+
+case $part in
+  1)
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
+    [[ $capability == 90 ]] && capability=90a
+    RLFT_FAST_CUDA_ARCHS=$capability run build 150 $python setup.py build_ext --inplace
+    kernels limits "${shapes[0]}" 90
+    folders=(tests/ops tests/models tests/data/test_batch.py)
+    if $python -c 'import pydantic, rich, transformers' 2>"$folder/missing.log"; then
+      folders+=(tests/engine)
+    else
+      echo "== tests/engine is left out: $(tail -n 1 "$folder/missing.log")"
+    fi
+    tests tests 300 "${workers[@]}" --continue-on-collection-errors "${folders[@]}"
+    ;;
+  2)
+    report "${shapes[0]}" 400
+    ;;
+  3)
+    for shape in "${shapes[@]:1}"; do report "$shape" 100; done
+    kernels sweep "${shapes[0]}" 300
+    ;;
+  4)
+    # shellcheck disable=SC2086
+    run engine 470 $python -m benchmarks.bench_engine_gpu --shapes $engine_shapes --output "$folder"
+    ;;
+  5)
+    # Small shapes only: compute-sanitizer slows kernels down a hundredfold. Without torch's allocator, which keeps
+    # freed blocks, what a kernel does behind the end of a tensor is seen.
+    small="outside_the_vocabulary or add_nothing or many_tensors or segment_mean or nothing_outside or test_grad_clip"
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    plain=$python
+    for tool in memcheck racecheck; do
+      python="compute-sanitizer --tool $tool --error-exitcode 1 $plain"
+      tests "$tool" 170 tests/ops -k "$small"
+    done
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
+    if command -v ncu >/dev/null; then
+      python="ncu --set basic --csv --log-file $folder/ncu.csv --kernel-name regex:stats|grad|frozen $plain"
+      kernels once "${shapes[0]}" 120
+    else
+      echo "== ncu is not installed"
+    fi
+    ;;
+esac
 exit $status

@@ -112,18 +112,20 @@ class Results:
         return dict(sorted(rows.items(), key=lambda row: row[1].median_s))
 
 
-def weigh(variants: Sequence[Variant]) -> Results:
-    """Scratch memory of each variant, and the peers that failed. To be called before anything is timed.
+def weigh(variants: Sequence[Variant], results: Results) -> Results:
+    """Scratch memory of each variant, and the peers that failed, added to the results.
+
+    On a CPU to be called before anything is timed.
 
     Args:
         variants: what to run, with unique names.
+        results: those of other variants, or empty.
     """
-    results = Results()
     with _cheap_collection():
         for variant in variants:
             _attempt(variant, extra_bytes_of, results)  # the first run takes what libraries then keep
             if (extra_bytes := _attempt(variant, extra_bytes_of, results)) is not None:
-                results.measured[variant.name] = Measurement(extra_bytes)
+                results.measured.setdefault(variant.name, Measurement()).extra_bytes = extra_bytes
     return results
 
 

@@ -44,7 +44,7 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(
             len(tasks), 2, figsize=(10, 0.27 * sum(heights) + 1.6), layout="constrained",
-            gridspec_kw={"height_ratios": heights},
+            gridspec_kw={"height_ratios": heights}, squeeze=False,
         )  # fmt: skip
         for (left, right), (task, ways) in zip(axes, tasks.items(), strict=True):
             _bars(left, ways, {way: m.median_s for way, m in ways.items()}, "{:.2f}")

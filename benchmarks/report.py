@@ -23,9 +23,9 @@ from benchmarks import (
 )
 from benchmarks.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.document import Bar, bar_table, fill, table, versions, write_files
-from benchmarks.harness import COPY, DEVICE, NUM_THREADS, Measurement, Results, clock, environment, weigh
+from benchmarks.harness import COPY, DEVICE, NUM_THREADS, Measurement, Results, Variant, clock, environment, weigh
 from benchmarks.plot import save_plot
-from benchmarks.ways import DTYPE, OURS, ROOMY
+from benchmarks.ways import DTYPE, EAGER, OURS, ROOMY, backend_way
 from rlft_fast.ops.backends import device_name, dtype_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,12 +33,12 @@ MAX_EXTRA_MIB = 96
 
 METHOD = """\
 All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
-peers take part in {peer_rounds} of them). Times are medians, ± is the interquartile range (the full range of fewer than
-four samples). Caches are cold. {device_method} Extra memory is the peak of a variant's second run beyond what was
-allocated before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of its bare
-GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` and `entropy under a soft cap`
-logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once; for `frozen
-head` logits and dX; for the losses logits, dX and dW.
+peers take part in {peer_rounds} of them){by_task}. Times are medians, ± is the interquartile range (the full range of
+fewer than four samples). Caches are cold. {device_method} Extra memory is the peak of a variant's second run beyond
+what was allocated before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of
+its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` and `entropy under a
+soft cap` logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once;
+for `frozen head` logits and dX; for the losses logits, dX and dW.
 
 Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
 upstream gradient is random. Ours are given the indices of the rows that count. On the CPU, threads and bfloat16 are
@@ -76,14 +76,34 @@ if DEVICE.type == "cpu":
 
 def run_linear_logprob(
     shape: tuple[int, int, int], rounds: int, peer_rounds: int, deadline: float
-) -> tuple[Results, Results]:
-    """Results of every variant and its floors, and of the scan for the floors' chunks."""
+) -> Iterator[tuple[Results, Results]]:
+    """Results of variants and floors, and of the scan for the floors' chunks, after each group of variants."""
     variants, unavailable = bench_linear_logprob.suite(shape)
-    results = weigh(variants)
-    floors, scan = bench_linear_logprob.fastest_floors(shape)
-    clock([*floors, *variants], results, rounds, peer_rounds, deadline)
-    results.unavailable |= unavailable
-    return results, scan
+    results, floors, scan = Results(unavailable=unavailable), [], Results()
+    for group in groups(variants):
+        if floors and time.monotonic() > deadline:
+            print(f"out of time before {group[0].name}", flush=True)
+            break
+        weigh(group, results)
+        if not floors:
+            floors, scan = bench_linear_logprob.fastest_floors(shape)
+        clock([*floors, *group], results, rounds, peer_rounds, deadline)
+        yield results, scan
+
+
+def groups(variants: list[Variant]) -> list[list[Variant]]:
+    """What is interleaved: on a CPU everything; on a GPU the ways of a task, peers after all tasks and beside ours.
+
+    What a run on a GPU has measured when its time is over is then the most telling part.
+    """
+    if DEVICE.type == "cpu":
+        return [variants]
+    by_task: dict[str, list[Variant]] = {}
+    for variant in variants:
+        by_task.setdefault(variant.task, []).append(variant)
+    ours = [[v for v in ways if v.way.startswith((OURS, EAGER))] for ways in by_task.values()]
+    peers = [[v for v in ways if v.way == OURS or not v.way.startswith((OURS, EAGER))] for ways in by_task.values()]
+    return ours + [group for group in peers if len(group) > 1]
 
 
 def floor_s(results: Results, task: str, title: Callable[[str], str] = "floor {}".format) -> float:
@@ -115,8 +135,9 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
                     yield Bar(f"{task}: fastest peer ({name}) / {way}", peer.median_s / ours.median_s, 1, at_most=False)
                     yield Bar(f"{task}: memory in all of {way} / that peer's", memory, 1)
     for task in ("forward + backward", "PPO loss"):
-        half, full = results[f"{task}, half ignored | {OURS}"], results[f"{task} | {OURS}"]
-        yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
+        half, full = (results.ways(case).get(OURS) for case in (f"{task}, half ignored", task))
+        if half and full:
+            yield Bar(f"{task}: half ignored / all", half.median_s / full.median_s, 0.55)
     if DEVICE.type == "cuda":
         yield from gpu_bars(results, shape)
         return
@@ -125,13 +146,15 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
 
 
 def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
-    for way, silent in results.ways("forward + backward, half of the gradient zero").items():
+    # The vendor's GEMMs take sizes from the host only, and multiply rows of zero gradient, too.
+    way = backend_way("triton")
+    if silent := results.ways("forward + backward, half of the gradient zero").get(way):
         forward, full = (results.ways(task).get(way) for task in ("no grad", "forward + backward"))
         if forward and full:
             ratio = (silent.median_s - forward.median_s) / (full.median_s - forward.median_s)
             yield Bar(f"backward of {way}: half of the gradient zero / all", ratio, 0.6)
-    if shape == bench_linear_logprob.FULL_SHAPE:
-        ours = results[f"PPO loss | {OURS}"]
+    ours = results.ways("PPO loss").get(OURS)
+    if ours and shape == bench_linear_logprob.FULL_SHAPE:
         yield Bar("PPO loss", 1e3 * ours.median_s, 60, unit=" ms")
         memory_gib = (inputs_outputs_mib(shape) + ours.extra_mib) / 1024
         yield Bar("PPO loss: memory in all", memory_gib, 6, unit=" GiB")
@@ -148,13 +171,14 @@ def bandwidth_bars(results: Results) -> Iterator[Bar]:
     if DEVICE.type == "cuda":
         tasks, least = (*bench_packing.OPERATORS, bench_grad_norm.TASK), 0.85
     for task in tasks:
-        ways = results.ways(task)
+        if not (ways := results.ways(task)):
+            continue
         share = ways[COPY].median_s / ways[OURS].median_s
         yield Bar(f"{task}: share of memcpy's bandwidth", share, least, at_most=False)
 
 
 def planning_bars(results: Results) -> Iterator[Bar]:
-    if DEVICE.type == "cuda":
+    if not results.ways("plan"):
         return
     slowest = max(m.median_s for m in results.ways("plan").values())
     yield Bar("plan of 100,000 sequences", slowest, bench_planning.MAX_SECONDS, unit=" s")
@@ -167,7 +191,8 @@ def planning_bars(results: Results) -> Iterator[Bar]:
 
 def adamw_bars(results: Results) -> Iterator[Bar]:
     for task in bench_adamw.MODELS:
-        ways = results.ways(task)
+        if not (ways := results.ways(task)):
+            continue
         speedup = ways[bench_adamw.FUSED].median_s / ways[OURS].median_s
         yield Bar(f"{task}: torch's fused / ours", speedup, 1 if DEVICE.type == "cpu" else 1.2, at_most=False)
 
@@ -185,7 +210,7 @@ def duration(m: Measurement) -> str:
 def task_table(results: Results, task: str) -> str:
     """All ways of one task, fastest first, beside ours and the floor."""
     ways, floor = results.ways(task), floor_s(results, task.split(",")[0])
-    ours = ways[OURS]
+    ours = ways.get(OURS, next(iter(ways.values())))
     rows = [
         (
             way, duration(m), f"{m.median_s / floor:.2f}", f"{m.median_s / ours.median_s:.2f}",
@@ -264,29 +289,39 @@ def main() -> None:
     shape = tuple(args.shape)
     facts = {"T, D, V": f"{shape}, {str(DTYPE).removeprefix('torch.')}"} | environment() | versions()
     deadline = time.monotonic() + args.seconds
-    results, scan = run_linear_logprob(shape, args.rounds, args.peer_rounds, deadline)
-    logprob_bars = list(linear_logprob_bars(results, shape))
-    print(bar_table(logprob_bars), flush=True)  # whatever becomes of the rest
-    scaled = clock(scaling.suite(), Results(), args.rounds) if DEVICE.type == "cpu" else Results()
-    small = clock([variant for suite in SMALL_SUITES for variant in suite()], Results(), SMALL_ROUNDS)
-    bars = [*logprob_bars, *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)]
     method = METHOD.format(
         threads=NUM_THREADS, rounds=args.rounds, peer_rounds=args.peer_rounds,
-        device_method=DEVICE_METHOD[DEVICE.type],
+        device_method=DEVICE_METHOD[DEVICE.type], by_task="" if DEVICE.type == "cpu" else ", one task after the other",
     )  # fmt: skip
-    raw = {name: asdict(part) for name, part in (
-        ("linear_logprob", results), ("floor_scan", scan), ("scaling", scaled), ("small", small)
-    )}  # fmt: skip
-    raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
-    floors = {task: floor_s(results, task) for task in TASKS}
     subtitle = f"{facts.get('gpu', facts['cpu'])}, {facts['date']}, {shape}"
-    write_files(
-        args.output, args.name, f"Benchmarks on the {DEVICE.type.upper()}", facts,
-        sections(fill(method), bars, results, scan, scaled, small), raw,
-        lambda path: save_plot(results, floors, MAX_EXTRA_MIB, path, subtitle),
-    )  # fmt: skip
-    if args.fastest:
-        fastest.write(args.fastest, fastest.entries(results, device_name(DEVICE), dtype_name(DTYPE), shape))
+
+    def write(results: Results, scan: Results, scaled: Results, small: Results) -> str:
+        bars = [
+            *linear_logprob_bars(results, shape), *bandwidth_bars(small), *adamw_bars(small), *planning_bars(small)
+        ]  # fmt: skip
+        raw = {name: asdict(part) for name, part in (
+            ("linear_logprob", results), ("floor_scan", scan), ("scaling", scaled), ("small", small)
+        )}  # fmt: skip
+        raw |= {"environment": facts, "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars]}
+        floors = {task: floor_s(results, task) for task in TASKS if results.ways(task)}
+        if args.fastest:
+            fastest.write(args.fastest, fastest.entries(results, device_name(DEVICE), dtype_name(DTYPE), shape))
+        return write_files(
+            args.output, args.name, f"Benchmarks on the {DEVICE.type.upper()}", facts,
+            sections(fill(method), bars, results, scan, scaled, small), raw,
+            lambda path: save_plot(results, floors, MAX_EXTRA_MIB, path, subtitle),
+        )  # fmt: skip
+
+    scaled, small, text = Results(), Results(), ""
+    for results, scan in run_linear_logprob(shape, args.rounds, args.peer_rounds, deadline):
+        text = write(results, scan, scaled, small)  # whatever becomes of the rest
+        print(bar_table(list(linear_logprob_bars(results, shape))), flush=True)
+    if DEVICE.type == "cpu":
+        clock(scaling.suite(), scaled, args.rounds)
+    for suite in SMALL_SUITES if time.monotonic() < deadline else ():
+        clock(suite(), small, SMALL_ROUNDS)
+        text = write(results, scan, scaled, small)
+    print(text)
 
 
 if __name__ == "__main__":

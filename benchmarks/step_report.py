@@ -59,10 +59,10 @@ def write_report(sides: list[Side], work: Work, difference: float, threads: int,
     steps = {side.name: side.steps for side in sides}
     raw = {"environment": facts, "work": asdict(work), "steps": steps, "ratios": ratios}
     subtitle = f"{facts['cpu']}, {facts['date']}, SmolLM2-135M, 64 completions a step"
-    write_files(
+    print(write_files(
         output, "step", "A whole GRPO step beside TRL", facts, sections, raw,
         lambda path: save_plot(sides, path, subtitle),
-    )  # fmt: skip
+    ))  # fmt: skip
     return ratios | {"against": rival.name, "holds": bar.holds}
 
 

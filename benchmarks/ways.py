@@ -137,6 +137,7 @@ def _load_liger_scaled() -> LogprobFunction:
 
 
 OURS = "rlft_fast"
+EAGER = "eager PyTorch"
 KEEPING = f"{OURS}, logits kept"
 ROOMY = f"{OURS}, half of the logits"  # at once in the loss, whose default on a CPU is far less and on a GPU more
 # Of these `auto` takes the faster one, on a GPU: see benchmarks/fastest.py.
@@ -151,7 +152,7 @@ def backend_way(backend: str) -> str:
 _LOGPROB_FUNCTIONS: dict[str, Callable[[], LogprobFunction]] = {
     OURS: lambda: _ours,
     **{backend_way(backend): partial(partial, _ours, backend=backend) for backend in COMPARED_BACKENDS},
-    "eager PyTorch": lambda: _eager,
+    EAGER: lambda: _eager,
     "torch.compile": lambda: torch.compile(_eager, dynamic=False),
     "cut-cross-entropy": _load_cut_cross_entropy,
     **({"cut-cross-entropy, filtering": lambda: _load_cut_cross_entropy(True)} if DEVICE.type == "cuda" else {}),
@@ -196,7 +197,7 @@ def _load_trl_entropy() -> Way:
 
 ENTROPY_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_entropy,
-    "eager PyTorch": lambda: _eager_entropy,
+    EAGER: lambda: _eager_entropy,
     "torch.compile": lambda: torch.compile(_eager_entropy, dynamic=False),
     "TRL chunked": _load_trl_entropy,
 }
@@ -277,7 +278,7 @@ PPO_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_ppo,
     **{backend_way(backend): partial(partial, _our_ppo, backend=backend) for backend in COMPARED_BACKENDS},
     **_with_room(_our_ppo),
-    "eager PyTorch": lambda: _ppo_of(_eager),
+    EAGER: lambda: _ppo_of(_eager),
     "torch.compile": lambda: torch.compile(_ppo_of(_eager), dynamic=False),
     "cut-cross-entropy": lambda: _ppo_of(_load_cut_cross_entropy()),
     "TRL chunked": lambda: _ppo_of(_load_trl()),
@@ -286,7 +287,7 @@ PPO_WAYS: dict[str, Callable[[], Way]] = {
 CROSS_ENTROPY_WAYS: dict[str, Callable[[], Way]] = {
     OURS: lambda: _our_cross_entropy,
     **_with_room(_our_cross_entropy),
-    "eager PyTorch": lambda: _eager_cross_entropy,
+    EAGER: lambda: _eager_cross_entropy,
     "F.linear_cross_entropy": lambda: _linear_cross_entropy(None),
     "F.linear_cross_entropy, chunked": lambda: _linear_cross_entropy(torch.nn.LinearCrossEntropyOptions()),
     "cut-cross-entropy": _load_cut_cross_entropy_sum,

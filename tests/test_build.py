@@ -80,3 +80,10 @@ def test_missing_torch_is_one_sentence(tmp_path):
     (tmp_path / "torch.py").write_text('raise ImportError("no torch")\n')
     message = build_error(os.environ["PATH"], str(tmp_path))
     assert re.fullmatch(r"rlft_fast needs torch >= 2\.11 installed before it is built: .*\.", message)
+
+
+@pytest.mark.skipif(not PTXAS_LOGS, reason="the CUDA kernels were not compiled in this tree")
+def test_a_wrong_compute_capability_is_one_sentence(tmp_path):
+    """`make gpu-rehearsal` builds for a right one."""
+    message = build_error(os.environ["PATH"], str(tmp_path), RLFT_FAST_CUDA_ARCHS="90a sm_80")
+    assert re.fullmatch(r"RLFT_FAST_CUDA_ARCHS has 'sm_80', which is no compute capability: name .*\.", message)

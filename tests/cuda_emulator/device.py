@@ -58,6 +58,13 @@ class CudaTensor(Tensor):
         return run(func, args, kwargs or {})
 
 
+class Generator(torch.Generator):
+    """Of any device, on the CPU."""
+
+    def __new__(cls, device: torch.device | str = "cpu") -> "Generator":
+        return super().__new__(cls, "cpu")
+
+
 class CudaDevice(TorchDispatchMode):
     """While it is entered, operators that are asked for a CUDA tensor make one."""
 
@@ -157,6 +164,7 @@ def install() -> None:
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda index: 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
+    torch.Generator = Generator
     from rlft_fast.ops import _library, backends
 
     _library.has_cuda_kernels = backends.has_cuda_kernels = True

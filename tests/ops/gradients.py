@@ -17,12 +17,12 @@ def parameter(gradient: Tensor | None, like: Tensor | None = None) -> Tensor:
 
 
 def random_gradients(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(len(shapes))
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    generator = torch.Generator(device).manual_seed(len(shapes))
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
 def exact_norm(gradients: list[Tensor], norm_type: float = 2.0) -> float:
-    flat = torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients])
+    flat = torch.cat([gradient.detach().double().flatten() for gradient in gradients])
     return torch.linalg.vector_norm(flat, norm_type).item()
 
 

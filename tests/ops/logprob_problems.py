@@ -16,23 +16,23 @@ def make_problem(
     T: int, D: int, V: int, *, logits: str = "normal", dtype: torch.dtype = F32, seed: int = 0, device: str = "cpu"
 ):
     """(hidden, weight, target, options) whose logits have a certain character."""
-    g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(T, D, generator=g)
-    weight = torch.randn(V, D, generator=g) / D**0.5
-    target = torch.randint(0, V, (T,), generator=g)
+    g = torch.Generator(device).manual_seed(seed)
+    here = {"generator": g, "device": device}
+    hidden = torch.randn(T, D, **here)
+    weight = torch.randn(V, D, **here) / D**0.5
+    target = torch.randint(0, V, (T,), **here)
     options: dict[str, Tensor] = {}
     if logits == "peaked":  # the target has 0.9 of the mass, nearly all, or in every eighth row all of it
-        margin_T = torch.empty(T).uniform_(1.5, 2.5, generator=g) * math.log(V)
+        margin_T = torch.empty(T, device=device).uniform_(1.5, 2.5, generator=g) * math.log(V)
         margin_T[::8] *= 10
         hidden += (margin_T / weight[target].square().sum(-1))[:, None] * weight[target]
     elif logits == "flat":
         weight *= 1e-3
     elif logits == "low":  # everything far below 0: a maximum that starts at 0 underflows
-        options["bias_V"] = torch.full((V,), -150.0)
+        options["bias_V"] = torch.full((V,), -150.0, device=device)
     elif logits == "extreme":
         weight *= 10
-    options = {name: value.to(device) for name, value in options.items()}
-    return hidden.to(device, dtype), weight.to(device, dtype), target.to(device), options
+    return hidden.to(dtype), weight.to(dtype), target, options
 
 
 def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype, *, train_weight=True, entropy=True):
@@ -41,10 +41,10 @@ def run(function, hidden: Tensor, weight: Tensor, target: Tensor, options, dtype
     w = weight.to(dtype).detach().clone().requires_grad_(train_weight)
     cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in options.items()}
     result = function(h, w, target, return_entropy=entropy, **cast)
-    g = torch.Generator().manual_seed(1)
-    loss = (result.logprob * torch.randn(target.shape, generator=g).to(target.device)).sum()
+    randn = partial(torch.randn, generator=torch.Generator(target.device).manual_seed(1), device=target.device)
+    loss = (result.logprob * randn(target.shape)).sum()
     if entropy:
-        loss = loss + (result.entropy * torch.randn(target.shape, generator=g).to(target.device)).sum()
+        loss = loss + (result.entropy * randn(target.shape)).sum()
     loss.backward()
     outputs = [result.logprob.detach(), h.grad]
     return outputs + ([result.entropy.detach()] if entropy else []) + ([w.grad] if train_weight else [])
@@ -91,12 +91,12 @@ def weighted_by(logprob: Tensor, _, weight: Tensor) -> Tensor:
     return -logprob * weight
 
 
-def loss_problem(T=300, D=64, V=5003, dtype=F32):
-    hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype)
+def loss_problem(T=300, D=64, V=5003, dtype=F32, device="cpu"):
+    hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype, device=device)
     target[::7] = -100
-    g = torch.Generator().manual_seed(2)
-    old = reference.linear_logprob(hidden, weight, target).logprob + 0.3 * torch.randn(T, generator=g)
-    return hidden, weight, target, old, torch.randn(T, generator=g)
+    randn = partial(torch.randn, generator=torch.Generator(device).manual_seed(2), device=device)
+    old = reference.linear_logprob(hidden, weight, target).logprob + 0.3 * randn(T)
+    return hidden, weight, target, old, randn(T)
 
 
 # What each way of computing calls what comes out of it: the loss as a value of one call.

@@ -1,0 +1,146 @@
+"""benchmarks/gpu.sh from end to end where there is no GPU: every part leaves its results (`make gpu-rehearsal`)."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from rlft_fast.ops.backends import KINDS, read_measurements
+
+ROOT = Path(__file__).parents[2]
+_SANITIZERS = ":".join(
+    subprocess.check_output(["g++", f"-print-file-name={name}.so"], text=True).strip()
+    for name in ("libasan", "libubsan")
+)
+REHEARSED = (
+    f"env LD_PRELOAD={_SANITIZERS} ASAN_OPTIONS=detect_leaks=0 {sys.executable} -m tests.cuda_emulator.rehearsal"
+)
+SHAPES = ["16x24x64", "24x8x64", "16x16x80"]
+WAYS = ("rlft_fast", "rlft_fast, native", "rlft_fast, triton", "eager PyTorch")
+BARS = {
+    "no grad: time / floor", "forward + backward: time / floor", "frozen head: time / floor", "PPO loss: time / floor",
+    "cross-entropy loss: time / floor", "PPO loss: fastest peer (eager PyTorch) / rlft_fast",
+    "PPO loss: memory in all of rlft_fast / that peer's", "forward + backward: half ignored / all",
+    "PPO loss: half ignored / all", "backward of rlft_fast, triton: half of the gradient zero / all",
+    "unpad: share of memcpy's bandwidth", "pad: share of memcpy's bandwidth",
+    "norm of 2,000 gradients: share of memcpy's bandwidth", "clip + AdamW, 0.5 B parameters: torch's fused / ours",
+}  # fmt: skip
+# What a GPU machine has besides; each checks what it was called with.
+TOOLS = {
+    "nvidia-smi": 'case "$*" in *noheader*) echo 9.0 ;; *) echo "name, compute_cap"; echo "emulated, 9.0" ;; esac',
+    "compute-sanitizer": '[[ "$1 $3 $4" == "--tool --error-exitcode 1" && $PYTORCH_NO_CUDA_MEMORY_CACHING == 1 ]] '
+    '|| exit 9; shift 4; exec "$@"',
+    "ncu": '[[ "$*" == *"--log-file "*" --kernel-name regex:stats|grad|frozen "* ]] || exit 9; shift 7; exec "$@"',
+}
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    for name, script in TOOLS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def gpu_sh(tools, tmp_path):
+    def start(part: str, python: str = REHEARSED) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{tools}:{os.environ['PATH']}", "SHAPES": " ".join(SHAPES), "ENGINE_SHAPES": "tiny",
+            "PYTHON": python,
+            "REHEARSED_BUILD": str(ROOT / "build" / "rehearsal"),
+        }  # fmt: skip
+        result = subprocess.run(
+            ["benchmarks/gpu.sh", part, str(tmp_path)], cwd=ROOT, env=os.environ | environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        print(result.stdout)
+        return result
+
+    return start
+
+
+def packed(folder: Path, part: int) -> dict[str, bytes]:
+    """What the one file of a part holds."""
+    with tarfile.open(folder / f"part-{part}.tar.gz") as archive:
+        files = [member for member in archive.getmembers() if member.isfile()]
+        return {Path(member.name).name: archive.extractfile(member).read() for member in files}
+
+
+def passed(junit: bytes) -> int:
+    """Tests that passed, of a report that has no failure and no error."""
+    (suite,) = ElementTree.fromstring(junit)
+    assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
+    return int(suite.get("tests")) - int(suite.get("skipped"))
+
+
+def test_build_limits_and_tests(gpu_sh, tmp_path):
+    result = gpu_sh("1")
+    assert result.returncode == 0
+    assert "tests/engine is left out: ModuleNotFoundError: import of pydantic halted" in result.stdout
+    files = packed(tmp_path, 1)
+    assert passed(files["tests.xml"]) > 20
+    compiled = [log.read_text() for log in (ROOT / "build" / "rehearsal").glob("temp*/_C_cuda/**/*.ptxas")]
+    assert set(re.findall(r"for '(sm_\w+)'", "".join(compiled))) == {"sm_90a"}
+    limits = json.loads(files[f"gpu-limits-{SHAPES[0]}.json"])
+    assert limits["unavailable"] == {}
+    assert len(limits["tasks"]) == 9
+    assert all(math.isfinite(m["rate"]) and m["rate"] > 0 for ways in limits["tasks"].values() for m in ways.values())
+
+
+def test_report_holds_every_bar(gpu_sh, tmp_path):
+    assert gpu_sh("2").returncode == 0
+    files = packed(tmp_path, 2)
+    bars = {bar["name"]: bar for bar in json.loads(files[f"gpu-{SHAPES[0]}.json"])["bars"]}
+    assert set(bars) >= BARS
+    assert all(math.isfinite(bar["value"]) for bar in bars.values())
+    assert len(files[f"gpu-{SHAPES[0]}.png"]) > 1000
+    assert {entry["kind"] for entry in read_measurements(tmp_path / "fastest_backend.json")} == set(KINDS)
+
+
+def test_other_shapes_and_sweeps(gpu_sh, tmp_path):
+    assert gpu_sh("3").returncode == 0
+    files = packed(tmp_path, 3)
+    assert {f"gpu-{shape}.{suffix}" for shape in SHAPES[1:] for suffix in ("md", "json", "png")} <= files.keys()
+    sweep = json.loads(files[f"gpu-sweep-{SHAPES[0]}.json"])
+    assert sweep["unavailable"] == {}
+    assert [len(ways) for ways in sweep["tasks"].values()] == [1 + 2 * 2 * 3] * 2
+    shapes = {tuple(entry["shape"]) for entry in read_measurements(tmp_path / "fastest_backend.json")}
+    assert shapes == {tuple(map(int, shape.split("x"))) for shape in SHAPES[1:]}
+
+
+def test_engine_says_what_it_lacks(gpu_sh, tmp_path):
+    result = gpu_sh("4")
+    assert result.returncode == 1
+    assert b"import of pydantic halted" in packed(tmp_path, 4)["engine.log"]
+
+
+def test_engine(gpu_sh, tmp_path):
+    """On this machine's CPU, with the packages that it has."""
+    assert gpu_sh("4", sys.executable).returncode == 0
+    runs = json.loads(packed(tmp_path, 4)["engine-gpu.json"])
+    assert [(run["shape"], run["compiled"]) for run in runs] == [("tiny", False), ("tiny", True)]
+    assert all(run["seconds"] > 0 for run in runs)
+
+
+def test_sanitizers_and_profile(gpu_sh, tmp_path):
+    assert gpu_sh("5").returncode == 0
+    files = packed(tmp_path, 5)
+    assert passed(files["memcheck.xml"]) == passed(files["racecheck.xml"]) > 20
+    assert f"once-{SHAPES[0]}.log" in files
+
+
+@pytest.mark.parametrize("part", ["", "6", "engine"])
+def test_an_unknown_part_says_which_there_are(part, gpu_sh, tmp_path):
+    result = gpu_sh(part)
+    assert result.returncode == 2
+    assert "benchmarks/gpu.sh PART [OUTPUT_FOLDER]" in result.stdout
+    assert list(tmp_path.iterdir()) == []
