@@ -1,6 +1,7 @@
 """Packed attention against softmax(q k^T) v per sequence in float64, and attention in generation."""
 
 import math
+from inspect import signature
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from rlft_fast.models import attention, packed_attention
-from rlft_fast.models.attention import grouped_attention
+from rlft_fast.models.attention import grouped_attention, grouped_heads
 from tests.devices import DEVICES
 
 
@@ -147,11 +149,11 @@ def test_rows_are_taken_on_a_gpu_as_on_a_cpu():
     assert torch.equal(gradient, expected)
 
 
-def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa) -> Tensor:
+def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **fewer_key_heads) -> Tensor:
     """In place of torch's `varlen_attn`, which only GPUs have: takes what its kernel takes, and computes in float64."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert fewer_key_heads == (grouped_heads(signature(varlen_attn).parameters) if q.shape[1] != k.shape[1] else {})
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     left, right = window_size
