@@ -61,7 +61,7 @@ demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
 
 # Each method learns the demo's task from its own example: the table and curves of docs/methods.md. An hour or two.
 methods: install
-	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m benchmarks.methods.race
 
 # Two processes, each a file at a time, since files share what takes long to make.
 test: install
@@ -79,7 +79,7 @@ test-vllm: install-vllm
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
 	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
-	  tests/test_verl_example.py tests/test_openrlhf_example.py tests/rl
+	  tests/examples/test_verl_example.py tests/examples/test_openrlhf_example.py tests/rl
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
@@ -152,15 +152,15 @@ $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/d
 
 bench: install
 	$(PIP) --no-deps $(PEERS)
-	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.ops.report
 
 # One GRPO update beside TRL's, on the demo's model, which is converted first if it is missing.
 bench-engine: install
-	$(BIN)/python -m benchmarks.bench_engine
+	$(BIN)/python -m benchmarks.engine.compare
 
 # A whole GRPO step beside TRL's, with vLLM too where it is installed; ten minutes on two cores that do nothing else.
 bench-step: install
-	$(BIN)/python -m benchmarks.bench_step
+	$(BIN)/python -m benchmarks.step.compare
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -1,1 +1,1 @@
-"""Benchmarks of the operators: `python -m benchmarks.report`, or `pytest benchmarks --benchmark-only`."""
+"""Benchmarks of the operators: `python -m benchmarks.ops.report`, or `pytest benchmarks --benchmark-only`."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.harness import NUM_THREADS
+from benchmarks.support.harness import NUM_THREADS
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -62,14 +62,14 @@ run() {  # run NAME SECONDS COMMAND...: no longer than what is left of the part;
 report() {  # report SHAPE SECONDS
   local sizes=${1//x/ }
   # shellcheck disable=SC2086
-  run "report-$1" $(($2 + 60)) $python -m benchmarks.report --shape $sizes --name "gpu-$1" --output "$folder" \
+  run "report-$1" $(($2 + 60)) $python -m benchmarks.ops.report --shape $sizes --name "gpu-$1" --output "$folder" \
     --fastest "$output/fastest_backend.json" --seconds "$2"
 }
 
 kernels() {  # kernels limits|sweep|once SHAPE SECONDS
   local sizes=${2//x/ }
   # shellcheck disable=SC2086
-  run "$1-$2" "$3" $python -m benchmarks.bench_kernels_gpu "$1" --shape $sizes --output "$folder"
+  run "$1-$2" "$3" $python -m benchmarks.ops.kernels_gpu "$1" --shape $sizes --output "$folder"
 }
 
 tests() {  # tests NAME SECONDS ARGUMENTS...
@@ -106,7 +106,7 @@ case $part in
     ;;
   4)
     # shellcheck disable=SC2086
-    run engine 470 $python -m benchmarks.bench_engine_gpu --shapes $engine_shapes --output "$folder"
+    run engine 470 $python -m benchmarks.engine.utilisation_gpu --shapes $engine_shapes --output "$folder"
     ;;
   5)
     # Small shapes only: compute-sanitizer slows kernels down a hundredfold. Without torch's allocator, which keeps

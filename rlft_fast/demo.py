@@ -31,8 +31,7 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend |
     Raises:
         ValueError: the package with the model is not installed, or the folder is not a run's.
     """
-    from rlft_fast.trainer import train
-    from rlft_fast.trainer.folder import claim
+    from rlft_fast.trainer import claim, train
 
     rollout = rollout or ("hf" if find_spec("vllm") is None else "vllm")
     output = Path(output_dir)
@@ -91,7 +90,7 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
 
 def add_time(output: Path, rollout: Backend) -> dict[str, dict[str, float]]:
     """Seconds per step by part of the run in a folder, beside those of the last run there with the other rollout."""
-    from rlft_fast.trainer.plot import read_metrics
+    from rlft_fast.trainer import read_metrics
 
     steps = [row for row in read_metrics(output) if "seconds" in row]
     parts = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds"))

@@ -19,9 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny random model by name, see `tests.tiny_models.ALL_MODELS`. Treat it as read-only."""
+    """Folder of a tiny random model by name, see `tests.support.tiny_models.ALL_MODELS`. Treat it as read-only."""
     # Imported here, so that the ops' tests need no more than the ops: torch.
-    from tests.tiny_models import ALL_MODELS, save_tiny_model
+    from tests.support.tiny_models import ALL_MODELS, save_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny_models")
 
@@ -37,6 +37,6 @@ def no_process_group_left() -> Iterator[None]:
     """FSDP in a single process makes a group of one, which must not reach the tests of another module."""
     yield
     if torch.distributed.is_initialized():
-        from rlft_fast.engine.distributed import leave_process_group
+        from rlft_fast.world.collectives import leave_process_group
 
         leave_process_group()

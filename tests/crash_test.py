@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 
 from rlft_fast.engine import CheckpointManager, FSDPEngine
-from rlft_fast.engine.storage import TEMPORARY, local_parts, write_text
+from rlft_fast.engine.checkpoint.storage import local_parts
+from rlft_fast.files import TEMPORARY, write_text
 from tests.engine.reference import make_engine, policy_loss, random_batch
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 RANKS = 2
 PATIENCE_SECONDS = 60.0

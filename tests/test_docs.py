@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = re.compile(r"^```python(?P<torchrun> torchrun)?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

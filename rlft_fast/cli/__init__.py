@@ -12,6 +12,8 @@ from importlib import import_module, metadata
 
 from rlft_fast.errors import RunError, printable
 
+__all__ = ["COMMANDS", "main"]
+
 _FORMAT_WARNING = warnings.formatwarning
 
 COMMANDS = {

@@ -32,7 +32,7 @@ def benchmark_files() -> list[Path]:
     """
     folders = [Path(rlft_fast.__file__).parents[1] / "benchmarks", Path.cwd() / "benchmarks"]
     for folder in folders:
-        if files := sorted(folder.glob("bench_*.py")):
+        if files := sorted(folder.rglob("bench_*.py")):
             return files
     raise FileNotFoundError(
         f"no benchmarks in {' or '.join(map(str, folders))}: they come with the source; run this in a checkout"

@@ -156,7 +156,7 @@ def linear_logprob_error(backend: str, device: str) -> float:
     """
     import torch
 
-    from rlft_fast.ops.linear_logprob import linear_logprob
+    from rlft_fast.ops.logprob import linear_logprob
 
     generator = torch.Generator().manual_seed(0)
     hidden_TD = torch.randn(19, 32, generator=generator).to(device).requires_grad_()

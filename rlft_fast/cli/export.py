@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> int:
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")
     from rlft_fast.engine import export_run
-    from rlft_fast.engine.distributed import get_rank, init_distributed, leaving_process_group
+    from rlft_fast.world import get_rank, init_distributed, leaving_process_group
 
     init_distributed()
     with leaving_process_group():

@@ -9,7 +9,7 @@ from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
 if TYPE_CHECKING:
-    from rlft_fast.engine.run_plan import RunPlan
+    from rlft_fast.engine.memory import RunPlan
 
 
 def run(arguments: list[str]) -> int:
@@ -50,7 +50,7 @@ def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
 
 def report(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> bool:
     """Prints the plan of one mesh; returns whether it fits."""
-    from rlft_fast.engine.run_plan import largest_actor_max_tokens, longest_sequence, plan_run
+    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_run
 
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
     plan = plan_run(config, world_size, memory_bytes)

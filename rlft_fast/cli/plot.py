@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
         parser.error(f"--output {output} has no suffix that names the picture's format: png, svg or pdf")
     if options.output is not None and not output.parent.is_dir():
         parser.error(f"--output {output} cannot be written: there is no folder {output.parent}")
-    from rlft_fast.trainer.plot import plot_runs
+    from rlft_fast.trainer import plot_runs
 
     plot_runs(options.runs, output)
     print(printable(output))

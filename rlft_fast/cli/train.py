@@ -28,10 +28,8 @@ def run(arguments: list[str]) -> int:
         return 0
     require_writable(Path(config.output_dir))
     from rlft_fast.engine import CheckpointManager
-    from rlft_fast.engine.distributed import leaving_process_group
-    from rlft_fast.trainer import train
-    from rlft_fast.trainer.folder import require_usable
-    from rlft_fast.trainer.lock import require_unlocked
+    from rlft_fast.trainer import require_unlocked, require_usable, train
+    from rlft_fast.world import leaving_process_group
 
     require_unlocked(Path(config.output_dir))  # by another run, which would also be in the way of its memory
     require_usable(config, config_path=options.config, resume=options.resume)
@@ -62,10 +60,9 @@ def require_writable(output_dir: Path) -> None:
 
 def _check_memory(config: Config, *, refuse: bool) -> None:
     """Says before the run, not in it, that it needs more memory than there is: by ValueError, or by a warning."""
-    from rlft_fast.engine.distributed import get_device
-    from rlft_fast.engine.memory_gate import DoesNotFitError, check_run
-    from rlft_fast.engine.mesh import device_memory, host_memory
-    from rlft_fast.engine.plan import PlanError
+    from rlft_fast.engine.memory import DoesNotFitError, PlanError, check_run
+    from rlft_fast.engine.sharding import device_memory, host_memory
+    from rlft_fast.world import get_device
 
     device, world_size = get_device(), int(os.environ.get("WORLD_SIZE", "1"))
     try:

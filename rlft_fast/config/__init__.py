@@ -4,7 +4,7 @@ The docstring under a field is its help text (``rlft-fast train --help``).
 """
 
 from rlft_fast.config.algorithm import AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Section, sections
+from rlft_fast.config.base import ConfigError, Section, sections, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
 from rlft_fast.config.run import CheckpointConfig, Config, DataConfig, EvaluationConfig, RewardConfig
@@ -26,4 +26,5 @@ __all__ = [
     "Section",
     "VLLMConfig",
     "sections",
+    "set_key",
 ]

@@ -10,17 +10,18 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
-from rlft_fast.engine.distributed import all_gather_ragged
-from rlft_fast.models import ModelInputs, require_fixed_rope
-from rlft_fast.models.vision import (
+from rlft_fast.models import (
     ImageInputs,
+    ModelInputs,
     check_images,
     has_vision,
     image_positions,
     pixels_and_grids,
+    require_fixed_rope,
     rope_positions,
 )
 from rlft_fast.ops.packing import segment_expand, segment_sum
+from rlft_fast.world import all_gather_ragged
 
 
 def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:

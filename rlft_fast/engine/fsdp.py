@@ -17,15 +17,6 @@ from torch import Tensor
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
-from rlft_fast.engine.build import Head, build_model, require_own_numbers, require_same_model, shard
-from rlft_fast.engine.distributed import (
-    accumulate,
-    all_reduce,
-    get_device,
-    get_rank,
-    get_world_size,
-    sequence_group,
-)
 from rlft_fast.engine.forward import (
     active_fields,
     check_batch,
@@ -36,22 +27,43 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
-from rlft_fast.engine.stopping import STOP
+from rlft_fast.engine.sharding import (
+    Head,
+    build_model,
+    describe_units,
+    no_leftovers,
+    reduce_gradients,
+    require_own_numbers,
+    require_same_model,
+    reshard,
+    shard,
+)
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
-from rlft_fast.engine.wrap import describe_units, no_leftovers, reduce_gradients, reshard
 from rlft_fast.models import (
     ModelInputs,
+    Part,
     PolicyModel,
     RLModel,
     ValueModel,
     adapter_parameters,
+    checkpoint_parts,
+    checkpoint_tensors,
     disabled_lora,
     load,
+    local_part,
     token_classifier,
 )
-from rlft_fast.models.weights import Part, checkpoint_parts, checkpoint_tensors, local_part
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
+from rlft_fast.world import (
+    STOP,
+    accumulate,
+    all_reduce,
+    get_device,
+    get_rank,
+    get_world_size,
+    sequence_group,
+)
 
 Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
-from rlft_fast.models import RLModel, stored_head
-from rlft_fast.models.weights import checkpoint_tensors, load_weights
+from rlft_fast.models import RLModel, checkpoint_tensors, load_weights, stored_head
 from rlft_fast.ops import FusedAdamW
 
 

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from rlft_fast.engine.mesh import shard_numel
-from rlft_fast.models import RLModel, head_parameters, low_rank_factors
-from rlft_fast.models.weights import Part, checkpoint_tensors
+from rlft_fast.engine.sharding import shard_numel
+from rlft_fast.models import Part, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
 from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding

@@ -5,7 +5,7 @@ from rlft_fast.models.architectures import (
     require_divisible_heads,
     require_fixed_rope,
 )
-from rlft_fast.models.attention import PACKED_ATTENTION, packed_attention
+from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
 from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.loading import (
     build_critic,
@@ -20,32 +20,63 @@ from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, l
 from rlft_fast.models.packed import ModelInputs
 from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
 from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
+from rlft_fast.models.vision import (
+    ImageInputs,
+    check_images,
+    has_vision,
+    image_positions,
+    pixels_and_grids,
+    rope_positions,
+)
+from rlft_fast.models.weights import (
+    Part,
+    checkpoint_parts,
+    checkpoint_tensors,
+    load_weights,
+    local_part,
+    materialize,
+    name_some,
+)
 
 __all__ = [
     "PACKED_ATTENTION",
+    "ImageInputs",
     "LogprobHead",
     "ModelInputs",
+    "Part",
     "PolicyModel",
     "RLModel",
     "RewardModel",
     "ValueModel",
     "adapter_parameters",
     "add_lora",
+    "all_rows_of_own_heads",
     "build_critic",
     "build_policy",
     "build_reward_model",
+    "check_images",
+    "checkpoint_parts",
+    "checkpoint_tensors",
     "disabled_lora",
+    "has_vision",
     "head_parameters",
+    "image_positions",
     "load",
     "load_critic",
     "load_policy",
     "load_tokenizer",
+    "load_weights",
+    "local_part",
     "low_rank_factors",
+    "materialize",
+    "name_some",
     "packed_attention",
     "padded_attention",
     "patch_lm_head",
+    "pixels_and_grids",
     "require_divisible_heads",
     "require_fixed_rope",
+    "rope_positions",
     "stored_head",
     "token_classifier",
     "unpatch_lm_head",

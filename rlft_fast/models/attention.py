@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlft_fast.ops.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
+from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 
 PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from rlft_fast.data.batch import IGNORE_INDEX
+from rlft_fast.data import IGNORE_INDEX
 from rlft_fast.models.architectures import padded_attention
 from rlft_fast.models.packed import ModelInputs, packed_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.vision import has_vision
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
-from rlft_fast.ops.checks import check_losses
-from rlft_fast.ops.reference import LossFunction
+from rlft_fast.ops.logprob import LossFunction, check_losses
 
 
 class LogprobHead(nn.Module):

@@ -21,7 +21,7 @@ from transformers.utils import TransformersKwargs
 from rlft_fast.models.heads import LogprobHead
 from rlft_fast.models.probe import probe
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss
-from rlft_fast.ops.reference import LossFunction
+from rlft_fast.ops.logprob import LossFunction
 
 _KEYWORDS = (
     "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "loss_fn", "per_token",

@@ -1,8 +1,7 @@
 """Kernels for reinforcement fine-tuning, usable from any trainer: they need torch and nothing else."""
 
-from rlft_fast.ops.adamw import FusedAdamW
-from rlft_fast.ops.grad_clip import ClipCoefficient, clip_coefficient, clip_grad_norm_, grad_norm
-from rlft_fast.ops.linear_logprob import linear_logprob, linear_logprob_loss
+from rlft_fast.ops.logprob import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
+from rlft_fast.ops.optim import ClipCoefficient, FusedAdamW, clip_coefficient, clip_grad_norm_, grad_norm
 from rlft_fast.ops.packing import (
     MaskedTokens,
     masked_tokens,
@@ -13,8 +12,6 @@ from rlft_fast.ops.packing import (
     segment_sum,
     unpad,
 )
-from rlft_fast.ops.reference import LinearLogprob, LinearLogprobLoss
-from rlft_fast.ops.support_logprob import support_logprob
 from rlft_fast.ops.ulysses import (
     gather_heads_scatter_tokens,
     gather_tokens,

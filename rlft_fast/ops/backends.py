@@ -1,6 +1,6 @@
 """Which code computes: compiled kernels, Triton's, or plain PyTorch; and what `auto` makes of it.
 
-Between compiled kernels and Triton's, measurements decide. `python -m benchmarks.report --fastest FILE` writes them
+Between compiled kernels and Triton's, measurements decide. `python -m benchmarks.ops.report --fastest FILE` writes them
 into `fastest_backend.json` beside this file, one entry per device capability, dtype, kind of call and shape:
 
     {"device": "cuda 9.0", "dtype": "bfloat16", "kind": "no grad", "shape": [T, D, V],
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from rlft_fast.ops._library import has_cuda_kernels
+from rlft_fast.ops.library import has_cuda_kernels
 
 MEASUREMENTS = Path(__file__).with_name("fastest_backend.json")
 KINDS = ("no grad", "forward + backward", "frozen head", "loss")

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from rlft_fast.engine.distributed import any_rank
 from rlft_fast.errors import RunError
 from rlft_fast.rollout.types import Completion
+from rlft_fast.world import any_rank
 
 
 class RolloutError(RunError):

@@ -16,12 +16,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlft_fast.engine.stopping import STOP, LeftEarlyError
-from rlft_fast.engine.wrap import gathered
+from rlft_fast.engine.sharding import gathered
 from rlft_fast.models import PolicyModel, padded_attention
 from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.failures import require_finite
 from rlft_fast.rollout.types import Completion, SamplingParams
+from rlft_fast.world import STOP, LeftEarlyError
 
 _PAD_TOKEN_ID = 0  # never attended to, never read; a tokenizer's own may have been added without an embedding
 

@@ -28,8 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces, split_pieces
+from rlft_fast.engine import BUCKET_BYTES, FSDPEngine, Piece, PieceJoiner, checksum, join_pieces, split_pieces
 from rlft_fast.rollout.vllm_engine import renew_packed_weights
 
 BACKEND = "shared_memory"

@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import all_gather_ragged, any_rank, get_rank, require_agreement
-from rlft_fast.engine.stopping import STOP
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.failures import RolloutError, require_finite
 from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
 from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateEngine
+from rlft_fast.world import STOP, all_gather_ragged, any_rank, get_rank, require_agreement
 
 T = TypeVar("T")
 

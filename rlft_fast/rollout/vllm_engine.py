@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
-from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import (
+from rlft_fast.engine import FSDPEngine, checksum
+from rlft_fast.world import (
     ensure_process_group,
     forked_rng,
     get_local_world_size,
     get_rank,
     get_world_size,
 )
-from rlft_fast.engine.weight_sync import checksum
 
 _VERSIONS = "0.30 to 0.33; the tests run with 0.32"
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
-from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import get_local_world_size
-from rlft_fast.engine.weight_sync import checksum
+from rlft_fast.engine import FSDPEngine, checksum
 from rlft_fast.rollout.vllm_engine import VLLMEngine, start_llm, transfer_backend
+from rlft_fast.world import get_local_world_size
 
 
 class SeparateEngine(VLLMEngine):

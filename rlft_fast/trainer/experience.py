@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine.distributed import all_gather_ragged, all_reduce
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_from_sums, mismatch_metrics
 from rlft_fast.rollout import Completion
+from rlft_fast.world import all_gather_ragged, all_reduce
 
 
 @dataclass(frozen=True, slots=True)

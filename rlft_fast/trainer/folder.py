@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.engine.storage import write_text
+from rlft_fast.files import write_text
 from rlft_fast.trainer.lock import NAME as LOCK
 
 MARKER = "run.json"

@@ -8,11 +8,8 @@ from itertools import compress
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch
-from rlft_fast.data.prompts import Prompts
+from rlft_fast.data import Batch, Prompts
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import any_rank
-from rlft_fast.engine.stopping import STOP, LeftEarlyError
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -25,6 +22,7 @@ from rlft_fast.rewards import (
 )
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import Sample, gather_samples
+from rlft_fast.world import STOP, LeftEarlyError, any_rank
 
 Answers = list[tuple[int, Completion]]
 """Completions, each with the row of the prompt that it answers."""

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rlft_fast.engine.storage import fsync
 from rlft_fast.errors import printable
+from rlft_fast.files import fsync
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")

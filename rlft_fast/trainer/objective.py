@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine.fsdp import Output
+from rlft_fast.engine import Output
 from rlft_fast.ops.packing import segment_sum
 from rlft_fast.plugins import find_function, function_name, parameter_names, required_names, suggestion
 from rlft_fast.rl import (

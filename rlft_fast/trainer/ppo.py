@@ -18,19 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch
-from rlft_fast.data.prompts import Prompts, load_prompts
+from rlft_fast.data import Batch, Prompts, load_prompts
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.distributed import (
-    any_rank,
-    get_rank,
-    get_world_size,
-    init_distributed,
-    require_agreement,
-)
-from rlft_fast.models import load_tokenizer
-from rlft_fast.models.weights import name_some
-from rlft_fast.ops.support_logprob import gathered_bytes
+from rlft_fast.models import load_tokenizer, name_some
+from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import Completion, NonFiniteLogitsError, SamplingParams, build_rollout, with_ties
 from rlft_fast.trainer.experience import (
@@ -47,6 +38,13 @@ from rlft_fast.trainer.experience import (
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
+from rlft_fast.world import (
+    any_rank,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    require_agreement,
+)
 
 
 class Step(NamedTuple):

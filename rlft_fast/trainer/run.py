@@ -15,11 +15,8 @@ import torch.distributed as dist
 
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
-from rlft_fast.engine.distributed import any_rank, barrier, get_rank, init_distributed
-from rlft_fast.engine.failures import naming_lost_ranks
-from rlft_fast.engine.stopping import STOP
 from rlft_fast.errors import Interrupted, RunError
-from rlft_fast.models.weights import name_some
+from rlft_fast.models import name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
@@ -29,6 +26,7 @@ from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step
+from rlft_fast.world import STOP, any_rank, barrier, get_rank, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3
 _MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}

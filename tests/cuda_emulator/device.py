@@ -165,9 +165,9 @@ def install() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
     torch.Generator = Generator
-    from rlft_fast.ops import _library, backends
+    from rlft_fast.ops import backends, library
 
-    _library.has_cuda_kernels = backends.has_cuda_kernels = True
+    library.has_cuda_kernels = backends.has_cuda_kernels = True
     _interpret_triton()
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops import packing, reference
+from rlft_fast.ops import packing
+from rlft_fast.ops.logprob import reference
 
 pytestmark = pytest.mark.gpu
 ORDERS = range(4)  # of threads and blocks: ascending, descending, two random ones

@@ -42,8 +42,9 @@ def install_device() -> None:
 
 
 def make_problems_tiny() -> None:
-    from benchmarks import bench_adamw, bench_grad_norm, bench_kernels_gpu, bench_linear_logprob, bench_packing, harness
-    from benchmarks.ways import EAGER, OURS
+    from benchmarks.ops import bench_adamw, bench_grad_norm, bench_linear_logprob, bench_packing, kernels_gpu
+    from benchmarks.ops.ways import EAGER, OURS
+    from benchmarks.support import harness
 
     bench_linear_logprob.FULL_SHAPE = (16, 24, 64)
     for _, loaders in bench_linear_logprob.TASKS.values():
@@ -58,9 +59,9 @@ def make_problems_tiny() -> None:
     bench_grad_norm.NUM_TENSORS, bench_grad_norm.NUM_ELEMENTS = 20, 2000
     for task in bench_adamw.MODELS:
         bench_adamw.MODELS[task] = (1, 8, 16)
-    bench_kernels_gpu.NUM_ELEMENTS, bench_kernels_gpu.TILE_ROWS = 16_000, (2, 3, 4)
-    bench_kernels_gpu.CHUNK_ROWS, bench_kernels_gpu.TILE_COLUMNS = (256,), (8192,)
-    bench_kernels_gpu.WORKSPACE_MIB = (256,)
+    kernels_gpu.NUM_ELEMENTS, kernels_gpu.TILE_ROWS = 16_000, (2, 3, 4)
+    kernels_gpu.CHUNK_ROWS, kernels_gpu.TILE_COLUMNS = (256,), (8192,)
+    kernels_gpu.WORKSPACE_MIB = (256,)
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def main() -> None:
     module, *rest = arguments
     sys.argv = [module, *rest]
     # FSDP and autograd's hooks, which train_step needs, know no emulated device.
-    if module.startswith("benchmarks.") and module != "benchmarks.bench_engine_gpu":
+    if module.startswith("benchmarks.") and module != "benchmarks.engine.utilisation_gpu":
         install_device()
         make_problems_tiny()
         importlib.import_module(module).main()  # not a second copy of the module, whose problems are large

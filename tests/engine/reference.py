@@ -15,7 +15,7 @@ from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.rl import PolicyLoss, ValueLoss
-from tests.tiny_models import IMAGE_TOKEN_ID, VOCAB_SIZE
+from tests.support.tiny_models import IMAGE_TOKEN_ID, VOCAB_SIZE
 
 POLICY_LOSS = {"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.02, "kl_coef": 0.1}
 VALUE_CLIP = 0.2

@@ -6,7 +6,7 @@ import torch
 from rlft_fast.data import Batch
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
-from tests.tiny_models import MORE_MODELS, VISION_MODELS
+from tests.support.tiny_models import MORE_MODELS, VISION_MODELS
 
 
 def batch_for(name: str) -> Batch:

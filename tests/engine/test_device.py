@@ -17,9 +17,9 @@ from rlft_fast.engine.weight_sync import join_pieces, split_pieces
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import HFRollout, SamplingParams
 from rlft_fast.trainer import train
-from tests.devices import DEVICE, on_device, requires_gpu
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
+from tests.support.devices import DEVICE, on_device, requires_gpu
 from tests.trainer.toy import read_lines, toy_config
 
 pytestmark = on_device

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
-from rlft_fast.engine.distributed import leave_process_group
 from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
+from rlft_fast.world.collectives import leave_process_group
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
-from tests.tiny_models import MODELS, save_tiny_model
+from tests.support.tiny_models import MODELS, save_tiny_model
 
 AGGREGATIONS = ["token-mean", "sequence-mean"]
 LONGEST = int(random_batch().lengths.max())

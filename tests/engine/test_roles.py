@@ -9,9 +9,9 @@ from transformers import AutoModelForSequenceClassification
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from tests.distributed import run_distributed
 from tests.engine import reference
 from tests.engine.reference import make_engine, policy_loss, random_batch
+from tests.support.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")

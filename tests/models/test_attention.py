@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rlft_fast.models import attention, packed_attention
 from rlft_fast.models.attention import grouped_attention, grouped_heads
-from tests.devices import DEVICES
+from tests.support.devices import DEVICES
 
 
 def random_qkv(lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

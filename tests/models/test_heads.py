@@ -27,9 +27,9 @@ from transformers import (
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
-from tests.distributed import run_distributed
-from tests.gemms import multiplications, requires_mkl
-from tests.tiny_models import MODELS
+from tests.support.distributed import run_distributed
+from tests.support.gemms import multiplications, requires_mkl
+from tests.support.tiny_models import MODELS
 
 SIZES = {
     "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

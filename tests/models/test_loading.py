@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer, require_fixed_rope
-from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
+from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
 

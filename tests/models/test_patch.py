@@ -53,8 +53,8 @@ from transformers import (
 )
 
 from rlft_fast import patch_lm_head, unpatch_lm_head
-from tests.distributed import run_distributed
 from tests.models.accelerated import prepare_as_accelerate
+from tests.support.distributed import run_distributed
 
 V = 67
 SIZES = {

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from benchmarks.fastest import entries, write
-from benchmarks.harness import Measurement, Results
-from benchmarks.ways import backend_way
+from benchmarks.ops.fastest import entries, write
+from benchmarks.ops.ways import backend_way
+from benchmarks.support.harness import Measurement, Results
 from rlft_fast.ops import linear_logprob
 from rlft_fast.ops.backends import KINDS, MEASUREMENTS, dtype_name, fastest, read_measurements, resolve_backend
 

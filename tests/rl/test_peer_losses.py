@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.packing import segment_expand, segment_sum
+from rlft_fast.ops.packing.pack import segment_expand, segment_sum
 from rlft_fast.rl import (
     AdaptiveEntropy,
     PolicyLoss,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.packing import segment_expand, segment_mean
+from rlft_fast.ops.packing.pack import segment_expand, segment_mean
 from rlft_fast.rl import POLICY_LOSSES, PolicyLoss
 
 LN2 = math.log(2)

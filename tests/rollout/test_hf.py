@@ -25,8 +25,8 @@ from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, HFRollout, RolloutError, SamplingParams
 from rlft_fast.rollout.hf import _draw, _StopTexts, most_likely
-from tests.distributed import run_distributed
-from tests.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]

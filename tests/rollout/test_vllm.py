@@ -35,8 +35,8 @@ from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
 from rlft_fast.rollout.vllm import check_request, completion_of, gather_prompts
 from rlft_fast.trainer import train
-from tests.distributed import run_distributed
-from tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 
 

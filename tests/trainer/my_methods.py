@@ -2,8 +2,8 @@
 
 import itertools
 
-from rlft_fast.engine.distributed import get_rank
 from rlft_fast.rl import grpo_advantage
+from rlft_fast.world.collectives import get_rank
 
 _calls = itertools.count(1)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine.distributed import any_rank
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import (
     Sample,
@@ -25,6 +24,7 @@ from rlft_fast.trainer.experience import (
     take_mismatch,
 )
 from rlft_fast.trainer.objective import Objective
+from rlft_fast.world.collectives import any_rank
 
 # Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
 SAMPLES = [

@@ -9,7 +9,7 @@ import yaml
 
 from rlft_fast.cli import main
 from rlft_fast.trainer.folder import MARKER, is_run
-from tests.trainer.test_resume import FEWER_OPTIONS, write_config
+from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
 from tests.trainer.toy import read_lines, toy_values
 
 

@@ -15,7 +15,7 @@ from rlft_fast.data.prompts import Prompts
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge, RewardModelScorer
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
 MISBEHAVING = HERE.parent.parent / "rewards" / "misbehaving.py"

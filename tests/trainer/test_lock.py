@@ -14,8 +14,8 @@ import pytest
 from rlft_fast.cli import main
 from rlft_fast.trainer import train
 from rlft_fast.trainer.lock import NAME, locked, require_unlocked
-from tests.distributed import run_distributed
-from tests.trainer.test_resume import FEWER_OPTIONS, write_config
+from tests.support.distributed import run_distributed
+from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
 from tests.trainer.toy import toy_config
 
 HOLD = """

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast.config import Config
 from rlft_fast.trainer import PPOTrainer, Run, train
-from tests.distributed import run_distributed
-from tests.tiny_models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, WORDS, comparable, even_share, read_lines, toy_config, write_rows
 
 GAE = {"algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}}}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.engine.distributed import get_rank
+from rlft_fast.world.collectives import get_rank
 
 HERE = Path(__file__)
 WORDS = ("sun", "moon", "star", "rain", "snow", "wind", "hill", "lake", "tree", "leaf")

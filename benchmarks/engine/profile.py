@@ -1,0 +1,102 @@
+"""Where the time of one `train_step` goes, by hooks on the model, the optimizer and `Tensor.backward`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from benchmarks.support.harness import synchronise
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+
+PARTS = ("attention", "MLP", "head", "other layers", "optimizer", "host")
+
+
+class Stopwatch:
+    """Adds up the seconds between `start` and `stop` of each name; names may be open at the same time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._since: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        synchronise()
+        self._since[name] = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        synchronise()
+        if name in self._since:
+            self.seconds[name] += time.perf_counter() - self._since.pop(name)
+
+
+def profile_step(engine: FSDPEngine, batch: Batch, loss: Any) -> dict[str, float]:
+    """Seconds of one train_step by part; they add up to the whole.
+
+    Parts are `PARTS`: attention and MLP with their projections, forward and backward; the head with its loss; "other
+    layers", what else is in the model's forward and in backward (embedding, norms, residuals); the optimizer from the
+    end of backward to the end of its step, gradient norm included; the host, everything else: planning, selecting and
+    copying inputs, the loss's metrics and their reading.
+    """
+    watch = Stopwatch()
+    with _watched(engine, watch):
+        watch.start("step")
+        engine.train_step(batch, loss)
+        watch.stop("step")
+    seconds = watch.seconds
+    model = seconds["forward"] + seconds["backward"]
+    parts = {name: seconds[name] for name in ("attention", "MLP", "head")}
+    parts["other layers"] = model - sum(parts.values())
+    parts["optimizer"] = seconds["optimizer"]
+    return parts | {"host": seconds["step"] - model - seconds["optimizer"]}
+
+
+@contextmanager
+def _watched(engine: FSDPEngine, watch: Stopwatch) -> Iterator[None]:
+    handles = [
+        engine.model.register_forward_pre_hook(lambda *_: watch.start("forward")),
+        engine.model.register_forward_hook(lambda *_: watch.stop("forward")),
+        engine.optimizer.register_step_post_hook(lambda *_: watch.stop("optimizer")),
+    ]
+    for module, part in _parts(engine.model):
+        handles.append(module.register_forward_pre_hook(lambda *_, part=part: watch.start(part)))
+        handles.append(module.register_forward_hook(_stop_and_watch_backward(watch, part), with_kwargs=True))
+    backward = Tensor.backward
+
+    def timed_backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        watch.start("backward")
+        backward(self, *args, **kwargs)
+        watch.stop("backward")
+        watch.start("optimizer")  # starts again with each micro-batch: what counts is from the last one on
+
+    Tensor.backward = timed_backward
+    try:
+        yield
+    finally:
+        Tensor.backward = backward
+        for handle in handles:
+            handle.remove()
+
+
+def _parts(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    names = {"self_attn": "attention", "mlp": "MLP"}
+    blocks = [(m, names[name.rpartition(".")[2]]) for name, m in model.named_modules() if name.endswith((*names,))]
+    return [*blocks, (model.head, "head")]
+
+
+def _stop_and_watch_backward(watch: Stopwatch, part: str) -> Callable[..., None]:
+    """A module's backward lies between the gradient of what it returned and that of what it was given."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        watch.stop(part)
+        given = args[0] if args else kwargs["hidden_states"]
+        returned = output[0] if isinstance(output, tuple) else output
+        if returned.requires_grad and given.requires_grad:
+            returned.register_hook(lambda _: watch.start(part))
+            given.register_hook(lambda _: watch.stop(part))
+
+    return hook

@@ -1,0 +1,207 @@
+"""`python -m benchmarks.engine.utilisation_gpu`: model FLOPs utilisation of `train_step` on a GPU, and its time.
+
+Random weights in the shapes of Qwen2.5, packed sequences of log-normal lengths, bfloat16 over float32 masters, 8,192
+tokens per micro-batch. Where a model with its optimizer does not fit, it has as many layers as do.
+
+    FLOPs = 6 (P - embedding) tokens + 6 L heads head_dim sum(length^2)
+
+P counts the head, which runs for the sampled tokens only: 6 V D of those. Attention is causal, half of all pairs; what
+is recomputed does not count (PaLM, arXiv 2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine.profile import profile_step
+from benchmarks.support.document import table
+from benchmarks.support.harness import DEVICE, environment, reason, synchronise
+from rlft_fast.config import EngineConfig
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.memory.plan import USABLE, plan_engine
+from rlft_fast.engine.optimizer import build_optimizer
+from rlft_fast.engine.sharding.build import build_model, shard
+from rlft_fast.engine.sharding.mesh import device_memory
+from rlft_fast.models.weights import materialize
+from rlft_fast.rl import PolicyLoss
+
+# hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 512, True),
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, from the vendor's data sheets
+MIN_MFU, MIN_MFU_FROM = 0.45, ("1.5B", "7B")
+MICRO_BATCHES = 4
+
+
+class RandomEngine(FSDPEngine):
+    """An engine whose weights come from no file."""
+
+    def initialize(self) -> RandomEngine:
+        self.model = build_model(self.path, self.config, self.head, trains=True)
+        shard(self.model, self.config, self.device)
+        materialize(self.model, self.device)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)
+        self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
+        return self
+
+
+def write_config(folder: str, shape: str, num_layers: int) -> str:
+    hidden, intermediate, _, heads, kv_heads, vocab, tied = SHAPES[shape]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": num_layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def layers_that_fit(folder: str, shape: str, config: EngineConfig) -> int:
+    """The layers of the shape, or as many as the plan has room for."""
+    usable, num_layers = USABLE * device_memory(DEVICE), SHAPES[shape][2]
+
+    def needed(layers: int) -> int:
+        return plan_engine(write_config(folder, shape, layers), config, 1, MICRO_BATCHES).total_bytes
+
+    whole = needed(num_layers)
+    per_layer = (whole - needed(num_layers // 2)) / (num_layers - num_layers // 2)
+    return num_layers if whole <= usable else num_layers - int(np.ceil((whole - usable) / per_layer))
+
+
+def random_batch(vocab: int, max_tokens: int) -> Batch:
+    """About MICRO_BATCHES micro-batches; a quarter of each sequence is its prompt, and no two prompts are equal."""
+    random, lengths = np.random.default_rng(0), []
+    while sum(lengths) < 0.97 * MICRO_BATCHES * max_tokens:
+        lengths.append(int(np.clip(random.lognormal(np.log(max_tokens / 12), 0.7), 16, max_tokens // 2)))
+    tokens = [random.integers(vocab, size=length).tolist() for length in lengths]
+    batch = Batch.from_samples([t[: len(t) // 4] for t in tokens], [t[len(t) // 4 :] for t in tokens])
+    noise = torch.randn(2, batch.num_tokens)
+    return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 12)
+
+
+def model_flops(shape: str, num_layers: int, batch: Batch) -> float:
+    hidden, intermediate, _, heads, kv_heads, vocab, _ = SHAPES[shape]
+    head_dim = hidden // heads
+    block = hidden * (2 * hidden + 2 * kv_heads * head_dim + 3 * intermediate)
+    attention = 6 * num_layers * hidden * float((batch.lengths**2).sum())
+    return 6 * (num_layers * block * batch.num_tokens + vocab * hidden * len(batch.active_index_T)) + attention
+
+
+def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[str, Any]:
+    """In a process that has done nothing else."""
+    config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled)
+    if shape == "7B":
+        config = config.model_copy(update={"activation_checkpointing": "selective"})
+    with tempfile.TemporaryDirectory() as folder:
+        num_layers = layers_that_fit(folder, shape, config)
+        engine = RandomEngine(write_config(folder, shape, num_layers), config, num_training_steps=1000).initialize()
+    batch, loss, seconds = random_batch(SHAPES[shape][5], max_tokens), PolicyLoss(), []
+    for _ in range(2 + rounds):
+        synchronise()
+        start = time.perf_counter()
+        engine.train_step(batch, loss)
+        synchronise()
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds[2:])
+    flops = model_flops(shape, num_layers, batch)
+    peak = next((f for name, f in PEAK_FLOPS.items() if DEVICE.type == "cuda" and name in _device_name()), None)
+    return {
+        "shape": shape, "compiled": compiled, "layers": f"{num_layers} of {SHAPES[shape][2]}",
+        "tokens": batch.num_tokens,
+        "seconds": median, "tflops": flops / median / 1e12, "mfu": None if peak is None else flops / median / peak,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None,
+        "parts": profile_step(engine, batch, loss), "kernels": kernels(engine, batch, loss),
+    }  # fmt: skip
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name()
+
+
+def kernels(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> list[tuple[str, float]]:
+    """The kernels that take most of a step, with their seconds: the first that is no GEMM is the next bottleneck."""
+    activity = ProfilerActivity.CUDA if DEVICE.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        engine.train_step(batch, loss)
+    times = {event.key: event.self_device_time_total or event.self_cpu_time_total for event in profiler.key_averages()}
+    return [(key, times[key] / 1e6) for key in sorted(times, key=lambda k: times[k], reverse=True)[:count]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.5B", "7B", "0.5B"])
+    parser.add_argument(
+        "--compile", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="blocks as they are, compiled"
+    )
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for compiled, shape in product(args.compile, args.shapes):
+        # A process of its own: it leaves no memory, no process group and no compiled graph to the next one.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                results.append(pool.submit(measure, shape, args.max_tokens, args.rounds, bool(compiled)).result())
+            except Exception as error:
+                results.append({"shape": shape, "compiled": bool(compiled), "failed": reason(error)})
+        write(results, args.output)
+    print((args.output / "engine-gpu.md").read_text())
+    low = [shape for shape in MIN_MFU_FROM if shape in args.shapes and best_mfu(results, shape) < MIN_MFU]
+    if low:
+        print(f"below {MIN_MFU:.0%} MFU: {', '.join(low)}")
+    return 1 if low or any("failed" in r for r in results) else 0
+
+
+def best_mfu(results: list[dict[str, Any]], shape: str) -> float:
+    return max(r.get("mfu") or 0 for r in results if r["shape"] == shape)
+
+
+def write(results: list[dict[str, Any]], output: Path) -> None:
+    """engine-gpu.md and engine-gpu.json of what there is so far."""
+    rows = [
+        (f"{r['shape']}{', compiled' if r['compiled'] else ''}", r["layers"], str(r["tokens"]), f"{r['seconds']:.3f}",
+         f"{r['tokens'] / r['seconds']:.0f}", f"{r['tflops']:.1f}", "?" if r["mfu"] is None else f"{r['mfu']:.1%}",
+         "?" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}")
+        for r in results if "failed" not in r
+    ]  # fmt: skip
+    header = ("shape", "layers", "tokens", "step, s", "tokens / s", "TFLOPS", "MFU", "peak, GiB")
+    sections = ["# Utilisation of train_step", "\n".join(f"- {k}: {v}" for k, v in environment().items())]
+    sections.append(table(header, rows))
+    for r in results:
+        sections.append(f"## {r['shape']}{', compiled' if r['compiled'] else ''}")
+        if "failed" in r:
+            sections.append(f"failed: {r['failed']}")
+            continue
+        whole = sum(r["parts"].values())
+        parts = [(part, f"{s:.3f}", f"{s / whole:.1%}") for part, s in r["parts"].items()]
+        top = [(name[:80], f"{s:.4f}") for name, s in r["kernels"]]
+        sections += [table(("part", "time, s", "share"), parts), table(("kernel", "time, s"), top)]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "engine-gpu.md").write_text("\n\n".join(sections) + "\n")
+    (output / "engine-gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

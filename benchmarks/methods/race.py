@@ -1,0 +1,161 @@
+"""`python -m benchmarks.methods.race`: each method learns the demo's sums from its own example; writes docs/methods.*.
+
+Every run is a process of its own, `rlft-fast train examples/<name>.yaml --seed <seed>`, in runs/methods. A run that is
+complete there is kept, so what was interrupted is continued by the same command. The section of docs/methods.md, its
+curves and docs/methods.json come from the complete runs' files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.methods.report import Result, write_report
+from rlft_fast.config import Config, ConfigError
+
+_ROOT = Path(__file__).parents[2]
+RUNS = Path("runs/methods")  # relative, as all paths of the examples are: to the repository
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with its example.
+
+    Attributes:
+        title: what the report calls it.
+        differs: what its example changes against GRPO's.
+        seeds: one run each.
+        reward: what its rewards are, and with it their scale.
+    """
+
+    title: str
+    differs: str
+    seeds: tuple[int, ...] = (0,)
+    reward: str = "right answers"
+
+
+METHODS = {
+    "grpo_sums": Method("GRPO", "", seeds=(0, 1, 2)),
+    "rloo": Method("RLOO", "leave-one-out baseline; KL (k1) in the reward; equal groups stay"),
+    "reinforce_plus_plus": Method(
+        "REINFORCE++", "no groups: returns whitened over the batch; KL (k1) in the reward; equal groups stay"
+    ),
+    "reinforce_plus_plus_baseline": Method(
+        "REINFORCE++-baseline", "group baseline, whitened over the batch; KL (k2) in the loss; equal groups stay"
+    ),
+    "gspo": Method("GSPO", "one ratio per sequence, with its own bounds; mean over sequences; equal groups stay"),
+    "ppo_reward_model": Method(
+        "PPO",
+        "a critic (GAE); a reward model beside the rule; 16 steps of 64 answers, not 28 of 128; half the entropy bonus",
+        seeds=(0, 1, 2),
+        reward="right answers + reward model",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one seed."""
+
+    name: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / f"{self.name}-seed{self.seed}"
+
+    @property
+    def example(self) -> Path:
+        return Path("examples") / f"{self.name}.yaml"
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        from rlft_fast.demo import smollm2_folder
+
+        return {"seed": str(self.seed), "output_dir": str(self.folder), "model": str(smollm2_folder())}
+
+    def is_complete(self) -> bool:
+        """Whether the folder holds this run as its example is now, to the end."""
+        if not (_ROOT / self.folder / "summary.json").is_file():
+            return False
+        try:
+            made = Config.load(_ROOT / self.folder / "config.yaml")
+        except ConfigError:  # of an older version
+            return False
+        return made == Config.load(_ROOT / self.example, self.overrides)
+
+    def make(self, threads: int) -> None:
+        """Runs it, unless it is complete. What is large is deleted afterwards: the weights.
+
+        Raises:
+            subprocess.CalledProcessError: it failed; output.txt in its folder says why.
+        """
+        if self.is_complete():
+            return
+        folder = _ROOT / self.folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        options = [text for key, value in self.overrides.items() for text in (f"--{key}", value)]
+        print(f"{self.folder}: started", flush=True)
+        with open(folder / "output.txt", "w") as output:
+            subprocess.run(
+                [sys.executable, "-m", "rlft_fast", "train", str(self.example), *options], cwd=_ROOT, check=True,
+                stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            )  # fmt: skip
+        print(f"{self.folder}: {(folder / 'summary.json').read_text()}", flush=True)
+        for name in ("checkpoints", "hf"):
+            shutil.rmtree(folder / name)
+
+
+def all_runs(names: list[str]) -> list[Run]:
+    """The runs of the methods: first one of each, then the further seeds."""
+    runs = [Run(name, seed) for name in names for seed in METHODS[name].seeds]
+    return sorted(runs, key=lambda run: run.seed)
+
+
+def results() -> list[Result]:
+    """What the complete runs have reached, one method after the other."""
+    return [
+        Result.read(_ROOT / run.folder, METHODS[name].title, METHODS[name].differs, METHODS[name].reward, run.seed)
+        for name in METHODS
+        for run in all_runs([name])
+        if run.is_complete()
+    ]
+
+
+def prepare(names: list[str]) -> None:
+    """Policy, problems and reward model, which the examples take as given; models that exist are kept.
+
+    The reward model starts from the demo's policy, and learns from its answers.
+    """
+    from rlft_fast.demo import smollm2_folder, write_problems
+
+    smollm2_folder()
+    write_problems(_ROOT / "runs" / "demo" / "data")
+    models = {Config.load(_ROOT / "examples" / f"{name}.yaml").reward.model for name in names} - {None}
+    if any(not (_ROOT / str(model) / "config.json").is_file() for model in models):
+        if not (_ROOT / "runs" / "demo" / "hf").is_dir():
+            subprocess.run([sys.executable, "-m", "rlft_fast", "demo", "--rollout", "hf"], cwd=_ROOT, check=True)
+        subprocess.run([sys.executable, "examples/reward_model.py"], cwd=_ROOT, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="which to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes 4 GB and more (default: 1)")
+    options = parser.parse_args()
+    prepare(options.methods)
+    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda run: run.make(threads), all_runs(options.methods)))
+    write_report(results(), _ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()

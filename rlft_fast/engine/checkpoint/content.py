@@ -1,0 +1,137 @@
+"""What a checkpoint holds: taken from engines, written by each process for itself, put back into engines."""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlft_fast.engine.checkpoint.manifest import describe_file, describe_model, find_differences
+from rlft_fast.engine.checkpoint.storage import Part, Snapshot, load_tensors, local_parts, save_parts, whole
+from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.files import write_text
+from rlft_fast.world import get_rank, get_world_size
+
+_CLIENT, _STATE = "client.safetensors", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What this process has to write.
+
+    Args:
+        parts: tensors by the name of their file, relative to the checkpoint's folder.
+        texts: likewise.
+        models: description of every engine, for the manifest.
+    """
+
+    parts: dict[str, dict[str, Part]]
+    texts: dict[str, str]
+    models: dict[str, Any]
+
+    def copied(self, snapshot: Snapshot) -> "Content":
+        """The same with copies of the tensors, which no longer change."""
+        live = {(file, name): part.data for file, named in self.parts.items() for name, part in named.items()}
+        copies = snapshot.take(live)
+        parts = {
+            file: {name: Part(copies[file, name], part.offsets) for name, part in named.items()}
+            for file, named in self.parts.items()
+        }
+        return replace(self, parts=parts)
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Writes everything durably; the files' descriptions by name, for the manifest."""
+        for name, parts in self.parts.items():
+            save_parts(parts, folder / name)
+        for name, text in self.texts.items():
+            write_text(folder / name, text)
+        return {name: describe_file(folder / name) for name in (*self.parts, *self.texts)}
+
+
+def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any]) -> Content:
+    """Takes the engines' tensors and counters, this process's random states, and on rank 0 the caller's state.
+
+    Args:
+        engines: by name.
+        state: tensors, and values that JSON can hold.
+
+    Returns:
+        The content; its tensors alias the engines' own.
+
+    Raises:
+        ValueError: a value of the state is neither a tensor nor restored by JSON as it is.
+    """
+    values = _checked({name: value for name, value in state.items() if not isinstance(value, Tensor)})
+    counters = {name: engine.counters() for name, engine in engines.items()}
+    parts = {_file_of_rank(name): local_parts(engine.state_tensors()) for name, engine in engines.items()}
+    parts[_file_of_rank("rng")] = {name: whole(tensor) for name, tensor in _random_states().items()}
+    texts = {}
+    if get_rank() == 0:
+        texts[_STATE] = json.dumps({"engines": counters, "client": values})
+        parts[_CLIENT] = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+    models = {name: describe_model(engine) for name, engine in engines.items()}
+    return Content({file: named for file, named in parts.items() if named}, texts, models)
+
+
+def check_models(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], folder: Path) -> None:
+    """Refuses a checkpoint of other models.
+
+    Raises:
+        ValueError: naming the differences.
+    """
+    saved = manifest["models"]
+    for name, engine in engines.items():
+        if name not in saved:
+            raise ValueError(f"checkpoint {folder} holds {' and '.join(saved)}, not {name}")
+        if differences := find_differences(saved[name], describe_model(engine)):
+            raise ValueError(
+                f"checkpoint {folder} is of another model than the {name}: {'; '.join(differences)}. Continue with the "
+                "configuration that the run began with, or begin a new one in another folder"
+            )
+
+
+def restore(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], folder: Path) -> dict[str, Any]:
+    """Fills the engines in place, and random states if the number of processes is the same; returns the state."""
+    saved = json.loads((folder / _STATE).read_text())
+    for name, engine in engines.items():
+        load_tensors(engine.state_tensors(), folder / name)
+        engine.load_counters(saved["engines"][name])
+    if manifest["world_size"] == get_world_size():
+        _restore_random_states(load_file(folder / _file_of_rank("rng")))
+    tensors = load_file(folder / _CLIENT) if _CLIENT in manifest["files"] else {}
+    return saved["client"] | tensors
+
+
+def _file_of_rank(name: str) -> str:
+    return f"{name}/rank_{get_rank():05d}.safetensors"
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        shown = f"{name!r} of the state to save is {reprlib.repr(value)}"
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{shown}: {error}") from error
+        if not same:
+            raise ValueError(
+                f"{shown}, which JSON would change: give tensors, or dictionaries with texts as keys, lists, texts, "
+                "numbers, true, false and null"
+            )
+    return values
+
+
+def _random_states() -> dict[str, Tensor]:
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def _restore_random_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

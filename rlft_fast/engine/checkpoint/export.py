@@ -1,0 +1,181 @@
+"""Export to Hugging Face folders, one file of weights after the other."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlft_fast.config import Config
+from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
+from rlft_fast.engine.checkpoint.storage import save_weights
+from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.files import REPLACED, TEMPORARY, fsync, publish, write_text
+from rlft_fast.models import ValueModel, token_classifier
+from rlft_fast.world import all_reduce, forked_rng, get_rank
+
+_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
+_OWN_FILES = ".export.json"  # names of the files that an export has written
+Dtype = Literal["float32", "bfloat16"]
+
+
+def export_hf(
+    engine: FSDPEngine,
+    output: str | Path,
+    *,
+    dtype: Dtype = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Writes a folder that plain transformers (and vLLM) load: weights, configuration and tokenizer.
+
+    A critic becomes a token classifier with one label, whose logits are the values.
+
+    Every rank must call it; rank 0 writes. Beside the engine's own memory it needs that of one file of weights, on rank
+    0, and of one weight elsewhere. Configuration and tokenizer files are those of the engine's own model. The folder
+    gets its name when it is complete.
+
+    Args:
+        engine: a policy or a critic, sharded or not.
+        output: the folder.
+        dtype: of the weights.
+        max_shard_bytes: a file is closed before it becomes larger than this; a larger weight has a file of its own.
+        overwrite: replace the files of an earlier export in the folder, if it exists; other files in it are kept.
+
+    Raises:
+        ValueError: the folder exists and is not empty.
+        CheckpointError: it could not be written.
+    """
+    output = Path(output).absolute()
+    if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists: choose another folder, or delete it")
+    temporary = output.with_name(output.name + TEMPORARY)
+    replaced = output.with_name(temporary.name + REPLACED)  # a folder that ends in .old alone may be the user's own
+    shards = _ShardWriter(temporary, max_shard_bytes)
+    model = engine.model
+    own_config = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
+    failure = _attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
+    for name, tensor in engine.named_weights():  # to the end, whatever fails here: the other ranks gather with this one
+        failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
+    failure = failure or _attempt(shards.finish) or _attempt(_keep_others_files, output, temporary)
+    failure = failure or _attempt(publish, temporary, output, replaced)
+    if all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
+
+
+def _attempt(function: Callable[..., None], *args: Any) -> Exception | None:
+    """Calls the function on rank 0; what it raised."""
+    try:
+        if get_rank() == 0:
+            function(*args)
+    except Exception as error:  # whatever it is, it has to wait until all ranks can hear of it
+        return error
+    return None
+
+
+class _ShardWriter:
+    """Safetensors files of bounded size, and their index where there are several, under the names of transformers."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.num_bytes = 0
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        tensor = tensor.to("cpu", dtype).contiguous()
+        pending_bytes = sum(weight.nbytes for weight in self.pending.values())
+        if self.pending and pending_bytes + tensor.nbytes > self.max_bytes:
+            self._flush()
+        self.pending[name] = tensor
+        self.num_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self._path(len(self.shards))
+        save_weights(self.pending, path, {"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+    def finish(self) -> None:
+        self._flush()
+        total = len(self.shards)
+        if total == 1:
+            os.rename(self._path(0), self.folder / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self.shards):
+            file = f"model-{i + 1:05d}-of-{total:05d}.safetensors"
+            os.rename(self._path(i), self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        write_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"{index}.safetensors"
+
+
+def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]) -> None:
+    """Everything but weights. A configuration that names another dtype would have the weights converted on loading."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        is_weights = ".safetensors" in path.name or path.suffix in _WEIGHTS
+        if path.is_file() and not is_weights and path.name != _OWN_FILES:
+            shutil.copyfile(path, target / path.name)
+            fsync(target / path.name)
+    config: dict[str, Any] = json.loads((target / "config.json").read_text()) | config_changes
+    config.pop("torch_dtype", None)
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _keep_others_files(output: Path, temporary: Path) -> None:
+    """Copies what no export has written from the folder that is to be replaced, and notes what this one has written."""
+    own = {path.name for path in temporary.iterdir()} | {_OWN_FILES}
+    try:
+        earlier = set(json.loads((output / _OWN_FILES).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        earlier = {path.name for path in output.glob("model*.safetensors*")}
+    for path in output.iterdir() if output.is_dir() else []:
+        if path.name not in own | earlier:
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, temporary / path.name)
+    write_text(temporary / _OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
+
+
+def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype = "float32") -> Path:
+    """Exports the policy of a run's newest complete checkpoint, without its optimizer.
+
+    Args:
+        run: output folder of the run.
+        output: where to write, a folder that does not exist; None: ``hf/`` in the run's folder, which is replaced.
+        dtype: of the weights.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        ValueError: the folder is no run, holds no complete checkpoint, or the output exists.
+        CheckpointError: the checkpoint cannot be read, or the output not be written.
+    """
+    run = Path(run)
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not the output folder of a run: it has no config.yaml")
+    config = Config.load(run / "config.yaml")
+    manager = CheckpointManager(run / "checkpoints")
+    if manager.latest() is None:
+        raise ValueError(f"{run} has no complete checkpoint to export")
+    # float32 masters of bfloat16 weights are part of the optimizer's state.
+    num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
+    alone = {"sequence_parallel": 1, "shard_size": -1}  # however many processes the run had
+    actor = config.actor.model_copy(update=alone)
+    engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps).initialize()
+    with forked_rng():  # loading restores the run's random states
+        manager.load({"actor": engine})
+    target = Path(output) if output else run / "hf"
+    export_hf(engine, target, dtype=dtype, overwrite=output is None)
+    return target

@@ -1,0 +1,288 @@
+"""Checkpoints that a kill at any moment cannot spoil, written while training goes on.
+
+    <directory>/step_00000020/actor/rank_00000.safetensors   what this rank wrote of the parameters and optimizer state
+    <directory>/step_00000020/rng/rank_00000.safetensors     states of torch's random generators
+    <directory>/step_00000020/client.safetensors             the caller's tensors, if any
+    <directory>/step_00000020/state.json                     the engines' counters and the caller's values
+    <directory>/step_00000020/manifest.json                  sizes and checksums of all files, and the models' identity
+
+A save copies what this process has to write into host memory; from then on a thread writes it to a temporary folder,
+makes it durable, renames the folder, and only then removes older ones. The processes' threads agree on success over
+a process group of their own, so training is not disturbed. Nothing in a checkpoint is a pickle.
+"""
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rlft_fast.engine.checkpoint.content import Content, check_models, collect, restore
+from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_manifest, write_manifest
+from rlft_fast.engine.checkpoint.storage import Snapshot
+from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.files import REPLACED, TEMPORARY, publish, remove
+from rlft_fast.world import collective_timeout, get_rank, get_world_size
+
+T = TypeVar("T")
+_BYTES_PER_GB = 1_000_000_000
+_NAME = re.compile(r"step_(\d{8,})(" + re.escape(REPLACED) + ")?")
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written or read; the message says what is left."""
+
+
+class CheckpointManager:
+    """Saves and loads the engines of a run. As a context manager, it waits at the end for the save under way.
+
+    Args:
+        directory: folder of the checkpoints, the same on all machines; what else is in it is left alone.
+        max_num: complete checkpoints to keep; the newest is never removed. One more needs room while it is written.
+        max_mem: their size in all, in GB of 10^9 bytes; None for no limit. The newest is kept if it alone is larger.
+    """
+
+    def __init__(self, directory: str | Path, max_num: int = 2, max_mem: float | None = None) -> None:
+        self.directory = Path(directory)
+        self.max_num = max_num
+        self.max_mem = max_mem
+        self._snapshot = Snapshot()
+        self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: futures.Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._damaged: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            warnings.warn(str(failure), stacklevel=2)  # the first error is the one to raise
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, engines: Mapping[str, FSDPEngine], state: Mapping[str, Any], *, asynchronous: bool = False
+    ) -> Path:
+        """Writes one checkpoint; every rank must call it.
+
+        Waits for the one before first. If that one failed, this one is written before anything is said: what was
+        learned since must not be lost to a disk that was full for a while.
+
+        Args:
+            step: number that names it.
+            engines: by name ("actor", "critic").
+            state: what else continues the run, the same on every rank: tensors, and what JSON can hold.
+            asynchronous: return as soon as everything is copied. The copies, as large as what this process writes, stay
+                allocated for the next save.
+
+        Returns:
+            The checkpoint's folder, which is there after `wait`.
+
+        Raises:
+            ValueError: a value of the state is neither a tensor nor restored by JSON as it is.
+            CheckpointError: it could not be written (a full disk, for example). Older checkpoints are untouched.
+        """
+        failure = self._finish_writing()
+        self._connect()
+        content = collect(engines, state)
+        asynchronous = asynchronous and failure is None
+        if asynchronous:
+            content = content.copied(self._snapshot)
+        final = self.directory / f"step_{step:08d}"
+        self._writing = self._executor.submit(self._write, content, final)
+        if not asynchronous:
+            self.wait()
+        if failure is not None:
+            warnings.warn(f"{failure}. Since then {final} was saved", stacklevel=2)
+        return final
+
+    def wait(self) -> None:
+        """Returns when no save is under way.
+
+        Raises:
+            CheckpointError: the save under way could not be written.
+        """
+        if failure := self._finish_writing():
+            raise failure
+
+    def _finish_writing(self) -> BaseException | None:
+        """Waits for the save under way, and gives the error that ended it."""
+        if (writing := self._writing) is None:
+            return None
+        futures.wait([writing])  # Ctrl-C here leaves it for the next call
+        self._writing = None
+        return writing.exception()
+
+    def _write(self, content: Content, final: Path) -> None:
+        """All of a save that takes time. Runs in a thread: no collective but those of the manager's own group."""
+        temporary = final.with_name(final.name + TEMPORARY)
+        try:
+            self._together(self._remove_leftovers)
+            described = self._together(lambda: content.write(temporary))
+            files = {name: description for part in described for name, description in part.items()}
+            self._together(lambda: self._publish(temporary, final, files, content.models))
+        except Exception as error:  # the half-written folder must go, the rest must stay
+            shutil.rmtree(temporary, ignore_errors=True)
+            kept = self.latest()
+            raise CheckpointError(
+                f"could not save checkpoint {final}: {error}. The newest complete one is still "
+                f"{kept if kept else 'missing: none was saved yet'}; free some space and run again with --resume"
+            ) from error
+
+    def clear(self) -> None:
+        """Removes all checkpoints, and nothing else. To be called by one process, while none saves."""
+        self._remove_leftovers()
+        for folder in self._folders():
+            remove(folder)
+
+    def _remove_leftovers(self) -> None:
+        """What a kill left behind; its names are ours."""
+        if get_rank() == 0 and self.directory.is_dir():
+            for folder in self.directory.glob(f"*{TEMPORARY}"):
+                if _NAME.fullmatch(folder.name.removesuffix(TEMPORARY)):
+                    shutil.rmtree(folder)
+
+    def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
+        if get_rank() == 0:
+            if unseen := [name for name in files if not (temporary / name).is_file()]:
+                raise OSError(
+                    f"the first process does not see {unseen[0]}, which another one wrote: all machines need the same "
+                    "folder, on a disk that they share"
+                )
+            write_manifest(temporary, _step(final), get_world_size(), models, files)
+            publish(temporary, final, final.with_name(final.name + REPLACED))
+            self._damaged.discard(final.name)
+            self._rotate(final)
+
+    def _rotate(self, newest: Path) -> None:
+        """Removes what is beyond the limits: damaged ones first, then the oldest, never the one just written."""
+        others = [folder for folder in self._complete() if folder != newest]
+        others.sort(key=lambda folder: folder.name not in self._damaged)  # stable: oldest first otherwise
+        kept, num_bytes = 1, _num_bytes(newest)
+        for folder in reversed(others):
+            kept, num_bytes = kept + 1, num_bytes + _num_bytes(folder)
+            if kept > self.max_num or (self.max_mem is not None and num_bytes > self.max_mem * _BYTES_PER_GB):
+                remove(folder)
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, by its name; its files are verified by `load`."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def load(self, engines: Mapping[str, FSDPEngine]) -> dict[str, Any] | None:
+        """Loads the newest complete checkpoint that is intact into initialized engines, in place.
+
+        Every rank must call it. Any number of processes can load what any other number saved; random states are
+        restored where the number is the same. Damaged checkpoints are left out with a warning that names them.
+
+        Args:
+            engines: by the names they were saved with; some of them are enough, and frozen ones leave the optimizer.
+
+        Returns:
+            The ``state`` it was saved with, its tensors on the CPU; None if there is no checkpoint.
+
+        Raises:
+            ValueError: it is of other models; the message names the differences. The engines are as they were.
+            CheckpointError: there are checkpoints, and all are damaged; or reading failed.
+        """
+        self.wait()
+        self._connect()
+        problems = []
+        for name in self._together(lambda: [folder.name for folder in reversed(self._folders())])[0]:
+            folder = self.directory / name
+            problem = self._find_damage(folder)
+            if problem is None:
+                return self._load(folder, engines)
+            problems.append(f"checkpoint {folder} is damaged: {problem}")
+            self._damaged.add(name)
+            if get_rank() == 0:
+                warnings.warn(f"{problems[-1]}; it is left out", stacklevel=2)
+        if problems:
+            raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
+        return None
+
+    def _find_damage(self, folder: Path) -> str | None:
+        """Every rank reads its share of the files, all get the same answer."""
+
+        def find() -> str | None:
+            try:
+                files = read_manifest(folder, _step(folder))["files"]
+            except ValueError as error:
+                return str(error)
+            share = list(files.items())[get_rank() :: get_world_size()]
+            return find_extra(folder, files) or find_damage(folder, dict(share))
+
+        return next((problem for problem in self._together(find) if problem is not None), None)
+
+    def _load(self, folder: Path, engines: Mapping[str, FSDPEngine]) -> dict[str, Any]:
+        manifest = read_manifest(folder, _step(folder))
+        check_models(manifest, engines, folder)
+        try:
+            return restore(manifest, engines, folder)
+        except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
+            raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
+
+    def _folders(self) -> list[Path]:
+        """Everything with the name of a checkpoint, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        named = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
+
+    def _complete(self) -> list[Path]:
+        return [folder for folder in self._folders() if _is_complete(folder)]
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._group is None and get_world_size() > 1:
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=collective_timeout()))
+
+    def _together(self, function: Callable[[], T]) -> list[T]:
+        """Calls the function on every rank; what each returned, in rank order. If one fails, all raise."""
+        try:
+            outcome = (function(), None)
+        except Exception as error:  # whatever it is, the others wait for it
+            outcome = (None, f"{error}" or type(error).__name__)
+        outcomes: list[Any] = [outcome]
+        if self._group is not None:
+            outcomes = [None] * get_world_size()
+            dist.all_gather_object(outcomes, outcome, group=self._group)
+        for _, failure in outcomes:
+            if failure is not None:
+                raise CheckpointError(failure)
+        return [result for result, _ in outcomes]
+
+
+def _step(folder: Path) -> int:
+    """That a checkpoint's folder is named after."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder has a manifest, of the step that the folder is named after."""
+    with suppress(ValueError):
+        read_manifest(folder, _step(folder))
+        return True
+    return False
+
+
+def _num_bytes(folder: Path) -> int:
+    with suppress(ValueError):
+        return sum(file["bytes"] for file in read_manifest(folder, _step(folder))["files"].values())
+    return 0

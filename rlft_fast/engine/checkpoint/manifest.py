@@ -1,0 +1,174 @@
+"""What a checkpoint says of itself: its files with their checksums, and the models that it is of.
+
+``manifest.json`` is written last. A folder without it, or one that it does not describe, is no complete checkpoint.
+"""
+
+import json
+import reprlib
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.files import write_text
+
+FILE_NAME = "manifest.json"
+VERSION = 1
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 3
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and checksum. CRC-32 (IEEE 802.3) finds damage, not malice; at 5.7 GB/s it is faster than any disk here,
+    where BLAKE2b has 1.3 GB/s."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return {"bytes": path.stat().st_size, "crc32": f"{crc:08x}"}
+
+
+def describe_model(engine: FSDPEngine) -> dict[str, Any]:
+    """Architecture, and the shapes of all that a checkpoint holds of an engine."""
+    architectures = engine.model.pretrained.config.architectures or ["unknown"]
+    shapes = {name: list(tensor.shape) for name, tensor in engine.state_tensors().items()}
+    return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
+
+
+class _File(BaseModel):
+    bytes: NonNegativeInt
+    crc32: str
+
+
+class _Model(BaseModel):
+    architecture: str
+    shapes: dict[str, list[NonNegativeInt]]
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise ValueError("expected a path inside the checkpoint")
+    return name
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    step: NonNegativeInt | None = None  # checkpoints of older versions do not name it
+    world_size: PositiveInt
+    models: dict[str, _Model]
+    files: Annotated[dict[Annotated[str, AfterValidator(_inside)], _File], Field(min_length=1)]
+
+
+def write_manifest(
+    folder: Path, step: int, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]
+) -> None:
+    """Writes it durably, with a checksum of itself.
+
+    Args:
+        folder: the checkpoint.
+        step: that it is of.
+        world_size: processes that wrote it.
+        models: from `describe_model`, by name.
+        files: from `describe_file`, by path relative to the folder.
+    """
+    manifest = {"version": VERSION, "step": step, "world_size": world_size, "models": models, "files": files}
+    write_text(folder / FILE_NAME, json.dumps(manifest | {"crc32": _checksum(manifest)}) + "\n")
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """What `write_manifest` wrote, by the names of its arguments.
+
+    Args:
+        folder: the checkpoint.
+        step: that it has to be of.
+
+    Raises:
+        ValueError: there is none that can be used; the message names the file and the reason.
+    """
+    try:
+        manifest = dict(json.loads((folder / FILE_NAME).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{FILE_NAME} cannot be read ({error})") from error
+    if manifest.get("version") != VERSION:
+        raise ValueError(f"{FILE_NAME} has format version {manifest.get('version')}, and this program reads {VERSION}")
+    expected = manifest.pop("crc32", None)
+    if (crc := _checksum(manifest)) != expected:
+        raise ValueError(f"{FILE_NAME} has the checksum {crc} instead of {expected}")
+    try:
+        named = _Manifest.model_validate(manifest).step
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        got = reprlib.repr(problem["input"])
+        raise ValueError(f"{FILE_NAME} has {where} = {got}: {problem['msg']}") from error
+    if named not in (None, step):
+        raise ValueError(f"{FILE_NAME} is of step {named}")
+    return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(manifest).encode()):08x}"
+
+
+def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """The first file that is not as the manifest describes it, and why; None if all are.
+
+    Args:
+        folder: the checkpoint.
+        files: from the manifest, or some of them where processes share the reading.
+    """
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        if (crc := describe_file(path)["crc32"]) != expected["crc32"]:
+            return f"{name} has the checksum {crc} instead of {expected['crc32']}"
+    return None
+
+
+def find_extra(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """A file of weights that the manifest does not name, which would be read along with those that it does."""
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.safetensors")))
+    extra = next((name for name in found if name not in files), None)
+    return extra and f"{extra} is not in {FILE_NAME}: remove it"
+
+
+def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """In which ways a saved model is not the one to load it into; empty if it can be loaded.
+
+    Optimizer state in the checkpoint is no difference for a frozen engine, which has none.
+
+    Args:
+        saved: from `describe_model`, by way of the manifest.
+        own: from `describe_model`.
+    """
+    there, here = saved["shapes"], own["shapes"]
+    frozen = not any(name.startswith("optimizer.") for name in here)
+    extra = [name for name in there if name not in here and not (frozen and name.startswith("optimizer."))]
+    shapes = [
+        f"{name} is {there[name]} there and {shape} here"
+        for name, shape in here.items()
+        if there.get(name, shape) != shape
+    ]
+    found = {
+        "the checkpoint lacks {}": [name for name in here if name not in there],
+        "this model lacks {}": extra,
+        "shapes differ: {}": shapes,
+    }
+    differences = [text.format(_some(names)) for text, names in found.items() if names]
+    if saved["architecture"] != own["architecture"]:
+        differences.insert(0, f"it is of {saved['architecture']}, this is {own['architecture']}")
+    return differences
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,120 @@
+"""Tensors and folders on disk: each process writes its own parts, any number of them reads, renames are durable.
+
+Files are safetensors in the layout of torch DCP's ``HuggingFaceStorageWriter``, and are read, resharded, by its
+``HuggingFaceStorageReader``. That writer itself serialises a file to bytes first, which doubles the memory and holds
+the interpreter's lock (0.4 to 0.7 s for 400 MB; ``save_file`` at most 0.01 s, and a third of the time in all). Nor is
+DCP's global plan needed: which process writes what follows from the placements, so saving tensors needs no collective.
+"""
+
+import json
+import stat
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
+
+from rlft_fast.files import fsync
+from rlft_fast.models import local_part
+from rlft_fast.world import get_rank, get_world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process holds of a tensor.
+
+    Args:
+        data: the elements.
+        offsets: position of the first of them in the whole tensor, one number per dimension.
+    """
+
+    data: Tensor
+    offsets: tuple[int, ...]
+
+
+def whole(tensor: Tensor) -> Part:
+    """A tensor that is one part."""
+    return Part(tensor.detach(), (0,) * tensor.dim())
+
+
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """The parts that this process has to write; together, all processes write every element once.
+
+    Args:
+        tensors: DTensors, and plain tensors that are the same on every rank. They are aliased, not copied.
+    """
+    parts = {}
+    for name, tensor in tensors.items():
+        local, region = local_part(tensor)
+        is_empty_shard = local.numel() == 0 and tensor.numel() > 0  # the last ranks may have no rows
+        if _writes(name, tensor) and not is_empty_shard:
+            parts[name] = Part(local.detach(), tuple(along.start for along in region))
+    return parts
+
+
+def _writes(name: str, tensor: Tensor) -> bool:
+    """Whether this process, of all that hold the same part, writes it; replicas take turns, by the tensor's name."""
+    if not isinstance(tensor, DTensor):
+        return get_rank() == 0
+    mesh, turn = tensor.device_mesh, zlib.crc32(name.encode())
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return all(mesh.get_local_rank(axis) == turn % mesh.size(axis) for axis in replicated)
+
+
+class Snapshot:
+    """Copies of tensors in host memory, made while nothing changes them. The memory is kept for the next copies."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def take(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Copies of all tensors, complete on return; valid until the next call."""
+        buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = buffers
+        return buffers
+
+    def _buffer(self, name: Any, tensor: Tensor) -> Tensor:
+        old = self._buffers.get(name)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            return old
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def save_parts(parts: Mapping[str, Part], path: Path) -> None:
+    """Writes one process's parts, durably, where `load_tensors` finds them.
+
+    Raises:
+        OSError, SafetensorError: the disk is full, for example.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    offsets = json.dumps({name: {"saved_offsets": part.offsets} for name, part in parts.items()})
+    data = {name: part.data.cpu().contiguous() for name, part in parts.items()}
+    save_weights(data, path, {"DCP_SHARDING_INFO": offsets, "DCP_VERSION": "1.0", "format": "pt"})
+
+
+def save_weights(data: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file durably. Who may read it the umask says; ``save_file`` lets its owner alone."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(data, path, metadata=metadata)
+    path.chmod(mode)
+    fsync(path)
+
+
+def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fills tensors of any sharding, in place, from what any number of processes saved. Every rank must call it."""
+    with warnings.catch_warnings():  # DCP warns that a single process is a single process
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=get_world_size() == 1)

@@ -1,0 +1,173 @@
+"""Does a run fit into memory? Asked before it starts, and if not, answered with what would make it fit."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlft_fast.config import Config, set_key
+from rlft_fast.engine.memory.plan import USABLE, PlanError
+from rlft_fast.engine.memory.run_plan import (
+    ModelRole,
+    Phase,
+    RunPlan,
+    largest_actor_max_tokens,
+    longest_sequence,
+    plan_run,
+    run_models,
+    surely_fits,
+)
+from rlft_fast.engine.sharding import build_model
+
+_GIB = 2**30
+
+
+class DoesNotFitError(ValueError):
+    """A run that needs more memory than there is."""
+
+
+def check_run(
+    config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
+) -> RunPlan | None:
+    """To be called before a run, and before its process group is joined: does it fit into memory?
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device, see `rlft_fast.engine.sharding.mesh.device_memory`.
+        device_type: of the ranks.
+        host_bytes: of the CPU's memory, of each rank.
+
+    Returns:
+        The plan; None where a rough estimate fits easily.
+
+    Raises:
+        DoesNotFitError: it needs more than `USABLE` of the memory; with the numbers, and changes of the configuration
+            with which it fits.
+        PlanError: a model cannot be planned.
+        ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
+    """
+    if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
+        return None
+    plan = plan_run(config, world_size, memory_bytes, device_type)
+    if plan.fits(memory_bytes, host_bytes):
+        return plan
+
+    if plan.refusal:
+        raise DoesNotFitError(plan.refusal)
+
+    def fits(changes: dict[str, Any]) -> bool:
+        try:
+            other = plan_run(changed(config, changes), world_size, memory_bytes, device_type)
+        except PlanError:
+            raise
+        except ValueError:  # a setting that this run cannot have
+            return False
+        return other.fits(memory_bytes, host_bytes)
+
+    largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
+    failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
+    found = _remedies(config, world_size, device_type, largest, failing)
+    remedies = {key: values for key, values in found if values}
+    reason = _reason(plan, world_size, memory_bytes, host_bytes)
+    raise DoesNotFitError(f"{reason}. {_advice(remedies, fits)}")
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The configuration with other values of some dotted keys.
+
+    Raises:
+        ConfigError: they do not fit it.
+    """
+    values = config.model_dump()
+    for key, value in changes.items():
+        set_key(values, key.split("."), value)
+    return Config.parse(values)
+
+
+def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
+    worst = plan.worst(memory_bytes)
+    if worst.total_bytes <= worst.limit(memory_bytes):
+        return (
+            f"what is off the GPUs needs {plan.host_bytes / _GIB:.2f} GiB of the CPU's memory for each of {world_size} "
+            f"ranks, but {USABLE:.0%} of a rank's {host_bytes / _GIB:.2f} GiB are {USABLE * host_bytes / _GIB:.2f}"
+        )
+    return (
+        f"the phase '{worst.name}' needs {worst.total_bytes / _GIB:.2f} GiB on each of {world_size} ranks "
+        f"({_parts(plan, worst)}), but {worst.limit(memory_bytes) / _GIB:.2f} of a device's {memory_bytes / _GIB:.2f} "
+        "GiB may be used"
+    )
+
+
+def _parts(plan: RunPlan, phase: Phase) -> str:
+    """Owners, and what most of the memory of the one that trains is for."""
+    owners = [f"{owner} {size / _GIB:.2f}" for owner, size in phase.memory.items() if size]
+    kind, _, name = phase.name.partition(" ")
+    if kind != "update":
+        return ", ".join(owners)
+    memory = plan.engines[name].memory
+    largest = sorted(memory, key=lambda part: memory[part], reverse=True)[:2]
+    return f"{', '.join(owners)}; most for {' and '.join(largest)}"
+
+
+def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], bool]) -> str:
+    """Changes that make it fit, each alone or else together; tried, so none is one that the configuration forbids."""
+    alone = {key: next((value for value in values if fits({key: value})), None) for key, values in remedies.items()}
+    if found := [_setting(key, value) for key, value in alone.items() if value is not None]:
+        return f"It fits with {' or with '.join(found)}"
+    together: dict[str, Any] = {}
+    for key, values in remedies.items():
+        together[key] = values[-1]
+        if key.endswith(".cpu_offload"):
+            together.pop(key.replace("cpu_offload", "offload_between_phases"), None)
+        if fits(together):
+            return "It fits with all of " + ", ".join(_setting(*change) for change in together.items())
+    return "No other settings are enough: use more ranks, shorter sequences or a smaller model"
+
+
+def _remedies(
+    config: Config, world_size: int, device_type: str, largest: int, failing: list[str]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Keys, with values of which each does more than the one before it; what costs least time comes first.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        device_type: of the ranks.
+        largest: token cap with which the policy's update fits.
+        failing: phases that do not fit; what does nothing for them is left out.
+    """
+    longest = longest_sequence(config)
+    as_the_actor = {"score", "infer reference"} & {*failing}
+    for name, role in run_models(config).items():
+        in_failing = {f"update {name}", f"infer {name}"} & {*failing} or (name == "actor" and as_the_actor)
+        if role.trains and in_failing:
+            caps = [largest] if name == "actor" else [longest]
+            yield f"{name}.max_tokens", [cap for cap in caps if longest <= cap < role.config.max_tokens]
+            yield f"{name}.activation_checkpointing", ["full"] * (role.config.activation_checkpointing != "full")
+            yield f"{name}.sequence_parallel", _wider(role, world_size)
+            yield f"{name}.reduce_every_micro_batch", [True] * (not role.config.reduce_every_micro_batch)
+            yield f"{name}.shard_size", [-1] * (role.config.shard_size not in (-1, world_size))
+    if device_type == "cuda":
+        yield from _offloads(config)
+    if config.rollout.backend == "hf" and "generate" in failing:
+        yield "rollout.batch_size", [2**n for n in reversed(range((config.rollout.batch_size - 1).bit_length()))]
+
+
+def _wider(role: ModelRole, world_size: int) -> list[int]:
+    """Larger sequence groups that ranks and heads can be divided into."""
+    model = build_model(role.path, role.config, role.head, trains=False)
+    common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)
+    return [n for n in range(2 * role.config.sequence_parallel, common + 1) if common % n == 0]
+
+
+def _offloads(config: Config) -> Iterator[tuple[str, list[Any]]]:
+    sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
+    for name, section in sections.items():
+        if section is not None and not (section.cpu_offload or section.offload_between_phases):
+            for key in ("offload_between_phases", "cpu_offload"):
+                yield f"{name}.{key}", [True]
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"{key}: {json.dumps(value) if isinstance(value, bool) else value}"

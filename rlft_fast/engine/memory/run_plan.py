@@ -1,0 +1,282 @@
+"""What a run needs per rank: all its models, phase by phase, and the generator beside them.
+
+A phase is what `rlft_fast.trainer.ppo.PPOTrainer.train_step` does with one model, while the others wait where their
+configuration keeps them: on the device, or (``cpu_offload``, ``offload_between_phases``) in the CPU's memory. A run on
+CPUs has one memory, in which everything stays.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rlft_fast.config import Config, EngineConfig
+from rlft_fast.engine.memory.generator_plan import GeneratorPlan
+from rlft_fast.engine.memory.plan import (
+    USABLE,
+    EnginePlan,
+    head_scratch_bytes,
+    inference_bytes,
+    largest_max_tokens,
+    local_numel,
+    plan_engine,
+    prepare,
+    state_by_part,
+)
+from rlft_fast.engine.sharding import Head, build_model, state_bytes
+from rlft_fast.models import PolicyModel
+
+_GENERATOR = "vLLM"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRole:
+    """A model of a run."""
+
+    path: str
+    config: EngineConfig
+    head: Head
+    trains: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A part of a step.
+
+    Attributes:
+        name: what is done.
+        memory: bytes on the device by owner: a model of the run, or the generator.
+        host: bytes in the CPU's memory, of models that are not on a GPU.
+    """
+
+    name: str
+    memory: dict[str, int]
+    host: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    def limit(self, memory_bytes: float) -> float:
+        """What may be used of a device: of what vLLM leaves, which counts its own context and buffers in its share."""
+        generator = self.memory.get(_GENERATOR, 0)
+        return generator + USABLE * (memory_bytes - generator)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """A run on each rank.
+
+    Attributes:
+        engines: what trains, by name.
+        phases: of a step, in order.
+        refusal: why the generator could not start, if so.
+    """
+
+    engines: dict[str, EnginePlan]
+    phases: list[Phase]
+    refusal: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """In the CPU's memory at most."""
+        return max(phase.host for phase in self.phases)
+
+    def worst(self, memory_bytes: float) -> Phase:
+        """The phase with the least memory to spare."""
+        return max(self.phases, key=lambda phase: phase.total_bytes - phase.limit(memory_bytes))
+
+    def fits(self, memory_bytes: float, host_bytes: float = math.inf) -> bool:
+        """Whether every phase fits into the device, and what is off it into so much of the CPU's memory."""
+        worst = self.worst(memory_bytes)
+        on_device = not self.refusal and worst.total_bytes <= worst.limit(memory_bytes)
+        return on_device and self.host_bytes <= USABLE * host_bytes
+
+
+def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> RunPlan:
+    """Plans all models of a run. To be called in a process that has joined no process group.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device.
+        device_type: of the ranks, ``"cuda"`` or ``"cpu"``.
+
+    Raises:
+        ValueError: a folder, a shard size or `sequence_parallel` cannot be used, or a group was joined.
+        PlanError: a model does not run on tensors without data.
+    """
+    roles = run_models(config)
+    engines = {
+        name: plan_engine(
+            role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
+            head=role.head, memory_bytes=int(memory_bytes),
+        )
+        for name, role in roles.items()
+        if role.trains
+    }  # fmt: skip
+    residents = {name: _Resident(role, world_size, memory_bytes, device_type) for name, role in roles.items()}
+    policy = residents["actor"].model
+    assert isinstance(policy, PolicyModel)
+    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
+    phases = list(_phases(residents, engines, generator))
+    return RunPlan(engines=engines, phases=phases, refusal=generator.refusal())
+
+
+def run_models(config: Config) -> dict[str, ModelRole]:
+    """By name, as `rlft_fast.trainer.ppo.PPOTrainer` makes them."""
+    actor, critic = config.actor, config.critic
+    roles = {"actor": ModelRole(path=config.model, config=actor, head="logprob", trains=True)}
+    if critic is not None:
+        roles["critic"] = ModelRole(path=critic.model or config.model, config=critic, head="value", trains=True)
+    if config.algorithm.kl_coef and actor.lora is None:
+        frozen = actor if config.reference is None else EngineConfig(**config.reference.model_dump())
+        roles["reference"] = ModelRole(path=config.model, config=frozen, head="logprob", trains=False)
+    if config.reward.model is not None:
+        judge = actor.model_copy(update={"lora": None})
+        roles["reward"] = ModelRole(path=config.reward.model, config=judge, head="score", trains=False)
+    return roles
+
+
+def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | None = None) -> int:
+    """Of one of an engine's optimizer steps on each rank, where every sequence is as long as it may be.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks, of which each `sequence_parallel` share a micro-batch.
+        engine: of the run; None: the actor.
+    """
+    engine = engine or config.actor
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
+    share = math.ceil(sequences / max(world_size // engine.sequence_parallel, 1))
+    return math.ceil(share / (engine.max_tokens // longest_sequence(config)))
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of a sequence to learn from, prompt and completion."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def largest_actor_max_tokens(
+    config: Config, plan: RunPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
+) -> int:
+    """The largest token cap with which the policy's update fits beside what else is there; 0 if nothing does."""
+    update = next(phase for phase in plan.phases if phase.name == "update actor")
+    beside = sum(size for owner, size in update.memory.items() if owner != "actor")
+    micro_batches = plan.engines["actor"].num_micro_batches
+    return largest_max_tokens(
+        config.model, config.actor, world_size, micro_batches, memory_bytes, device_type, beside
+    )  # fmt: skip
+
+
+def surely_fits(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> bool:
+    """Whether a rough estimate, meant to be too high, fits easily; then a plan, which takes seconds, tells nothing new.
+
+    It has all models whole on each device, with all they ever need, and the generator beside them.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device.
+        device_type: of the ranks.
+        host_bytes: of the CPU's memory, of each rank.
+    """
+    roles, total, state = run_models(config), 0, 0
+    for role in roles.values():
+        kept, taken = _roughly(role, world_size, device_type)
+        total, state = total + kept + taken, state + kept
+    policy = build_model(config.model, config.actor, "logprob", trains=True)
+    assert isinstance(policy, PolicyModel)
+    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
+    most = generator.bucket if generator.in_vllm else generator.beside_policy
+    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake})
+    on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
+    return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
+
+
+def _roughly(role: ModelRole, world_size: int, device_type: str) -> tuple[int, int]:
+    """Bytes of the state, if nothing is sharded, and of a pass."""
+    model, work = prepare(
+        role.path, role.config, 1, device_type, role.head, trains=role.trains, memory_bytes=1 << 62
+    )  # fmt: skip
+    text = model.backbone.config.get_text_config()
+    per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    width = getattr(torch, role.config.compute_dtype).itemsize
+    activations = -(-role.config.max_tokens // role.config.sequence_parallel) * text.num_hidden_layers * per_block
+    whole_gradients = 8 * local_numel(model.parameters(), 1) if world_size > 1 else 0  # and weights
+    scratch = head_scratch_bytes(model, work, device_type)
+    return state_bytes(model, role.config), width * activations + whole_gradients + scratch
+
+
+# ---- phases ---------------------------------------------------------------------------------------------------------
+
+
+class _Resident:
+    """A model of the run: what it keeps between its phases, and where.
+
+    Args:
+        role: of the model.
+        world_size: number of ranks.
+        memory_bytes: of each rank's device.
+        device_type: of the ranks.
+    """
+
+    def __init__(self, role: ModelRole, world_size: int, memory_bytes: float, device_type: str) -> None:
+        arguments = role.path, role.config, world_size, device_type, role.head
+        self.model, work = prepare(*arguments, trains=role.trains, memory_bytes=int(memory_bytes))
+        state = state_by_part(self.model, role.config, int(work.config.shard_size))
+        self.weights, self.gradients = state["parameters"], state["gradients"]
+        self.optimizer = state["optimizer"] if role.trains else 0
+        self.always_off = work.offloaded
+        self.off_between = device_type == "cuda" and role.config.offload_between_phases
+        self.inference = inference_bytes(*arguments, int(memory_bytes))
+
+    @property
+    def waiting(self) -> int:
+        """Bytes on the device while another phase runs."""
+        return 0 if self.always_off or self.off_between else self.weights + self.optimizer
+
+    @property
+    def inferring(self) -> int:
+        """Bytes on the device in a phase of its own, before it runs: the optimizer's state need not be there."""
+        return self.weights if self.off_between else self.waiting
+
+    def host(self, doing: str) -> int:
+        """Bytes in the CPU's memory while it waits, infers or updates."""
+        if self.always_off:
+            return self.weights + self.optimizer + (self.gradients if doing == "update" else 0)
+        off = {"wait": self.weights + self.optimizer, "infer": self.optimizer, "update": 0}
+        return off[doing] if self.off_between else 0
+
+
+def _phases(
+    residents: dict[str, _Resident], engines: dict[str, EnginePlan], generator: GeneratorPlan
+) -> Iterator[Phase]:
+    """In the order of a step; the rewards of a model come before vLLM sleeps."""
+
+    def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
+        memory = {owner: x.waiting for owner, x in residents.items()} | ({active: active_bytes} if active else {})
+        host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
+        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host=host)
+
+    def infers(name: str, vllm: int) -> Phase:
+        resident = residents[name]
+        what = "score" if name == "reward" else f"infer {name}"
+        return phase(what, name, "infer", resident.inferring + resident.inference, vllm)
+
+    actor = residents["actor"]
+    if generator.in_vllm:
+        yield phase("generate", "", "", 0, generator.awake)
+    else:
+        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy, 0)
+    if "reward" in residents:
+        yield infers("reward", generator.awake)
+    for name in ("actor", "reference", "critic"):
+        if name in residents:
+            yield infers(name, generator.asleep)
+    for name in ("critic", "actor"):
+        if name in engines:
+            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep)
+    if generator.in_vllm:
+        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket, generator.loading)

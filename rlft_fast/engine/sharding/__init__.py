@@ -1,0 +1,40 @@
+"""A model built without memory, wrapped and sharded over the ranks."""
+
+from rlft_fast.engine.sharding.build import (
+    Head,
+    build_model,
+    require_own_numbers,
+    require_same_model,
+    shard,
+    state_bytes,
+)
+from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_shard_size, shard_numel
+from rlft_fast.engine.sharding.wrap import (
+    decoder_blocks,
+    describe_units,
+    find_units,
+    gathered,
+    no_leftovers,
+    reduce_gradients,
+    reshard,
+)
+
+__all__ = [
+    "Head",
+    "build_model",
+    "decoder_blocks",
+    "describe_units",
+    "device_memory",
+    "find_units",
+    "gathered",
+    "host_memory",
+    "no_leftovers",
+    "reduce_gradients",
+    "require_own_numbers",
+    "require_same_model",
+    "reshard",
+    "resolve_shard_size",
+    "shard",
+    "shard_numel",
+    "state_bytes",
+]

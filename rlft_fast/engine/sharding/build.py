@@ -1,0 +1,130 @@
+"""From a model folder and a configuration to a sharded model without memory: what `FSDPEngine.initialize` starts with.
+
+The parts run on any world, also a pretended one, which is how `rlft-fast plan` sees a large run before it is paid for.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blocks
+from rlft_fast.engine.sharding.mesh import device_memory, device_mesh, resolve_shard_size
+from rlft_fast.engine.sharding.wrap import decoder_blocks, shard_model
+from rlft_fast.models import (
+    PolicyModel,
+    RLModel,
+    add_lora,
+    build_critic,
+    build_policy,
+    build_reward_model,
+    require_divisible_heads,
+)
+from rlft_fast.world import get_world_size, require_agreement
+
+Head = Literal["logprob", "value", "score"]
+
+_MOST_DEVIATION = 0.01  # of log-probabilities: TF32 rounds so far
+_MOST_DEVIATION_IN_BFLOAT16 = 0.5
+
+
+def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) -> RLModel:
+    """The model on the meta device, with adapters, activation checkpointing and compilation as configured.
+
+    Args:
+        path: model folder; its weights are not read.
+        config: of the engine.
+        head: "logprob", "value" or "score".
+        trains: whether its weights, or adapters, get gradients.
+
+    Raises:
+        ValueError: the folder cannot be used, or adapters do not fit the model.
+    """
+    dtype = getattr(torch, config.param_dtype)
+    if head == "logprob":
+        model = build_policy(path, dtype, config.workspace_mib)
+    elif head == "value":
+        model = build_critic(path, dtype)
+    else:
+        model = build_reward_model(path, dtype)
+    require_divisible_heads(model.backbone, config.sequence_parallel)
+    if config.lora is not None:
+        add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
+    if not trains:
+        model.requires_grad_(False)
+    blocks = decoder_blocks(model, config.wrap)
+    if trains and config.activation_checkpointing != "none":
+        checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(blocks)
+    return model
+
+
+def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tuple[str, nn.Module]]:
+    """Wraps the model by FSDP2 where there is something to shard, cast or offload. Returns its units, by name.
+
+    Raises:
+        ValueError: the shard size does not divide the number of ranks, or nothing fits.
+    """
+    memory = device_memory(device)
+    size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config), memory)
+    if get_world_size() == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
+        return []
+    units = shard_model(
+        model,
+        device_mesh(device.type, size),
+        compute_dtype=getattr(torch, config.compute_dtype),
+        class_names=config.wrap,
+        reshard_after_forward=config.reshard_after_forward,
+        cpu_offload=config.cpu_offload,
+    )
+    if isinstance(model, PolicyModel):
+        for method in ("generate", "deviation"):
+            register_fsdp_forward_method(model, method)  # gathers the root's weights as forward does
+    return units
+
+
+def state_bytes(model: RLModel, config: EngineConfig) -> int:
+    """What one copy of the model keeps between steps: weights, and for those that train gradient and AdamW state."""
+    width = getattr(torch, config.param_dtype).itemsize
+    master = 4 if config.param_dtype == "bfloat16" else 0
+    per_trained = width + 8 + master
+    return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
+
+
+def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
+    """Refuses a loaded policy whose packed log-probabilities are not those of the model's own forward.
+
+    In bfloat16, whose rounding two ways of attention take differently, it warns instead.
+
+    Raises:
+        ValueError: with the difference.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        deviation = model.deviation().item()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):  # the root and the last block would keep their gathered weights
+            unit.reshard()
+    is_narrow = "bfloat16" in (config.compute_dtype, config.param_dtype)
+    if not deviation > (_MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION):  # NaN: the weights are NaN
+        return
+    message = (
+        f"log-probabilities of packed sequences differ by {deviation:.3g} from those of {type(model.model).__name__}'s "
+        "own forward on eight tokens"
+    )
+    if not is_narrow:
+        raise ValueError(f"{message}: this architecture cannot be packed")
+    warnings.warn(f"{message}, more than rounding explains: compare with float32", stacklevel=2)
+
+
+def require_same_model(path: str, config: EngineConfig, head: Head, num_training_steps: int | None) -> None:
+    """Raises ValueError on every rank, naming what differs, if ranks were given different models or settings."""
+    file = Path(path) / "config.json"
+    model = json.loads(file.read_text()) if file.is_file() else {}
+    engine = config.model_dump(mode="json") | {"head": head, "num_training_steps": num_training_steps}
+    require_agreement("engine configuration", engine | {f"config.json: {key}": model[key] for key in model})

@@ -1,0 +1,97 @@
+"""The device mesh of FSDP: ``(replicate, shard)``. One mesh per shape and process, shared by all models of a run.
+
+A shard size below the number of ranks is hybrid sharding (HSDP): groups of neighbouring ranks hold one copy of the
+model each, so that weights are gathered inside a group and only gradients cross groups.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rlft_fast.world import collective_timeout, ensure_process_group, get_world_size
+
+_USABLE = 0.6  # of the device's memory for a model's state; the rest is for activations, gathered weights and others
+
+
+def resolve_shard_size(shard_size: int | Literal["auto"], world_size: int, state_bytes: int, memory_bytes: int) -> int:
+    """Over how many ranks one copy of a model is spread.
+
+    Args:
+        shard_size: -1 for all ranks, 1 for a copy on each, n, or "auto" for the smallest that fits.
+        world_size: number of ranks.
+        state_bytes: the model's parameters, gradients and optimizer state.
+        memory_bytes: memory of one rank's device.
+
+    Raises:
+        ValueError: the number of ranks is no multiple of the shard size, or no shard size fits.
+    """
+    if shard_size == "auto":
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        for n in divisors:
+            if state_bytes <= n * _USABLE * memory_bytes:
+                return n
+        raise ValueError(
+            f"shard_size auto: the model's {state_bytes / 2**30:.1f} GiB of state, over all {world_size} ranks, take "
+            f"more than {_USABLE:.0%} of a device's {memory_bytes / 2**30:.1f} GiB: use more ranks"
+        )
+    size = world_size if shard_size == -1 else shard_size
+    if world_size % size:
+        raise ValueError(
+            f"shard_size is {size}, which does not divide the {world_size} ranks: "
+            f"choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}, -1 or auto"
+        )
+    return size
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]] = WeakKeyDictionary()
+
+
+def device_mesh(device_type: str, shard_size: int) -> DeviceMesh:
+    """The mesh for a shard size, made once; 1-D where all ranks share one copy, which spares FSDP the second reduction.
+
+    Args:
+        device_type: of the ranks' devices.
+        shard_size: from `resolve_shard_size`.
+    """
+    ensure_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    meshes = _meshes.setdefault(world, {})
+    if (device_type, shard_size) not in meshes:
+        meshes[device_type, shard_size] = _make_mesh(device_type, shard_size, get_world_size())
+    return meshes[device_type, shard_size]
+
+
+def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh:
+    if shard_size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // shard_size, shard_size)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    if timeout := collective_timeout():
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
+
+
+def shard_numel(shape: Sequence[int], shard_size: int) -> int:
+    """Elements of the first shard of a tensor, the largest: FSDP2 deals out rows as `torch.chunk` does."""
+    return -(-shape[0] // shard_size) * math.prod(shape[1:])
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that one rank may use: its GPU's, or its share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory that one rank may use: its share."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

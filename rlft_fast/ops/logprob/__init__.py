@@ -1,0 +1,19 @@
+"""Log-probabilities of the vocabulary projection: `linear_logprob`, its loss, and over a support."""
+
+from rlft_fast.ops.logprob.checks import check_losses
+from rlft_fast.ops.logprob.linear import linear_logprob, linear_logprob_loss
+from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
+from rlft_fast.ops.logprob.support import gathered_bytes, support_logprob
+from rlft_fast.ops.logprob.workspace import scratch_bytes
+
+__all__ = [
+    "LinearLogprob",
+    "LinearLogprobLoss",
+    "LossFunction",
+    "check_losses",
+    "gathered_bytes",
+    "linear_logprob",
+    "linear_logprob_loss",
+    "scratch_bytes",
+    "support_logprob",
+]

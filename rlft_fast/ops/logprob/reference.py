@@ -1,0 +1,123 @@
+"""Plain PyTorch definitions of the fused ops: what they mean, the ``reference`` backend, and the oracle of every test.
+
+Shapes: T packed tokens, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops.logprob.checks import check_losses
+
+
+class LinearLogprob(NamedTuple):
+    """Per token, (T,) each; what was not asked for is None. Logprob and entropy are differentiable."""
+
+    logprob: Tensor
+    """float32 log-probability of the target."""
+    entropy: Tensor | None = None
+    """float32 entropy of the distribution, in nats."""
+    sum_prob_squared: Tensor | None = None
+    """float32 sum of p^2 over the vocabulary: the probability that two samples are equal."""
+    top1: Tensor | None = None
+    """bool: no token is more probable than the target."""
+
+
+class LinearLogprobLoss(NamedTuple):
+    """Sum of a per-token loss, with the detached (T,) float32 statistics it was computed from."""
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor | None
+
+
+LossFunction = Callable[..., Tensor]
+
+
+def softmax_logits(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:
+    """The (T, V) logits z that the softmax sees, in float32 (float64 for float64 inputs)."""
+    dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    with torch.autocast(hidden_TD.device.type, enabled=False):  # which would narrow the logits
+        z = hidden_TD.to(dtype) @ weight_VD.to(dtype).T
+    if bias_V is not None:
+        z = z + bias_V.to(dtype)
+    return transform_logits(z, temperature, softcap, logit_scale)
+
+
+def transform_logits(z: Tensor, temperature: float | Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    """What scale, soft-cap and temperature, one number or (T,), make of raw logits (T, *) with their bias."""
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(z.dtype).unsqueeze(-1)
+    return z / temperature
+
+
+def keep_above(z: Tensor, threshold_T: Tensor, target_T: Tensor) -> Tensor:
+    """Logits (T, V) with -inf for those below their row's threshold, but for the target's."""
+    is_target = torch.arange(z.shape[-1], device=z.device) == target_T.unsqueeze(-1)
+    return z.masked_fill((z < threshold_T.unsqueeze(-1)) & ~is_target, -torch.inf)
+
+
+def linear_logprob(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_sum_prob_squared: bool = False,
+    return_top1: bool = False,
+    threshold_T: Tensor | None = None,
+) -> LinearLogprob:
+    """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
+    active = target_T != ignore_index
+    hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # whatever stands there must not reach a gradient
+    if isinstance(temperature, Tensor):
+        temperature = temperature.where(active, 1)
+    z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
+    if threshold_T is not None:
+        z = keep_above(z, threshold_T, target_T)
+    log_p = torch.log_softmax(z, dim=-1)
+    logprob = log_p.gather(-1, target_T.where(active, 0).unsqueeze(-1)).squeeze(-1)
+    # xlogy's convention 0 log 0 = 0, for logits of -inf
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    zero = logprob.new_zeros(())
+    detached = log_p.detach()
+    return LinearLogprob(
+        logprob.where(active, zero),
+        entropy.where(active, zero) if return_entropy else None,
+        detached.exp().square().sum(-1).where(active, zero) if return_sum_prob_squared else None,
+        (logprob.detach() >= detached.amax(-1)) & active if return_top1 else None,
+    )
+
+
+def linear_logprob_loss(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    loss_fn: LossFunction,
+    *per_token: Tensor,
+    **options,
+) -> LinearLogprobLoss:
+    """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
+    ignore_index = options.get("ignore_index", -100)
+    logprob, entropy, *_ = linear_logprob(hidden_TD, weight_VD, target_T, **options)
+    loss_T = loss_fn(logprob, entropy, *per_token)
+    check_losses(loss_T, logprob)
+    loss_T = loss_T.where(target_T != ignore_index, 0)
+    return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())

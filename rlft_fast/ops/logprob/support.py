@@ -1,0 +1,245 @@
+"""Log-probabilities over the tokens that sampling could have drawn.
+
+A sampler with top-k or top-p draws from the softmax over the tokens it kept. A policy ratio is unbiased only if both of
+its log-probabilities are taken over that support: over the whole vocabulary the ratio of an unchanged policy averages
+below 1. The support S_t of a row is given by its ids, or by the smallest logit in it:
+
+    z_v     = softcap * tanh(logit_scale * (h_t . w_v + b_v) / softcap) / temperature
+    S_t     = support_TK[t], or {v: z_v >= threshold_T[t]} and the target
+    logprob = z_target - logsumexp over S_t,   entropy over S_t
+
+Ids are few, so their logits are dot products with gathered weight rows, and nothing of the vocabulary's size exists but
+dweight. A threshold has to look at every logit, tile by tile, as `linear_logprob` does.
+
+Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops.logprob.checks import check_inputs, check_targets, looks_at
+from rlft_fast.ops.logprob.linear import autocast_inputs, linear_logprob
+from rlft_fast.ops.logprob.reference import LinearLogprob, transform_logits
+from rlft_fast.ops.precision import sums_in_float32
+
+
+def support_logprob(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    support_TK: Tensor | None = None,
+    *,
+    threshold_T: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_sum_prob_squared: bool = False,
+    workspace_mib: int | None = None,
+) -> LinearLogprob:
+    """Log-probability of each target under the softmax over its row's support, given in one of two ways.
+
+    The ids cost ``T K D`` multiplications forward and twice that backward, for any vocabulary, and are exact: they stay
+    those of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`, and the support is
+    what reaches it now: where the weights have moved since, tokens have crossed it, and a ratio is unbiased only as far
+    as few of them matter.
+
+    Args:
+        hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
+        weight_VD: (V, D) projection, same dtype and device.
+        target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0.
+        support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports.
+        threshold_T: (T,) smallest logit that sampling kept, after soft-capping, scale, bias and temperature: the z
+            above. Tokens that equal it are kept; so is the target, which was sampled, and whose logit is not the
+            sampler's to the last bit. -inf keeps all, inf the target alone. Not differentiated.
+        bias_V: (V,) projection bias.
+        temperature: sampling temperature, one number or a (T,) tensor (not differentiated).
+        softcap: logit soft-capping, None for none.
+        logit_scale: factor on the raw logits.
+        ignore_index: target value of the rows to leave out.
+        return_entropy: also return the entropy over the support, in nats.
+        return_sum_prob_squared: also return the sum of squared probabilities over the support (not differentiated).
+        workspace_mib: upper bound on the gathered weight rows, or the logits, held at once, in MiB; None for 64, and
+            256 for a threshold on a GPU.
+
+    Returns:
+        :class:`LinearLogprob` of (T,) float32 tensors, differentiable in hidden, weight and bias. A target that is not
+        among its row's ids gives -inf: it could not have been drawn.
+
+    Raises:
+        ValueError: not one of support and threshold; shapes, devices or option values that do not fit; (on the CPU) ids
+            outside the vocabulary; or a workspace too small for one row's support.
+        TypeError: unsupported or mixed dtypes.
+    """
+    if (support_TK is None) == (threshold_T is None):
+        got = "neither" if support_TK is None else "both"
+        raise ValueError(f"expected one of support_TK and threshold_T, got {got}: the ids or the smallest logit kept")
+    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
+    options: dict[str, Any] = {
+        "bias_V": bias_V, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
+        "ignore_index": ignore_index, "return_entropy": return_entropy,
+        "return_sum_prob_squared": return_sum_prob_squared,
+    }  # fmt: skip
+    if support_TK is None:
+        return linear_logprob(
+            hidden_TD, weight_VD, target_T, threshold_T=threshold_T, workspace_mib=workspace_mib, **options
+        )
+    check_inputs(
+        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib, support_TK=support_TK
+    )
+    workspace_mib = 64 if workspace_mib is None else workspace_mib
+    _check_support(support_TK, hidden_TD, weight_VD, workspace_mib)
+    check_targets(target_T, weight_VD.shape[0], ignore_index)
+    return _over_ids(hidden_TD, weight_VD, target_T, support_TK, workspace_mib=workspace_mib, **options)
+
+
+def _over_ids(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, support_TK: Tensor, *, bias_V: Tensor | None,
+    temperature: float | Tensor, softcap: float | None, logit_scale: float, ignore_index: int, return_entropy: bool,
+    return_sum_prob_squared: bool, workspace_mib: int,
+) -> LinearLogprob:  # fmt: skip
+    active = target_T != ignore_index
+    ids_TK = support_TK.clamp(min=0)
+    z = torch.ops.rlft_fast.support_logits(hidden_TD, weight_VD, ids_TK, workspace_mib)
+    if bias_V is not None:
+        z = z + bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
+    z, zeros_T2 = _SeenRows.apply(z)
+    temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
+    z = transform_logits(z, temperature, softcap, logit_scale)
+    kept_TK = (support_TK >= 0) & (z != -torch.inf)
+    # A row without any token would give nan: it gets finite logits that nothing reads.
+    z = z.masked_fill(~kept_TK, -torch.inf).masked_fill(~kept_TK.any(-1, keepdim=True), 0)
+    log_p = z.log_softmax(-1)
+    is_target = kept_TK & (support_TK == target_T.unsqueeze(-1))
+    zero = log_p.new_zeros(())
+    logprob = log_p.where(is_target, zero).sum(-1).masked_fill(~is_target.any(-1), -torch.inf) + zeros_T2[:, 0]
+    entropy = sum_prob_squared = None
+    if return_entropy:
+        finite = log_p.where(kept_TK, zero)
+        entropy = (zeros_T2[:, 1] - (finite.exp() * finite).sum(-1)).where(active, zero)
+    if return_sum_prob_squared:
+        sum_prob_squared = log_p.detach().exp().square().where(kept_TK, zero).sum(-1).where(active, zero)
+    return LinearLogprob(logprob.where(active, zero), entropy, sum_prob_squared)
+
+
+class _SeenRows(torch.autograd.Function):
+    """The logits, whose gradients are zero in rows that the loss does not see, whatever the steps behind make of them.
+
+    0 * nan is nan, and one such row would reach every gradient. Which rows are seen shows at zeros (T, 2) that are
+    added to logprob and entropy, and so have their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, z_TK):
+        return z_TK.view_as(z_TK), z_TK.new_zeros(z_TK.shape[0], 2)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad_TK, grad_T2 = grads
+        return grad_TK.masked_fill((grad_T2 == 0).all(-1, keepdim=True), 0)
+
+
+def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mib: int) -> None:
+    if support.dim() != 2 or support.shape[0] != hidden.shape[0]:
+        raise ValueError(f"expected support_TK ({hidden.shape[0]}, K) to match hidden_TD, got {tuple(support.shape)}")
+    if support.dtype != torch.int64:
+        raise TypeError(f"support_TK must hold int64 ids, got {support.dtype}")
+    if (row_bytes := gathered_bytes(support.shape[1], hidden.shape[1], weight.dtype)) > workspace_mib * 2**20:
+        raise ValueError(
+            f"workspace_mib={workspace_mib} cannot hold the weight rows of one support ({support.shape[1]} x "
+            f"{hidden.shape[1]} in float32, {row_bytes} bytes): pass at least {-(-row_bytes // 2**20)}"
+        )
+    if support.numel() > 0 and looks_at(support) and not (support.min() >= -1 and support.max() < weight.shape[0]):
+        raise ValueError(
+            f"support_TK holds ids from {int(support.min())} to {int(support.max())}, outside the vocabulary of "
+            f"{weight.shape[0]} tokens; -1 fills up"
+        )
+
+
+# ---- logits of gathered weight rows ---------------------------------------------------------------------------------
+
+
+def gathered_bytes(num_ids: int, dim: int, dtype: torch.dtype) -> int:
+    """What the weight rows of one token's support take: gathered in ``dtype``, then float32."""
+    return num_ids * dim * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
+
+
+def _chunks(weight: Tensor, ids: Tensor, workspace_mib: int) -> list[slice]:
+    """Rows whose gathered weight rows fit the workspace."""
+    row_bytes = max(gathered_bytes(ids.shape[1], weight.shape[1], weight.dtype), 1)
+    count = max(workspace_mib * 2**20 // row_bytes, 1)
+    return [slice(start, start + count) for start in range(0, ids.shape[0], count)]
+
+
+@torch.library.custom_op("rlft_fast::support_logits", mutates_args=())
+def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int) -> Tensor:
+    """(T, K) float32 dot products of each hidden state with the weight rows of its ids."""
+    logits = hidden.new_empty(ids.shape, dtype=torch.float32)
+    for rows in _chunks(weight, ids, workspace_mib):
+        with sums_in_float32(logits):
+            torch.bmm(weight[ids[rows]].float(), hidden[rows].float().unsqueeze(-1), out=logits[rows].unsqueeze(-1))
+    return logits
+
+
+@_support_logits.register_fake
+def _(hidden, weight, ids, workspace_mib):
+    return hidden.new_empty(ids.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("rlft_fast::support_logits_backward", mutates_args=())
+def _support_logits_backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, needs_grad: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """(dhidden, dweight), added up in float32 and rounded once; empty where not needed."""
+    grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
+    grad_weight.zero_()
+    seen = (grad != 0).any(-1, keepdim=True)
+    with torch.autocast(hidden.device.type, enabled=False):  # which would narrow what is added up
+        for rows in _chunks(weight, ids, workspace_mib):
+            if needs_grad[0]:
+                with sums_in_float32(grad):
+                    grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
+                grad_hidden[rows] = grad_rows.squeeze(1).to(hidden.dtype)
+            if needs_grad[1]:
+                hidden_rows = hidden[rows].float().where(seen[rows], 0)  # 0 * nan is nan
+                _add_outer_(grad_weight, ids[rows], grad[rows], hidden_rows)
+    return grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _add_outer_(grad_weight: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Adds to the row of each id its gradient times the hidden state, products that take what gathered rows do."""
+    products = (grad.unsqueeze(-1) * hidden.unsqueeze(1)).flatten(0, 1)
+    if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
+        grad_weight.index_put_((ids.flatten(),), products, accumulate=True)
+    else:
+        grad_weight.index_add_(0, ids.flatten(), products)
+
+
+@_support_logits_backward.register_fake
+def _(grad, hidden, weight, ids, workspace_mib, needs_grad):
+    return _empty_gradients(hidden, weight, needs_grad, weight.dtype)
+
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, needs_grad: list[bool], weight_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    sizes = [x.shape if needed else (0,) for x, needed in zip((hidden, weight), needs_grad, strict=True)]
+    return hidden.new_empty(sizes[0]), weight.new_empty(sizes[1], dtype=weight_dtype)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.workspace_mib = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grad):
+    needs_grad = list(ctx.needs_input_grad[:2])
+    grads = torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, ctx.workspace_mib, needs_grad)
+    return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None
+
+
+_support_logits.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,57 @@
+"""How much memory `linear_logprob_loss` works in, and how many rows it takes at once there."""
+
+import torch
+
+from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, GPU_LOGIT_ROWS, ROW_MULTIPLE, padded_columns, rounded_rows
+
+
+def default_workspace_mib(num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
+    """On a CPU logits of as many rows as its GEMMs need to be fast, however large the vocabulary.
+
+    On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare. The
+    accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these would
+    move it eleven times. So a GiB of dlogits there may be in any case.
+    """
+    if device_type == "cpu":
+        return max(-(-4 * CPU_LOGIT_ROWS * vocab // 2**20), 64)
+    distance, multiple = padded_columns(vocab), ROW_MULTIPLE[device_type]
+    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
+    grad_bytes = dtype.itemsize * -(-num_rows // multiple) * multiple * distance
+    return -(-(chunk_bytes + min(grad_bytes, max(4 * vocab * dim, 2**30))) // 2**20)
+
+
+def group_limits(vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int) -> tuple[int, int]:
+    """Most rows of a chunk and of a group of `_LargeGemms`, whose operands have that dtype."""
+    column_bytes = workspace_mib * 2**20 // padded_columns(vocab)
+    if dtype == torch.float32:
+        limit = rounded_rows(column_bytes // 4, device_type)
+        return limit, limit
+    limit = rounded_rows(min(column_bytes // (4 + dtype.itemsize), GPU_LOGIT_ROWS), device_type)
+    return limit, rounded_rows((column_bytes - 4 * limit) // dtype.itemsize, device_type)
+
+
+def scratch_bytes(
+    num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int | None,
+    needs_dweight: bool = True,
+) -> int:  # fmt: skip
+    """What `linear_logprob_loss` takes beside its results, at most: logits, a sum of dweight, copies of rows.
+
+    Args:
+        num_rows: T, or A where few tokens are active.
+        dim: D.
+        vocab: V.
+        dtype: of hidden states and weight.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        workspace_mib: as the loss takes it.
+        needs_dweight: whether the weight is trained.
+    """
+    if workspace_mib is None:
+        workspace_mib = default_workspace_mib(num_rows, dim, vocab, dtype, device_type)
+    if device_type == "cpu":
+        most_rows, operand_bytes = rounded_rows(workspace_mib * 2**20 // (4 * vocab), "cpu"), 4
+    else:
+        _, most_rows = group_limits(vocab, dtype, device_type, workspace_mib)
+        operand_bytes = dtype.itemsize
+    copies = 2 * min(num_rows, most_rows) * dim * operand_bytes  # of hidden states, and their gradients
+    adds_up = needs_dweight and dtype != torch.float32 and (device_type == "cpu" or num_rows > most_rows)
+    return workspace_mib * 2**20 + copies + (4 * vocab * dim if adds_up else 0)

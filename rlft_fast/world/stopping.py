@@ -1,0 +1,109 @@
+"""Signals that ask a run to stop, and the places where a step can be left: by all ranks together or by none.
+
+A signal reaches the ranks at different moments, and a rank that waits in a collective cannot leave it. So a handler
+only notes the signal, and the ranks look at the notes of all of them in the same places: after every step, and between
+micro-batches until the first optimizer step of a rollout. What a rank does without the others, which is sampling and
+calling reward functions, may take minutes; there the signal raises at once.
+"""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from rlft_fast.errors import Interrupted
+from rlft_fast.world.collectives import all_reduce
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LeftEarlyError(RuntimeError):
+    """A signal ended the work of this rank; the other ranks do not know it yet."""
+
+
+class _Leave(KeyboardInterrupt):
+    """Raised by the handler. No `Exception`, which a reward function might take for one of its own."""
+
+
+class StopRequest:
+    """What signals have asked of this process.
+
+    Attributes:
+        signal: number of the first signal, 0 before it.
+        can_leave: whether the step under way can be left now and lose nothing but itself; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.can_leave = False
+        self._is_alone = False
+        self._notify: Callable[[int], None] = lambda number: None
+
+    @contextlib.contextmanager
+    def listening(self, notify: Callable[[int], None]) -> Iterator[None]:
+        """Notes signals inside, and SIGHUP where it is not ignored, as under nohup.
+
+        Args:
+            notify: called with the number of the first signal.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C after the first signal.
+        """
+        self.signal, self.can_leave, self._notify = 0, False, notify
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
+        handlers = {number: signal.signal(number, self._note) for number in heard}
+        try:
+            yield
+        finally:
+            self.can_leave = False
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.signal = number
+        self._notify(number)
+        if self._is_alone:
+            raise _Leave
+
+    def raise_if_asked(self) -> None:
+        """Raises `Interrupted` on all ranks if one of them has a signal; every rank must call it."""
+        numbers = all_reduce({"signal_max": torch.tensor(float(self.signal))})
+        if number := int(numbers["signal_max"]):
+            raise Interrupted(number)
+
+    def leave_together(self) -> None:
+        """`raise_if_asked`, where the step can be left; every rank must call it."""
+        if self.can_leave:
+            self.raise_if_asked()
+
+    def leave_or_finish(self) -> None:
+        """The last `leave_together` of a step: from here on the weights change, and the step is finished."""
+        self.leave_together()
+        self.can_leave = False
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Work of this rank without a collective, which a signal ends at once where the step can be left.
+
+        Raises:
+            LeftEarlyError: there was a signal. The ranks have to call `leave_together` next.
+        """
+        try:
+            self._is_alone = self.can_leave
+            if self._is_alone and self.signal:
+                raise _Leave
+            yield
+        except _Leave:
+            raise LeftEarlyError("a signal asked this process to stop") from None
+        finally:
+            self._is_alone = False
+
+
+STOP = StopRequest()
+"""Of this process, as its signals are."""

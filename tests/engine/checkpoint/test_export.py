@@ -1,0 +1,207 @@
+"""Exported folders are what plain transformers loads, and appear whole or not at all."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.cli import main
+from rlft_fast.config import Config
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run
+from tests.engine import reference
+from tests.engine.reference import make_engine, names, policy_loss, random_batch
+from tests.support.distributed import run_distributed
+from tests.support.memory import peak_mib, requires_proc
+from tests.support.tiny_models import save_tiny_model
+
+SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
+
+
+def make_run(model: Path, run: Path, **actor) -> FSDPEngine:
+    config = Config.parse(
+        {
+            "model": str(model), "output_dir": str(run), "steps": 1, "data": {"task": "sums"},
+            "actor": {"max_tokens": 2000} | actor,
+        }
+    )  # fmt: skip
+    run.mkdir()
+    (run / "config.yaml").write_text(config.to_yaml())
+    engine = make_engine(model, config={"max_tokens": 2000} | actor)
+    engine.train_step(random_batch(), policy_loss())
+    CheckpointManager(run / "checkpoints").save(1, {"actor": engine}, {})
+    return engine
+
+
+def trained(path: Path) -> FSDPEngine:
+    engine = make_engine(path)
+    engine.train_step(random_batch(), policy_loss())
+    return engine
+
+
+def test_the_umask_says_who_may_read(tiny_model, tmp_path):
+    before = os.umask(0o027)
+    try:
+        export_hf(make_engine(tiny_model("llama")), tmp_path / "hf")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "hf").iterdir()} == dict.fromkeys(
+        [path.name for path in (tmp_path / "hf").iterdir()], "0o640"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_files_of_bounded_size(name, tiny_model, tmp_path):
+    engine = trained(tiny_model(name))
+    export_hf(engine, tmp_path / "hf", max_shard_bytes=SHARD_BYTES)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    total = f"{len(files):05d}"
+    assert [path.name for path in files] == [f"model-{i + 1:05d}-of-{total}.safetensors" for i in range(len(files))]
+    for path in files:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dictionary)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= SHARD_BYTES
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    weights = reference.weights(engine)
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    reference.assert_equal(dict(model.named_parameters()), weights)
+    ids = torch.arange(12)[None]
+    engine.model.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, engine.model.model(input_ids=ids).logits)
+
+
+def test_bfloat16(tiny_model, tmp_path):
+    """Of a folder with weights in another format, too, whose configuration names the dtype as it once was called."""
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    before = names(path)
+    config = json.loads((path / "config.json").read_text()) | {"torch_dtype": "float16"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "pytorch_model.bin").write_bytes(b"weights")
+    engine = trained(path)
+    export_hf(engine, tmp_path / "hf", dtype="bfloat16")
+    assert names(tmp_path / "hf") == [".export.json", *before]
+    assert "torch_dtype" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    expected = {name: weight.bfloat16() for name, weight in reference.weights(engine).items()}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    reference.assert_equal(dict(model.named_parameters()), expected)
+
+
+def check_memory(rank: int, model: Path, output: Path) -> None:
+    engine = make_engine(model, num_training_steps=None)
+    total_mib = sum(weight.numel() for weight in engine.model.parameters()) * 2 / 2**20
+
+    def export() -> None:
+        export_hf(engine, output, dtype="bfloat16", max_shard_bytes=4 << 20, overwrite=True)
+
+    assert total_mib > 36
+    # A file of 4 MiB and the weight after it, of 2. What malloc keeps, which differs from run to run, only adds to it.
+    assert min(peak_mib(export) for _ in range(3)) < 8
+
+
+@pytest.mark.dist
+@requires_proc
+def test_memory_is_that_of_one_file(tmp_path):
+    """In a process of its own: what earlier tests have left to the allocator would move the figure by megabytes."""
+    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
+    model = save_tiny_model("llama", tmp_path / "model", **sizes)
+    run_distributed(check_memory, 1, model, tmp_path / "hf")
+
+
+def test_a_folder_in_use_is_not_replaced(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("text")
+    with pytest.raises(ValueError, match="mine exists: choose another folder, or delete it"):
+        export_hf(engine, tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"thesis.tex exists: choose another folder"):
+        export_hf(engine, tmp_path / "mine" / "thesis.tex")
+    assert names(tmp_path) == ["mine"]
+    assert names(tmp_path / "mine") == ["thesis.tex"]
+
+
+def test_nothing_else_is_touched(tiny_model, tmp_path):
+    """Where a user has moved the folder of the last export aside; but what a killed export left behind goes."""
+    engine = make_engine(tiny_model("llama"))
+    (tmp_path / "hf.old").mkdir()
+    (tmp_path / "hf.incomplete").mkdir()
+    (tmp_path / "hf.incomplete" / "7.safetensors").write_bytes(b"half of")
+    for _ in range(2):  # a new folder, and one that is replaced
+        export_hf(engine, tmp_path / "hf", overwrite=True)
+        assert names(tmp_path) == ["hf", "hf.old"]
+        assert names(tmp_path / "hf") == [".export.json", *names(tiny_model("llama"))]
+
+
+def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    export_hf(engine, tmp_path / "hf")
+    before = names(tmp_path / "hf")
+    engine.path = str(tmp_path / "gone")  # the tokenizer's files cannot be copied
+    with pytest.raises(CheckpointError, match=r"could not export to .*hf: .*gone"):
+        export_hf(engine, tmp_path / "hf", overwrite=True)
+    assert names(tmp_path) == ["hf"]
+    assert names(tmp_path / "hf") == before
+    (tmp_path / "file").write_text("where the folder should be")
+    with pytest.raises(CheckpointError, match="could not export to"):
+        export_hf(engine, tmp_path / "file" / "hf")
+
+
+def test_export_run(tiny_model, tmp_path, capsys):
+    engine = make_run(tiny_model("llama-tied"), tmp_path / "run")
+    torch.manual_seed(3)
+    expected_draw = torch.rand(2)
+    torch.manual_seed(3)
+    for _ in range(2):  # the run's own folder is replaced
+        assert export_run(tmp_path / "run") == tmp_path / "run" / "hf"
+    assert torch.equal(torch.rand(2), expected_draw)
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "elsewhere")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'elsewhere'}\n"
+    for folder in (tmp_path / "run" / "hf", tmp_path / "elsewhere"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        reference.assert_equal(dict(model.named_parameters()), reference.weights(engine))
+        assert (folder / "tokenizer.json").is_file()
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "half")]) == 1
+
+
+@pytest.mark.parametrize(
+    "actor", [{"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=["masters", "lora"]
+)
+def test_export_run_of_masters_and_adapters(actor, tiny_model, tmp_path):
+    """The float32 masters of bfloat16 weights, and adapters merged."""
+    engine = make_run(tiny_model("llama"), tmp_path / "run", **actor)
+    folder = export_run(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weights = reference.weights(engine)
+    reference.assert_equal(dict(model.named_parameters()), weights)
+    start = reference.weights(make_engine(tiny_model("llama")))
+    assert any(not torch.equal(weights[name], start[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek-v3", "mixtral", "qwen2-vl", "qwen2.5-vl"])
+def test_other_architectures(name, tiny_model, tmp_path):
+    """Also where a checkpoint's names and tensors are not those of the model in memory."""
+    engine = make_engine(tiny_model(name))
+    engine.train_step(random_batch(), policy_loss())
+    export_hf(engine, tmp_path / "hf")
+    kind = getattr(transformers, type(engine.model.model).__name__)
+    model, report = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values())
+    reference.assert_equal(model.state_dict(), engine.model.model.state_dict())
+    files = [folder / "model.safetensors" for folder in (tmp_path / "hf", tiny_model(name))]
+    with safe_open(files[0], "pt") as ours, safe_open(files[1], "pt") as original:
+        assert {*original.keys()} >= {*ours.keys()} >= {*original.keys()} - {"lm_head.weight"}  # may be tied
+
+
+def test_export_of_what_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.yaml"):
+        export_run(tmp_path)

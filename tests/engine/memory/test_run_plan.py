@@ -1,0 +1,227 @@
+"""Plans of whole runs against the models of a trainer, and what is advised where one does not fit."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from rlft_fast.config import Config
+from rlft_fast.engine.memory.gate import DoesNotFitError, changed, check_run
+from rlft_fast.engine.memory.generator_plan import GeneratorPlan
+from rlft_fast.engine.memory.plan import USABLE
+from rlft_fast.engine.memory.run_plan import RunPlan, plan_run, surely_fits
+from rlft_fast.models import load_policy, load_tokenizer
+from rlft_fast.rollout import HFRollout, SamplingParams
+from rlft_fast.trainer.ppo import PPOTrainer
+from tests.engine.memory.planned import num_bytes, save_model
+from tests.support.memory import peak_allocated_bytes
+from tests.support.tiny_models import save_tokenizer
+from tests.trainer.toy import toy_config
+
+GIB = 2**30
+WEIGHTS = 159_360  # bytes of the tiny policy
+ALL_MODELS = {"algorithm__advantage": "gae", "algorithm__kl_coef": 0.1, "critic__max_tokens": 64}
+
+
+def phase_bytes(plan: RunPlan) -> dict[str, dict[str, int]]:
+    return {phase.name: phase.memory for phase in plan.phases}
+
+
+@pytest.fixture
+def config_of(tiny_model, tmp_path):
+    """A run with every model, changed by dotted keys."""
+
+    def config(**changes: Any) -> Config:
+        options = ALL_MODELS | {"reward__model": str(tiny_model("llama-reward"))} | changes
+        return toy_config(tiny_model("llama"), tmp_path, **options)
+
+    return config
+
+
+def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
+    config = config_of()
+    plan = phase_bytes(plan_run(config, 1, 80 * GIB))
+    trainer = PPOTrainer(config)
+    engines = {"actor": trainer.actor, "critic": trainer.critic, "reference": trainer.reference}
+    engines["reward"] = trainer.judge.model.engine
+    waiting = {}
+    for name, engine in engines.items():
+        moments = []
+        if engine.optimizer is not None:
+            engine.optimizer.initialize_state()
+            moments = [x for state in engine.optimizer.state.values() for x in state.values() if x.dim()]
+        waiting[name] = num_bytes(engine.model.parameters()) + num_bytes(moments)
+    assert [*plan] == [
+        "generate", "score", "infer actor", "infer reference", "infer critic", "update critic", "update actor",
+    ]  # fmt: skip
+    for name, memory in plan.items():
+        active = {"generate": "actor", "score": "reward"}.get(name, name.split()[-1])
+        assert memory[active] > waiting[active]
+        assert {**memory, active: 0} == {**waiting, active: 0}, name
+    trainer.close()
+
+
+def test_an_adapter_needs_no_reference(config_of):
+    memory = phase_bytes(plan_run(config_of(actor__lora={"rank": 2}), 1, 80 * GIB))
+    assert [*memory["generate"]] == ["actor", "critic", "reward"]
+
+
+# The reference and the reward model run as the policy does.
+@pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["cpu_offload", "offload_between_phases"])
+def test_offload_never_needs_more_in_any_phase(name, how, config_of):
+    kept, moved = (plan_run(config_of(**change), 2, 80 * GIB) for change in ({}, {f"{name}__{how}": True}))
+    owners = ["critic"] if name == "critic" else ["actor", "reference", "reward"]
+    state = {x: min(phase.memory[x] for phase in kept.phases) for x in owners}
+    for before, after in zip(kept.phases, moved.phases, strict=True):
+        active = {"generate": "actor", "score": "reward"}.get(after.name, after.name.split()[-1])
+        waiting = [x for x in owners if x != active]
+        assert [after.memory[x] for x in waiting] == [0] * len(waiting)
+        assert after.total_bytes <= before.total_bytes
+        on_host = sum(state[x] for x in waiting)
+        if active in owners and how == "cpu_offload":
+            gradients = moved.engines[active].host["gradients"] if after.name.startswith("update") else 0
+            on_host += state[active] + gradients
+        elif active in owners and not after.name.startswith("update"):  # weights alone are moved to the GPU
+            on_host += moved.engines[active].memory["optimizer"] if active in moved.engines else 0
+        assert after.host == on_host
+    on_cpu = plan_run(config_of(**{f"{name}__{how}": True}), 2, 80 * GIB, "cpu")
+    assert on_cpu.host_bytes == 0
+    assert on_cpu.phases[-1].memory[name] >= 0.9 * kept.phases[-1].memory[name]
+
+
+@pytest.mark.slow
+def test_what_generate_takes(tmp_path):
+    """The cache is most of it: 16 completions of 448 tokens, 4 layers, 4 heads of 32 keys and values."""
+    path = save_model(tmp_path, width=256, vocab_size=259)
+    save_tokenizer(path)
+    changes = {
+        "rollout__prompts_per_step": 4, "rollout__samples_per_prompt": 4, "rollout__max_prompt_tokens": 64,
+        "rollout__max_new_tokens": 384, "actor__max_tokens": 512,
+    }  # fmt: skip
+    model = load_policy(path)
+    planned = GeneratorPlan(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy
+    rollout = HFRollout(model, load_tokenizer(path), batch_size=64)
+    rollout.eos_token_ids = []
+    prompts = [[7] * 64] * 4
+    measured = peak_allocated_bytes(lambda: rollout.generate(prompts, SamplingParams(n=4, max_new_tokens=384)))
+    assert measured < planned < 1.25 * measured
+
+
+def test_share_of_vllm(config_of):
+    """It sleeps while the policy learns; a process with GPUs of its own takes nothing; on a CPU it never sleeps."""
+    vllm = {"rollout__backend": "vllm", "rollout__vllm__gpu_memory_utilization": 0.25}
+    colocated = phase_bytes(plan_run(config_of(**vllm), 1, 8 * GIB))
+    assert {name: memory["vLLM"] for name, memory in colocated.items() if memory["vLLM"]} == {
+        "generate": 2 * GIB, "score": 2 * GIB, "sync": WEIGHTS,
+    }  # fmt: skip
+    apart = config_of(**vllm, rollout__vllm__process="separate", rollout__vllm__transfer="nccl")
+    assert {memory["vLLM"] for memory in phase_bytes(plan_run(apart, 1, 8 * GIB)).values()} == {0}
+    on_cpu = phase_bytes(plan_run(config_of(**vllm, rollout__vllm__cpu_cache_gib=0.5), 1, 8 * GIB, "cpu"))
+    assert {memory["vLLM"] for memory in on_cpu.values()} == {GIB // 2 + WEIGHTS}
+
+
+def test_vllm_without_room_for_its_weights_is_refused(config_of):
+    config = config_of(rollout__backend="vllm", rollout__vllm__gpu_memory_utilization=0.001)
+    with pytest.raises(DoesNotFitError, match=r"gpu_memory_utilization 0\.001 gives vLLM .* raise it, or"):
+        check_run(config, 1, 0.02 * GIB, "cuda", GIB)
+
+
+# ---- the gate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """Sequences of 16k tokens, which the cap has to hold."""
+    path = save_model(tmp_path, width=512, vocab_size=259)
+
+    def config(**changes: Any) -> Config:
+        return toy_config(path, tmp_path, **{
+            "rollout__backend": "vllm", "rollout__max_new_tokens": 16000, "rollout__max_prompt_tokens": 384,
+            "actor__max_tokens": 16384, "actor__compute_dtype": "bfloat16", "actor__workspace_mib": 16, **changes,
+        })  # fmt: skip
+
+    return config
+
+
+def memory_for(config: Config, share: float = 1.0) -> float:
+    """Of a device on which an update of the policy fits, or such a share of it."""
+    return share * phase_bytes(plan_run(config, 4, 80 * GIB))["update actor"]["actor"] / USABLE
+
+
+def settings(message: str) -> tuple[list[dict[str, Any]], bool]:
+    """What is advised, each alone or all together."""
+    advice = message.split("It fits with ")[1].removesuffix(".")
+    together = advice.startswith("all of ")
+    parts = advice.removeprefix("all of ").split(", " if together else " or with ")
+    return [{key: yaml.safe_load(value)} for key, value in (part.split(": ") for part in parts)], together
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_when_ranks_share_sequences(long_run):
+    memory = memory_for(long_run(actor__sequence_parallel=4), 1.01)
+    assert check_run(long_run(actor__sequence_parallel=4), 4, memory, "cuda", 80 * GIB) is not None
+    with pytest.raises(DoesNotFitError, match="the phase 'update actor' needs") as refused:
+        check_run(long_run(), 4, memory, "cuda", 80 * GIB)
+    advised, together = settings(str(refused.value))
+    assert not together
+    assert {"actor.sequence_parallel": 4} in advised
+    assert "max_tokens" not in str(refused.value)  # the configuration forbids a lower one
+
+
+# Something alone; only several together; a cap that may be lowered; CPUs, which have nowhere to offload to.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "share", "device_type"),
+    [({}, 0.8, "cuda"), ({}, 0.3, "cuda"), ({"actor__max_tokens": 40000}, 0.8, "cuda"), ({}, 0.8, "cpu")],
+)
+def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long_run):
+    vllm = {"rollout__vllm__cpu_cache_gib": 0.01, "rollout__vllm__gpu_memory_utilization": 0.8}
+    config = long_run(**vllm, **changes)
+    memory = memory_for(config, share)
+    with pytest.raises(DoesNotFitError) as refused:
+        check_run(config, 4, memory, device_type, 80 * GIB)
+    advised, together = settings(str(refused.value))
+    if together:
+        advised = [{key: value for change in advised for key, value in change.items()}]
+    for change in advised:
+        assert plan_run(changed(config, change), 4, memory, device_type).fits(memory), change
+    assert ("actor.max_tokens" in str(refused.value)) == ("actor__max_tokens" in changes)
+    assert not (device_type == "cpu" and re.search("offload", str(refused.value)))
+
+
+@pytest.mark.slow
+def test_nothing_helps(long_run):
+    with pytest.raises(DoesNotFitError, match="use more ranks, shorter sequences or a smaller model"):
+        check_run(long_run(rollout__backend="hf"), 1, 2**20, "cpu", 2**20)
+
+
+@pytest.mark.slow
+def test_what_is_off_the_gpus_must_fit_the_host(config_of):
+    config = config_of(actor__cpu_offload=True)
+    host = plan_run(config, 1, GIB).host_bytes
+    assert host > 0
+    with pytest.raises(DoesNotFitError, match=r"what is off the GPUs needs .* of the CPU's memory"):
+        check_run(config, 1, GIB, "cuda", host)
+
+
+# The rough estimate must never let through what a plan would refuse.
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__backend": "vllm"},
+        *(
+            pytest.param(slow, marks=pytest.mark.slow)
+            for slow in ({}, {"actor__compute_dtype": "bfloat16"}, {"actor__max_tokens": 4096})
+        ),
+    ],
+    ids=str,
+)
+def test_what_surely_fits_does_fit(changes, device_type, config_of):
+    config, memory = config_of(**changes, rollout__vllm__cpu_cache_gib=0.001), 80.0 * GIB
+    while plan_run(config, 2, memory, device_type).fits(memory):
+        memory *= 0.7
+    assert not surely_fits(config, 2, memory, device_type, GIB)
+    assert surely_fits(config, 2, 80 * GIB, device_type, GIB)

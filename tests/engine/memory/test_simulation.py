@@ -1,0 +1,99 @@
+"""A few blocks of a model tell what all of them need."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft_fast.config import EngineConfig
+from rlft_fast.engine.memory.repeats import Repeats, find_repeats
+from rlft_fast.engine.memory.simulation import Peaks, Workload, build, pretended_world, run_blocks, simulate
+from rlft_fast.engine.sharding.build import build_model
+from tests.engine.memory.planned import save_model
+from tests.support.tiny_models import save_tiny_model
+
+LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"
+WINDOWS = ["sliding_attention", "full_attention"]
+
+
+def all_blocks(work: Workload) -> Peaks:
+    with pretended_world(work.world_size):
+        tracker = run_blocks(work, build(work))
+    return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
+
+
+def repeats_of(folder: Path) -> Repeats | None:
+    return find_repeats(build_model(str(folder), EngineConfig(compute_dtype="bfloat16"), "logprob", trains=True))
+
+
+def test_few_blocks_tell_of_all(tmp_path):
+    path = save_model(tmp_path, width=64, num_hidden_layers=12)
+    config = EngineConfig(compute_dtype="bfloat16")
+    work = Workload(path=str(path), config=config, world_size=4, num_tokens=512, num_micro_batches=2)
+    assert repeats_of(path).number == 12
+    assert simulate(work) == all_blocks(work)
+
+
+# The most is needed at the last block's end, at the first one's, or in the head: each grows by other bytes per block.
+# Offloaded, gradients do not count; in inference nothing is kept.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_tokens": 2048},
+        {"num_tokens": 8, "num_micro_batches": 2},
+        {"num_tokens": 8, "config": {"reshard_after_forward": False}},
+        {"num_tokens": 512, "config": {"activation_checkpointing": "full", "sequence_parallel": 2}},
+        {"num_tokens": 64, "config": {"lora": {"rank": 2}}, "num_micro_batches": 2},
+        {"num_tokens": 64, "config": {"cpu_offload": True}, "offloaded": True},
+        {"num_tokens": 512, "trains": False},
+        {"num_tokens": 512, "head": "value"},
+        {"num_tokens": 512, "config": {"compute_dtype": "float32"}, "world_size": 1},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_few_blocks_tell_of_all_whenever_most_is_needed(options: dict[str, Any], tmp_path):
+    path = save_model(tmp_path, width=64, num_hidden_layers=14)
+    config = EngineConfig(**{"compute_dtype": "bfloat16"} | options.pop("config", {}))
+    work = Workload(path=str(path), config=config, **({"world_size": 4} | options))
+    assert simulate(work) == all_blocks(work)
+
+
+# A pattern of two with one left over; a dense block before the others; blocks of a vision-language model; sliding ones
+# after one that sees all.
+PATTERNS = {
+    "gemma2": ({"num_hidden_layers": 13, "layer_types": [*6 * WINDOWS, WINDOWS[0]]}, (0, 2, 6, 1)),
+    "deepseek-v3": ({"num_hidden_layers": 12}, (1, 1, 11, 0)),
+    "qwen2-sliding": ({"num_hidden_layers": 12}, (1, 1, 11, 0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_of_blocks(name, tmp_path):
+    options, pattern = PATTERNS[name]
+    path = save_tiny_model(name, tmp_path, **options)
+    found = repeats_of(path)
+    assert (found.first, found.period, found.number, found.num_behind) == pattern
+    work = Workload(path=str(path), config=EngineConfig(compute_dtype="bfloat16"), world_size=2, num_tokens=256)
+    assert simulate(work) == all_blocks(work)
+
+
+# Too few to leave any out; and enough, but in no order.
+@pytest.mark.parametrize("types", [6 * WINDOWS[:1], [WINDOWS[i] for i in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1)]])
+def test_without_a_pattern_all_blocks_run(types, tmp_path):
+    path = save_tiny_model("gemma2", tmp_path, num_hidden_layers=len(types), layer_types=types)
+    assert repeats_of(path) is None
+
+
+@pytest.mark.slow
+def test_few_blocks_tell_of_80():
+    config = EngineConfig(compute_dtype="bfloat16", activation_checkpointing="full")
+    work = Workload(path=str(LLAMA_70B), config=config, world_size=1024, num_tokens=16384)
+    assert simulate(work) == all_blocks(work)
+
+
+def test_another_model_in_the_same_folder_is_another(tmp_path):
+    work = Workload(path=str(tmp_path), config=EngineConfig(), world_size=1, num_tokens=256)
+    narrow, wide = (simulate(work) for width in (32, 64) if save_model(tmp_path, width=width))
+    assert wide.anywhere > 1.5 * narrow.anywhere

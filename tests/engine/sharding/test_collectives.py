@@ -1,0 +1,97 @@
+"""What a step costs in communication: one collective more is a change, and this test says so.
+
+With U units (blocks, embedding, head, and the root) and k micro-batches:
+
+- all-gathers: 2U - 2 per micro-batch. A unit's weights are gathered for its forward and again for its backward pass,
+  because between them they are given back; that is what sharding saves. Only the head and the root, whose backward
+  begins where their forward ends, stay gathered.
+- reduce-scatters: U per step, with the last micro-batch, while the gradients of the others wait; or U per micro-batch.
+- all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum. In a hybrid mesh U more, with the
+  last micro-batch in any case: copies add up their gradients.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.sharding.wrap import find_units
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rollout import SamplingParams
+from rlft_fast.rollout.hf import HFRollout
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.dist
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the operators of torch.distributed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._opname.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str, float]]:
+    """Micro-batches of a step, its collectives by kind, and its metrics."""
+    with CollectiveCounter() as counter:
+        metrics = engine.train_step(batch, policy_loss())
+    return engine._plan(batch).num_micro_batches, counter.counts, metrics
+
+
+def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
+    torch.set_num_threads(1)
+    batch = random_batch(7 * num_copies)
+    batch = near_policy(batch, torch.full((batch.num_tokens,), -5.5))
+    seen, norms = [], []
+    for max_tokens, every in ((1000, False), (24, False), (24, True)):
+        config = {"reduce_every_micro_batch": every, "shard_size": shard_size}
+        engine = make_engine(path, max_tokens=max_tokens, config=config)
+        num_units = len(find_units(engine.model)) + 1
+        for _ in range(2):  # the first step of a model may do more than the others
+            num_micro_batches, counts, metrics = step(engine, batch)
+            expected = {
+                "allgather_base": num_micro_batches * (2 * num_units - 2),
+                "reduce_scatter_base": num_units * (num_micro_batches if every else 1),
+                "allreduce": 3 + (num_units if num_copies > 1 else 0),
+            }
+            assert counts == expected, (num_micro_batches, every, counts, expected)
+        seen.append(num_micro_batches)
+        norms.append(metrics["grad_norm"])
+    assert seen[0] == 1
+    assert seen[1] > 1
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def check_after_a_rollout(rank: int, path: Path) -> None:
+    """Which keeps the weights gathered; afterwards units give theirs back as they did before."""
+    torch.set_num_threads(1)
+    batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
+    for reshards in (True, False):
+        engine = make_engine(path, max_tokens=1000, config={"reshard_after_forward": reshards})
+        gathers = []
+        for _ in range(2):
+            gathers.append(step(engine, batch)[1]["allgather_base"])
+            rollout = HFRollout(engine.model, load_tokenizer(path), 4)
+            rollout.generate([[1, 2, 3]], SamplingParams(n=2, max_new_tokens=2))
+        num_units = len(find_units(engine.model)) + 1
+        assert gathers == [2 * num_units - 2 if reshards else num_units] * 2
+
+
+def test_collectives_after_a_rollout(tiny_model):
+    run_distributed(check_after_a_rollout, 2, tiny_model("llama"))
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_collectives_of_a_step(num_copies, tiny_model):
+    run_distributed(check, 2 * num_copies, tiny_model("llama"), 2, num_copies)

@@ -1,0 +1,120 @@
+"""Two processes compute what one does: everything in one pair of processes, since starting one takes seconds."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout import Completion, NonFiniteLogitsError
+from rlft_fast.rollout.failures import require_finite
+from tests.engine import reference
+from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.dist
+
+# The tied one has a parameter that two modules of the root share.
+NAMES = ["llama", "qwen2-tied"]
+AGGREGATIONS = ["token-mean", "sequence-mean"]
+# One micro-batch per rank, several, and a batch of one sequence, of which the second rank gets none.
+CASES = [(1000, 7), (24, 7), (1000, 1)]
+
+
+def run_case(path: Path, head: str, aggregation: str, max_tokens: int, num_sequences: int) -> dict:
+    """Inference, two steps, and what they leave behind."""
+    engine = make_engine(path, head=head, max_tokens=max_tokens, temperature=reference.TEMPERATURE)
+    outputs = ("logprob", "entropy") if head == "logprob" else ("value",)
+    batch = random_batch(num_sequences)
+    inferred = engine.infer(batch, outputs)
+    if head == "logprob":
+        batch = near_policy(batch, inferred["logprob"])
+    loss = policy_loss(aggregation) if head == "logprob" else value_loss(aggregation)
+    metrics = engine.train_step(batch, loss)
+    gradients = reference.gradients(engine)
+    second = engine.train_step(batch, loss)
+    return {
+        "inferred": inferred, "gradients": gradients, "weights": reference.weights(engine),
+        "metrics": torch.tensor(list(metrics.values()) + list(second.values())),
+    }  # fmt: skip
+
+
+def compare_with_one_process(rank: int, models: Path, expected: Path) -> None:
+    torch.set_num_threads(1)
+    for name in NAMES:
+        for head in ("logprob", "value"):
+            for aggregation in AGGREGATIONS:
+                for case in CASES:
+                    actual = run_case(models / name, head, aggregation, *case)
+                    wanted = torch.load(expected / f"{name}-{head}-{aggregation}-{case}.pt")
+                    reference.assert_close(actual["inferred"], wanted["inferred"], 1e-6)
+                    reference.assert_close(actual["gradients"], wanted["gradients"], 1e-5)
+                    reference.assert_close(actual["weights"], wanted["weights"], 1e-4)
+                    torch.testing.assert_close(actual["metrics"], wanted["metrics"], rtol=1e-3, atol=1e-5)
+
+
+def test_two_processes_compute_what_one_does(tiny_model, tmp_path):
+    models = [tiny_model(name) for name in NAMES]
+    for path in models:
+        for head in ("logprob", "value"):
+            for aggregation in AGGREGATIONS:
+                for case in CASES:
+                    result = run_case(path, head, aggregation, *case)
+                    torch.save(result, tmp_path / f"{path.name}-{head}-{aggregation}-{case}.pt")
+    run_distributed(compare_with_one_process, 2, models[0].parent, tmp_path)
+
+
+def check_steps(rank: int, path: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    batch = random_batch()
+    check_on_policy(path, batch)
+    engine = make_engine(path, max_tokens=24)
+    # Between inference and the next step no unit may be left gathered: state and weights are read there.
+    engine.infer(batch, ("logprob",))
+    assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+    # Only one rank's micro-batches hold the bad advantage, and all must skip.
+    bad = batch.advantage_T.clone()
+    bad[int(batch.active_index_T[0])] = math.inf
+    before = {name: reference.full(tensor) for name, tensor in engine.state_tensors().items()}
+    metrics = engine.train_step(batch.replace(advantage_T=bad), policy_loss())
+    assert engine.counters() == {"step": 0, "skipped_steps": 1}
+    assert not math.isfinite(metrics["grad_norm"])
+    reference.assert_equal({name: reference.full(t) for name, t in engine.state_tensors().items()}, before)
+    engine.train_step(batch, policy_loss())
+    names = [name for name, _ in engine.named_weights()]
+    assert len(names) == len(set(names))
+    assert "lm_head.weight" not in names
+    export_hf(engine, output)
+    torch.save(engine.infer(batch, ("logprob",))["logprob"], output / f"rank{rank}.pt")
+    check_damage_is_seen_by_all(rank, engine)
+
+
+def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
+    """Each rank has a row of its own that is not finite; each hears of both, and of the samples of either."""
+    assert engine.non_finite_weights() == []
+    name = f"model.model.layers.{rank}.mlp.up_proj.weight"
+    engine.model.get_parameter(name).to_local().data[0, 0] = (math.nan, -math.inf)[rank]
+    assert engine.non_finite_weights() == [f"model.model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    with pytest.raises(NonFiniteLogitsError):
+        require_finite([[Completion([1], [math.nan if rank == 1 else -1.0], "stop")]])
+
+
+def check_on_policy(path: Path, batch) -> None:
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(path, max_tokens=24, dtype=dtype)
+        batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
+        metrics = engine.train_step(batch, PolicyLoss())
+        assert metrics["ratio_max"] == 1.0
+        assert metrics["approx_kl"] == 0.0
+
+
+def test_steps_and_export_on_two_processes(tiny_model, tmp_path):
+    run_distributed(check_steps, 2, tiny_model("qwen2-tied"), tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, random_batch())
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"rank{rank}.pt").double(), logprob_T, rtol=0, atol=1e-5)

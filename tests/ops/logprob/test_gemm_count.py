@@ -1,0 +1,182 @@
+"""How many GEMMs of T x D x V each way of computing takes: by what the GEMMs are called with, to the last product."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
+from tests.ops.logprob.problems import make_problem
+from tests.support.devices import DEVICES
+from tests.support.gemms import multiplications, profiled_multiplications, requires_mkl
+from tests.support.threads import num_threads
+
+T, D, V = 130, 24, 2503  # several tiles with a ragged end; more logits than 1 MiB holds
+
+pytestmark = requires_mkl
+
+
+def negated(logprob: Tensor, entropy: Tensor | None, *_) -> Tensor:
+    return -logprob
+
+
+def score(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    with torch.no_grad():
+        linear_logprob(h, w, target, **how)
+
+
+def train(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    linear_logprob(h, w, target, **how).logprob.sum().backward()
+
+
+def freeze(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    train(h, w.detach(), target, **how)
+
+
+def fuse(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    linear_logprob_loss(h, w, target, negated, **how).loss.backward()
+
+
+def fuse_frozen(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    fuse(h, w.detach(), target, **how)
+
+
+def train_above(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    train(h, w, target, threshold_T=torch.zeros(len(target), device=target.device), **how)
+
+
+small = {"workspace_mib": 1}
+# (GEMMs, way): docs/ops.md and the docstrings promise them.
+WAYS: dict[str, tuple[int, Callable[..., None]]] = {
+    "no grad": (1, score),
+    "no grad, in tiles": (1, partial(score, **small)),
+    "forward + backward": (4, partial(train, **small)),
+    "forward + backward, entropy": (4, partial(train, **small, return_entropy=True)),
+    "kept logits": (3, train),
+    "frozen head": (2, freeze),
+    "frozen head, in tiles": (2, partial(freeze, **small)),
+    "frozen head, entropy": (3, partial(freeze, **small, return_entropy=True)),
+    "frozen head, entropy, kept logits": (2, partial(freeze, return_entropy=True)),
+    "threshold": (4, train_above),
+    "frozen head, threshold": (3, lambda h, w, target, **how: train_above(h, w.detach(), target, **how)),
+    "loss": (3, fuse),
+    "loss, in chunks": (3, partial(fuse, **small)),
+    "loss, entropy": (3, partial(fuse, return_entropy=True)),
+    "loss, frozen head": (2, fuse_frozen),
+}
+
+
+def problem(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype, device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_gemms(way, dtype, device):
+    count, function = WAYS[way]
+    assert multiplications(partial(function, *problem(device, dtype)), device) == count * T * D * V
+
+
+@pytest.mark.parametrize("way", ["loss", "forward + backward", "frozen head"])
+def test_gemms_of_several_threads(way):
+    count, function = WAYS[way]
+    with num_threads(2):
+        assert multiplications(partial(function, *problem("cpu"))) == count * T * D * V
+
+
+@pytest.mark.parametrize("way", ["no grad", "forward + backward", "frozen head"])
+def test_what_counts_on_a_real_gpu_counts_the_same(way):
+    """Here no GEMM of these is called by compiled code."""
+    step = partial(WAYS[way][1], *problem("cpu"))
+    assert profiled_multiplications(step) == multiplications(step)
+
+
+@pytest.mark.parametrize(("way", "count"), [("no grad", 1), ("kept logits", 3), ("frozen head", 2), ("loss", 3)])
+def test_gemms_of_the_reference(way, count):
+    """All logits stay in memory."""
+    function = partial(WAYS[way][1], *problem("cpu"), backend="reference")
+    assert multiplications(function) == count * T * D * V
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_rows_are_not_multiplied(way, device):
+    hidden, weight, target = problem(device)
+    target[::3] = -100
+    active = T - len(range(0, T, 3))
+    count, function = WAYS[way]
+    assert multiplications(partial(function, hidden, weight, target), device) == count * active * D * V
+
+
+# One row of 130 in three is silent, so that 86 are multiplied; "kept logits" does not multiply them again.
+@pytest.mark.parametrize(("way", "again"), [("forward + backward", 3), ("kept logits", 2), ("threshold", 3)])
+def test_rows_of_zero_gradient_are_multiplied_in_the_forward_alone(way, again):
+    hidden, weight, target = problem("cpu")
+    upstream = torch.arange(T).remainder(3).clamp(max=1)
+    how = {"forward + backward": small, "threshold": {"threshold_T": torch.zeros(T)}}.get(way, {})
+
+    def step() -> None:
+        linear_logprob(hidden, weight, target, **how).logprob.backward(upstream.float())
+
+    assert multiplications(step) == (T + again * int(upstream.sum())) * D * V
+
+
+def test_the_loss_multiplies_rows_of_zero_gradient_too():
+    hidden, weight, target = problem("cpu")
+    seen = torch.arange(T).remainder(3).clamp(max=1).float()
+    loss = lambda logprob, _, seen: -logprob * seen  # noqa: E731
+    step = lambda: linear_logprob_loss(hidden, weight, target, loss, seen).loss.backward()  # noqa: E731
+    assert multiplications(step) == 3 * T * D * V
+
+
+def test_products_of_a_support():
+    """T K D forward, and as many for dhidden; dweight is added up from another T K D that are no GEMM."""
+    hidden, weight, target = problem("cpu")
+    support = torch.arange(T * 5).view(T, 5)
+    step = lambda: support_logprob(hidden, weight, target, support).logprob.sum().backward()  # noqa: E731
+    assert profiled_multiplications(step) == 2 * T * 5 * D
+
+
+@pytest.fixture
+def group_of_one(tmp_path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if "threshold" not in name])
+def test_gemms_of_a_sharded_vocabulary(way, group_of_one):
+    count, function = WAYS[way]
+    count += way == "frozen head, in tiles"  # its logits are needed again when those of the other ranks are known
+    assert multiplications(partial(function, *problem("cpu"), vocab_group=group_of_one)) == count * T * D * V
+
+
+triton = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="counts products in Triton's interpreter"
+)
+
+
+@triton
+@pytest.mark.parametrize(
+    "way", ["no grad", "kept logits", "loss", pytest.param("forward + backward", marks=pytest.mark.slow)]
+)
+def test_gemms_of_triton(way):
+    """Whole tiles of its kernels, which multiply what is masked, too."""
+    hidden, weight, target, _ = make_problem(128, 64, 1152)
+    count, function = WAYS[way]
+    step = partial(function, hidden.requires_grad_(), weight.requires_grad_(), target, backend="triton")
+    assert multiplications(step) == count * 128 * 64 * 1152
+
+
+@triton
+def test_triton_stops_behind_the_rows_that_the_loss_sees():
+    hidden, weight, target, _ = make_problem(256, 64, 128)
+    logprob = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, backend="triton").logprob
+    upstream = (torch.arange(256) % 2).float()
+    assert multiplications(partial(logprob.backward, upstream)) == 2 * 128 * 64 * 128

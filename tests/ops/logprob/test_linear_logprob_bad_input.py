@@ -1,0 +1,138 @@
+"""What linear_logprob and linear_logprob_loss refuse, and in which words."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from tests.ops.logprob.problems import WAYS, make_problem, ppo_clip
+
+H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((H.unsqueeze(0), W, Y), {}, ValueError, r"hidden_TD \(T, D\).*flatten"),
+        ((H, torch.zeros(10, 7), Y), {}, ValueError, r"\(10, 7\)"),
+        ((H, W[:0], Y), {}, ValueError, "no rows"),
+        ((H, W, Y[:3]), {}, ValueError, r"target_T of shape \(4,\)"),
+        ((H, W, Y.int()), {}, TypeError, "int64"),
+        ((H, W.bfloat16(), Y), {}, TypeError, "bfloat16"),
+        ((H.int(), W.int(), Y), {}, TypeError, "int32"),
+        ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
+        ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": torch.inf}, ValueError, "temperature must be positive"),
+        ((H, W, Y), {"temperature": 1e-39}, ValueError, "temperature must be positive, from 1.2e-38 to 8.5e"),
+        ((H, W, Y), {"temperature": None}, ValueError, "temperature must be a number, got None"),
+        ((H, W, Y), {"temperature": torch.tensor(1.0)}, ValueError, r"got \(\); one for all is a float"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1, 1, torch.inf])}, ValueError, "got inf in row 3"),
+        ((H, W, Y), {"temperature": torch.tensor([1, 1e-40, 1, 1])}, ValueError, "positive.* in row 1"),
+        ((H, W, Y), {"softcap": 1e-46}, ValueError, "softcap must be from 1.2e-38"),
+        ((H, W, Y), {"softcap": "30"}, ValueError, "softcap must be a number, got '30'"),
+        ((H, W, Y), {"logit_scale": None}, ValueError, "logit_scale must be a number, got None"),
+        ((H, W, Y), {"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
+        ((H, W, Y), {"workspace_mib": 2.0}, ValueError, "workspace_mib must be an int, got 2.0"),
+        ((H, W, Y.numpy()), {}, ValueError, "target_T must be a torch.Tensor, got ndarray"),
+        ((H, W, None), {}, ValueError, "target_T must be a torch.Tensor, got NoneType"),
+        ((H, W, Y), {"active_index": [0, 1]}, ValueError, "active_index must be a torch.Tensor, got list"),
+        ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
+        ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive.* got 0.0 in row 2"),
+        ((H, W, Y), {"softcap": torch.inf}, ValueError, "softcap"),
+        ((H, W, Y), {"bias_V": torch.zeros(10, dtype=torch.int64)}, TypeError, "bias_V must be floating point"),
+        ((H[0], W, Y), {}, ValueError, r"got \(8,\)"),
+        ((H, W, Y), {"active_index": torch.arange(4).int()}, TypeError, "int32"),
+        ((H, W, Y), {"active_index": torch.arange(4)[None]}, ValueError, "one dimension"),
+        ((H, W, Y), {"active_index": torch.arange(5)}, ValueError, "expected the 4 rows .*, got 5 rows"),
+        ((H, W, Y), {"active_index": torch.arange(4).flip(0)}, ValueError, "ascending"),
+        ((H, W, Y), {"active_index": torch.arange(4, device="meta")}, ValueError, "active_index is on meta"),
+        ((H, W, Y), {"softcap": -1.0}, ValueError, "softcap"),
+        ((H, W, Y), {"workspace_mib": 0}, ValueError, "workspace_mib"),
+        ((H, W, Y), {"backend": "cuda"}, ValueError, "backend must be"),
+        ((H, W.to("meta"), Y), {}, ValueError, "weight_VD is on meta"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        linear_logprob(*arguments, **options)
+    with pytest.raises(error, match=message):
+        linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_rows_without_a_target_need_no_temperature(backend):
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    target[2] = -100
+
+    def results(temperature) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options: dict[str, Any] = {"temperature": temperature, "return_entropy": True, "backend": backend}
+        out = linear_logprob(h, w, target, **options)
+        fused = linear_logprob_loss(h, w, target, ppo_clip, torch.zeros(4), torch.ones(4), **options)
+        return [out.logprob, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + fused.loss, [h, w])]
+
+    for actual, expected in zip(results(torch.tensor([1.0, 1.0, 0.0, 1.0])), results(1.0), strict=True):
+        assert actual.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_temperatures_may_be_of_any_dtype(dtype):
+    hidden, weight, target, _ = make_problem(6, 8, 30)
+    temperature = torch.tensor([1, 2, 3, 1, 2, 4])
+    logprob = linear_logprob(hidden, weight, target, temperature=temperature.to(dtype)).logprob
+    assert logprob.equal(linear_logprob(hidden, weight, target, temperature=temperature.float()).logprob)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_is_refused(way):
+    hidden, weight, target, _ = make_problem(4, 8, 30)
+    with torch.autograd.forward_ad.dual_level():
+        hidden = torch.autograd.forward_ad.make_dual(hidden, hidden)
+        with pytest.raises(ValueError, match=r"\(4, 8\) input carries a tangent.*backend='reference'"):
+            WAYS[way](hidden, weight, target)
+        result = linear_logprob(hidden, weight, target, backend="reference")
+        assert torch.autograd.forward_ad.unpack_dual(result.logprob).tangent.any()
+
+
+@pytest.mark.parametrize("bad_target", [10, -1])
+def test_target_outside_the_vocabulary(bad_target):
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        linear_logprob(H, W, torch.tensor([0, 1, bad_target, 2]))
+
+
+@pytest.mark.parametrize("way", ["no grad", *WAYS])
+def test_target_outside_the_vocabulary_where_nobody_looks(way):
+    """In a compiled graph, as on a GPU: its row is nan, the others are as they were."""
+    hidden, weight, target, _ = make_problem(5, 8, 30)
+    expected = linear_logprob(hidden, weight, target).logprob
+    target[1], target[3] = 30, -1
+    hidden.requires_grad_(way != "no grad"), weight.requires_grad_(way not in ("no grad", "frozen"))
+    function = (lambda *x: linear_logprob_loss(*x, lambda logprob, _: logprob)) if way == "loss" else linear_logprob
+    actual = torch.compile(function, backend="eager")(hidden, weight, target).logprob.detach()
+    torch.testing.assert_close(actual[::2], expected[::2])
+    assert actual[1::2].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("loss", "got"), [(Tensor.sum, r"got \(\)"), (lambda _: 1.0, "got float"), (lambda x: (x, x), "got tuple")]
+)
+def test_bad_loss_function(loss, got, backend):
+    with pytest.raises(ValueError, match=rf"one loss per token, a \(4,\) tensor; {got}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _: loss(logprob), backend=backend)
+
+
+@pytest.mark.parametrize("values", [None, [0.0] * 4])
+def test_bad_values_per_token(values):
+    with pytest.raises(ValueError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, values)
+    with pytest.raises(ValueError, match=r"per_token\[0\]"):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
+
+
+def test_a_row_of_logits_must_fit_the_workspace():
+    hidden, weight, target = torch.randn(2, 1), torch.randn(300_000, 1), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"cannot hold one row.*at least 2"):
+        linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, workspace_mib=1)

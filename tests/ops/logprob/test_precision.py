@@ -1,0 +1,205 @@
+"""Float32 heads stay float32 whatever precision torch's flags allow, and the flags stay as they were."""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
+from rlft_fast.ops.logprob.tiles import multiply
+from rlft_fast.ops.precision import sums_in_float32
+from tests.ops.logprob.problems import loss_problem, make_problem, ppo_clip, run
+from tests.support.devices import requires_gpu
+
+cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def reset_flags() -> None:
+    torch.set_float32_matmul_precision("highest")
+    cuda.fp32_precision = cpu.fp32_precision = torch.backends.fp32_precision = "none"
+    cuda.allow_bf16_reduced_precision_reduction = cuda.allow_fp16_reduced_precision_reduction = True
+    cuda.allow_fp16_accumulation = False
+
+
+@pytest.fixture(autouse=True)
+def _flags_as_torch_has_them() -> Iterator[None]:
+    reset_flags()
+    yield
+    reset_flags()
+
+
+def set_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
+    return partial(setattr, holder, name, value)
+
+
+SETTINGS = {
+    "old": partial(torch.set_float32_matmul_precision, "medium"),
+    "new": set_attribute(cpu, "fp32_precision", "bf16"),
+    "of all operators": set_attribute(torch.backends, "fp32_precision", "bf16"),
+}
+
+
+def scored(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    return list(linear_logprob(hidden, weight, target, return_entropy=True)[:2])
+
+
+def over_ids(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    support = torch.stack([target, (target + 1) % len(weight), (target + 2) % len(weight)], 1)
+    return run(partial(support_logprob, support_TK=support), hidden, weight, target, {}, hidden.dtype)
+
+
+def fused(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    linear_logprob_loss(h, w, target, lambda logprob, _: -logprob).loss.backward()
+    return [h.grad, w.grad]
+
+
+def trained(hidden: Tensor, weight: Tensor, target: Tensor, **how) -> list[Tensor]:
+    return run(linear_logprob, hidden, weight, target, {}, torch.float32, **how)
+
+
+WAYS = {
+    "no grad": scored,
+    "kept": trained,
+    "recomputed": lambda *problem: run(partial(linear_logprob, workspace_mib=1), *problem, {}, problem[0].dtype),
+    "frozen": partial(trained, train_weight=False, entropy=False),
+    "loss": fused,
+    "support": over_ids,
+}
+
+
+def narrows_float32() -> bool:
+    """Whether the flags change a GEMM on this CPU at all; it takes instructions that not all have."""
+    reset_flags()
+    a, b = torch.randn(2, 480, 512)
+    exact = a @ b.T
+    SETTINGS["old"]()
+    narrow = a @ b.T
+    reset_flags()
+    return not exact.equal(narrow)
+
+
+requires_narrow_gemms = pytest.mark.skipif(not narrows_float32(), reason="this CPU has one precision of float32 GEMMs")
+
+
+@requires_narrow_gemms
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cpu_multiplies_float32_whatever_the_flags_allow(way, setting):
+    problem = make_problem(100, 512, 5003)[:3]
+    expected = WAYS[way](*problem)
+    SETTINGS[setting]()
+    for ours, same in zip(WAYS[way](*problem), expected, strict=True):
+        assert ours.equal(same)
+
+
+def readings() -> list[object]:
+    return [
+        cuda.fp32_precision, cpu.fp32_precision, torch.backends.fp32_precision, torch.backends.cudnn.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision, cuda.allow_bf16_reduced_precision_reduction,
+        cuda.allow_fp16_reduced_precision_reduction, cuda.allow_fp16_accumulation,
+    ]  # fmt: skip
+
+
+# Each where it narrows something, and where torch itself does.
+ON_A_GPU = [
+    (torch.float32, partial(torch.set_float32_matmul_precision, "high")),
+    (torch.float32, set_attribute(cuda, "allow_tf32", True)),
+    (torch.float32, set_attribute(cuda, "fp32_precision", "tf32")),
+    (torch.float32, set_attribute(torch.backends, "fp32_precision", "tf32")),
+    (torch.bfloat16, lambda: None),
+    (torch.bfloat16, set_attribute(cuda, "allow_bf16_reduced_precision_reduction", (False, False))),
+    (torch.float16, lambda: None),
+    (torch.float16, set_attribute(cuda, "allow_fp16_accumulation", True)),
+]
+
+
+@pytest.fixture
+def allowed(monkeypatch) -> list[tuple[torch.dtype, list[object]]]:
+    """Of every GEMM on the device: the dtype of its operands, and the flags at the time of the call."""
+    calls = []
+    for name in ("mm", "addmm", "bmm"):
+        call = getattr(torch, name)
+
+        def record(*matrices, call=call, **options):
+            if matrices[-1].is_cuda:  # an emulated GPU's own multiplications are not meant
+                calls.append((matrices[-1].dtype, readings()))
+            return call(*matrices, **options)
+
+        monkeypatch.setattr(torch, name, record)
+    return calls
+
+
+@pytest.mark.gpu
+@requires_gpu
+@pytest.mark.parametrize(("dtype", "setting"), ON_A_GPU)
+def test_a_gpu_sums_in_float32_whatever_the_flags_allow(dtype, setting, allowed):
+    problem = make_problem(60, 24, 5003, dtype=dtype, device="cuda")[:3]
+    expected = [x for way in WAYS.values() for x in way(*problem)]
+    num_expected = len(allowed)
+    setting()
+    before = readings()
+    results = [x for way in WAYS.values() for x in way(*problem)]
+    assert readings() == before
+    for ours, same in zip(results, expected, strict=True):
+        assert ours.equal(same)
+    assert len(allowed) == 2 * num_expected >= 2 * (1 + 3 + 4 + 2 + 3 + 2)
+    for of, (tf32, _, _, _, _, bf16_parts, fp16_parts, fp16_sums) in allowed[num_expected:]:
+        assert of != torch.float32 or tf32 == "ieee"
+        assert of != torch.bfloat16 or not bf16_parts
+        assert of != torch.float16 or not (fp16_parts or fp16_sums)
+
+
+def test_a_precision_of_all_operators_is_still_that_of_gemms_after_a_call():
+    problem = make_problem(20, 8, 30)[:3]
+    for value in ("bf16", "ieee"):
+        torch.backends.fp32_precision = value
+        scored(*problem)
+        assert cpu.fp32_precision == value
+
+
+def test_an_error_inside_leaves_the_flags_as_they_were():
+    cpu.fp32_precision = "bf16"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        multiply(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3))
+    assert cpu.fp32_precision == "bf16"
+
+
+def test_the_last_thread_that_leaves_puts_the_flags_back():
+    cpu.fp32_precision = "bf16"
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with sums_in_float32(torch.ones(1)):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=stay)
+    with sums_in_float32(torch.ones(1)):
+        thread.start()
+        assert inside.wait(10)
+    assert cpu.fp32_precision == "ieee"
+    leave.set()
+    thread.join()
+    assert cpu.fp32_precision == "bf16"
+
+
+@requires_narrow_gemms
+def test_compiled_calls_are_exact_too():
+    hidden, weight, target, *per_token = loss_problem(T=40, D=512, V=700)
+
+    def step(h: Tensor, w: Tensor) -> Tensor:
+        return linear_logprob(h, w, target).logprob.sum() + linear_logprob_loss(h, w, target, ppo_clip, *per_token).loss
+
+    grads = []
+    for function, setting in ((step, "highest"), (torch.compile(step, fullgraph=True, backend="aot_eager"), "medium")):
+        torch.set_float32_matmul_precision(setting)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        function(h, w).backward()
+        grads.append((h.grad, w.grad))
+    assert torch.get_float32_matmul_precision() == "medium"
+    for ours, expected in zip(*grads, strict=True):
+        assert ours.equal(expected)

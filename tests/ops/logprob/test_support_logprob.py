@@ -1,0 +1,392 @@
+"""Log-probabilities over a sampling support, against plain masking of all logits."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlft_fast.ops import linear_logprob, support_logprob
+from rlft_fast.ops.logprob import reference
+from rlft_fast.ops.logprob.reference import transform_logits
+from tests.support.memory import peak_allocated_bytes
+from tests.support.numerics import assert_no_further_from_truth
+
+T, D, V = 30, 16, 200
+INF = torch.inf
+
+
+def make_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Targets drawn from top-k or fewer tokens; supports of different sizes, in any order."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 2
+    support = (hidden @ weight.T).topk(top_k).indices
+    sizes = torch.randint(1, top_k + 1, (T, 1), generator=g)
+    target = support[:, 0].clone()
+    support[torch.arange(top_k) >= sizes] = -1
+    return hidden, weight, target, support[:, torch.randperm(top_k, generator=g)]
+
+
+def masked(hidden, weight, target, support, bias=None, softcap=None, scale=1.0, temperature=1.0):
+    """(logprob, entropy) of plain PyTorch: every logit, and -inf where the support does not reach."""
+    z = hidden @ weight.T + (0 if bias is None else bias)
+    z = z * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
+    kept = torch.zeros(len(hidden), weight.shape[0] + 1, dtype=torch.bool)
+    kept.scatter_(1, support.where(support >= 0, weight.shape[0]), True)
+    log_p = z.masked_fill(~kept[:, :-1], -INF).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -INF, 0)).sum(-1)
+    return log_p.gather(1, target.unsqueeze(-1)).squeeze(-1), entropy, log_p.detach().exp().square().sum(-1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 20), top_k=st.integers(1, 40), softcap=st.sampled_from([None, 3.0]), bias=st.booleans(),
+    per_token=st.booleans(),
+)  # fmt: skip
+def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
+    hidden, weight, target, support = make_problem(seed, top_k)
+    temperature = torch.linspace(0.5, 2, T) if per_token else 0.7
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, V))]
+        h, w, b = inputs
+        b = b if bias else None
+        if dtype == torch.float32:
+            out = support_logprob(
+                h, w, target, support, bias_V=b, softcap=softcap, logit_scale=0.8, temperature=temperature,
+                return_entropy=True, return_sum_prob_squared=True,
+            )[:3]  # fmt: skip
+        else:
+            out = masked(h, w, target, support, b, softcap, 0.8, temperature)
+        (out[0].sum() + (out[1] * torch.linspace(-1, 1, T)).sum()).backward()
+        results.append([*(x.detach() for x in out), *(x.grad for x in inputs if x.grad is not None)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_vocabulary_is_linear_logprob():
+    hidden, weight, target, _ = make_problem()
+    asked = {"return_entropy": True, "return_sum_prob_squared": True}
+    expected = linear_logprob(hidden, weight, target, **asked)
+    everything = {"support_TK": torch.arange(V).expand(T, V), "threshold_T": torch.full((T,), -INF)}
+    for name, support in everything.items():
+        actual = support_logprob(hidden, weight, target, **{name: support}, **asked, workspace_mib=1)
+        torch.testing.assert_close(actual.logprob, expected.logprob)
+        torch.testing.assert_close(actual.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.sum_prob_squared, expected.sum_prob_squared, rtol=1e-5, atol=1e-6)
+
+
+# Beyond a tile of columns, so that whole tiles hold no token that is kept; 40 rows of a mebibyte are two chunks.
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("V", [37, 4100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend):
+    """Thresholds lie half-way between two logits, where rounding decides nothing."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem(1, 12, V=V)
+    target[0] = -100
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options = {"softcap": softcap, "logit_scale": 0.8, "temperature": torch.linspace(0.5, 2, T)}
+    z = transform_logits(hidden.double() @ weight.double().T, **options)
+    threshold = z.topk(13).values[:, 11:].mean(-1).float()
+    threshold[1], target[1] = INF, 3  # nothing but the target
+    threshold[2] = -INF
+
+    def results(function, dtype) -> list[Tensor]:
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        out = function(h, w, target, threshold_T=threshold.to(dtype), return_entropy=True, **options)
+        ((out.logprob * torch.linspace(0, 1, T)).sum() + out.entropy.sum()).backward()
+        return [out.logprob.detach(), out.entropy.detach(), h.grad, w.grad]
+
+    ours = results(partial(linear_logprob, backend=backend, workspace_mib=1), dtype)
+    assert ours[0][1] == 0
+    eager, truth = (results(reference.linear_logprob, d) for d in (dtype, torch.float64))
+    for actual, plain, exact in zip(ours, eager, truth, strict=True):
+        assert actual.isfinite().all()
+        assert_no_further_from_truth(actual, plain, exact)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("train_hidden", [False, True])
+def test_threshold_of_a_frozen_weight(train_hidden, backend):
+    """Whose ways are others: no gradient, and one of the hidden states alone."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem()
+    threshold = (hidden @ weight.T).topk(12).values[:, -2:].mean(-1)
+
+    def results(function) -> list[Tensor]:
+        h = hidden.clone().requires_grad_(train_hidden)
+        logprob = function(h, weight, target, threshold_T=threshold).logprob
+        return [logprob.detach(), *(torch.autograd.grad(logprob.sum(), h) if train_hidden else [])]
+
+    ours = results(partial(linear_logprob, backend=backend))
+    for actual, expected in zip(ours, results(reference.linear_logprob), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threshold_agrees_with_ids():
+    """The k-th largest logit keeps k tokens, whichever target was sampled, and a tie both."""
+    hidden, weight, _, _ = make_problem()
+    weight[-2:] = weight[0]  # ties
+    z = (hidden @ weight.T).double()
+    values, support = z.topk(12)
+    tied = (z == values[:, -1:]).sum(-1) > 1
+    hidden.requires_grad_(), weight.requires_grad_()
+    by_ids = support_logprob(hidden, weight, support[:, 5], support, return_entropy=True)
+    threshold = (values[:, -1] - 1e-5).float()
+    by_threshold = support_logprob(hidden, weight, support[:, 5], threshold_T=threshold, return_entropy=True)
+    for actual, expected in zip(by_threshold[:2], by_ids[:2], strict=True):
+        torch.testing.assert_close(actual[~tied], expected[~tied], rtol=1e-5, atol=1e-5)
+
+
+def test_target_below_the_threshold_is_kept():
+    hidden, weight, _, _ = make_problem()
+    z = hidden @ weight.T
+    target, top = z.argmin(-1), z.amax(-1)
+    logprob = support_logprob(hidden, weight, target, threshold_T=(top + z.topk(2).values[:, 1]) / 2).logprob
+    expected = torch.stack([z.amin(-1), top], -1).log_softmax(-1)[:, 0]
+    torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_threshold_with_bad_rows_and_silent_rows(backend):
+    """A row of nan stays alone, and one that the loss does not see leaves no trace."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hidden, weight, target, _ = make_problem()
+    hidden[3], hidden[5] = torch.nan, torch.inf
+    leaves = hidden.requires_grad_(), weight.requires_grad_(), torch.zeros(V, requires_grad=True)
+    options = {"bias_V": leaves[2], "threshold_T": torch.zeros(T), "softcap": 3.0, "backend": backend}
+    result = linear_logprob(hidden, weight, target, return_entropy=True, **options)
+    seen = torch.ones(T)
+    seen[[3, 5]] = 0
+    assert (result.logprob.isnan() == (seen == 0)).all()
+    grads = torch.autograd.grad(result.logprob, leaves, seen)
+    assert (grads[0][[3, 5]] == 0).all()
+    assert grads[1].isfinite().all()
+    assert grads[2].isfinite().all()
+
+
+def support_gradients(problem: tuple[Tensor, ...], seen: Tensor, **options) -> list[Tensor]:
+    """(dhidden, dweight, dbias) of logprob and entropy, with an upstream gradient that no row may cancel."""
+    hidden, weight, target, support = problem
+    bias = options.pop("bias_V", torch.linspace(-1, 1, V))
+    inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    result = support_logprob(*inputs[:2], target, support, bias_V=inputs[2], return_entropy=True, **options)
+    torch.autograd.backward([result.logprob, result.entropy], [seen, -seen])
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bad", [torch.nan, INF])
+def test_ids_with_bad_rows_and_silent_rows(bad, softcap):
+    """What counts for nothing leaves no trace, and what counts and is bad shows."""
+    hidden, weight, target, support = make_problem()
+    seen, temperature = torch.linspace(0.5, 2, T), torch.linspace(0.5, 2, T)
+    target[3], seen[5] = -100, 0
+    expected = support_gradients(make_problem(), seen.index_fill(0, torch.tensor([3, 5]), 0), softcap=softcap,
+                                 temperature=temperature)  # fmt: skip
+    hidden[[3, 5]], temperature[3] = bad, 0
+    actual = support_gradients((hidden, weight, target, support), seen, softcap=softcap, temperature=temperature)
+    for gradient, same in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, same)
+    seen[5] = 1
+    for gradient in support_gradients((hidden, weight, target, support), seen, temperature=temperature):
+        assert gradient.isnan().any()
+
+
+def test_entropy_alone_is_a_loss():
+    hidden, weight, target, support = make_problem()
+    hidden.requires_grad_()
+    entropy = support_logprob(hidden, weight, target, support, return_entropy=True).entropy
+    expected = torch.autograd.grad(masked(hidden, weight, target, support)[1].sum(), hidden)[0]
+    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), hidden)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_may_forbid_tokens():
+    """Of a row's kept ids, of all that an ignored row keeps, and of all that a row keeps."""
+    hidden, weight, target, support = make_problem()
+    support[:3] = torch.stack([torch.arange(12) + 12 * i for i in range(3)])
+    target[:3] = torch.tensor([1, -100, 30])
+    bias = torch.linspace(-1, 1, V)
+    bias[0] = bias[2:4] = bias[12:36] = -INF  # padding has the logit of token 0
+    without = torch.where(bias[support.clamp(min=0)] == -INF, -1, support)
+    options = {"return_entropy": True, "return_sum_prob_squared": True}
+    results = [support_logprob(hidden, weight, target, s, bias_V=bias, **options)[:3] for s in (support, without)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert results[0][0][2] == -INF
+    problems = [(hidden, weight, target, s) for s in (support, without)]
+    gradients = [support_gradients(problem, torch.ones(T), bias_V=bias) for problem in problems]
+    for actual, expected in zip(*gradients, strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, expected)
+
+
+class LargestResult(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
+
+
+def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
+    hidden, weight, target, support = make_problem()
+    both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    support_logprob(*both, target, support).logprob.sum().backward()
+    for frozen in (False, True):
+        inputs = hidden.clone().requires_grad_(frozen), weight.clone().requires_grad_(not frozen)
+        logprob = support_logprob(*inputs, target, support).logprob.sum()
+        with LargestResult() as largest:
+            logprob.backward()
+        assert (largest.numel < V * D) == frozen
+        for x, full in zip(inputs, both, strict=True):
+            assert x.grad is None if not x.requires_grad else torch.equal(x.grad, full.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_bounds_the_memory_of_the_gathered_rows(dtype):
+    sizes = (200, 256), (100, 256)
+    inputs = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+    support = torch.arange(100).expand(200, 100)  # gathered, 20 MiB in float32
+
+    def step():
+        logprob = support_logprob(*inputs, support[:, 0], support, workspace_mib=4).logprob
+        return torch.autograd.grad(logprob.sum(), inputs)
+
+    assert peak_allocated_bytes(step) < 5.2 * 2**20  # also the gradients, and what has as many elements as the support
+
+
+def test_the_temperature_has_no_gradient():
+    temperature = torch.full((T,), 0.7, requires_grad=True)
+    hidden, weight, target, support = make_problem()
+    result = support_logprob(hidden, weight, target, support, temperature=temperature, return_entropy=True)
+    assert not result.logprob.requires_grad
+    assert not result.entropy.requires_grad
+
+
+def test_ratio_of_an_unchanged_policy_averages_one():
+    """Importance weights of top-k samples: 1 over the support, and less on average over the whole vocabulary."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4000, D, generator=g), torch.randn(V, D, generator=g) / 2
+    drifted = weight + 0.05 * torch.randn(V, D, generator=g)
+    top, support = (hidden @ weight.T).topk(5)
+    sampled = top.softmax(-1).multinomial(1, generator=g)
+    target = support.gather(1, sampled).squeeze(1)
+    new, old = (support_logprob(hidden, w, target, support).logprob for w in (drifted, weight))
+    assert abs((new - old).exp().mean() - 1) < 0.02
+    # By threshold the supports of the two policies differ, if little; those of one policy do not.
+    by_threshold = partial(support_logprob, hidden, target_T=target, threshold_T=top[:, -1])
+    new, old = (by_threshold(weight_VD=w).logprob for w in (drifted, weight))
+    assert abs((new - old).exp().mean() - 1) < 0.1
+    torch.testing.assert_close(old, top.log_softmax(-1).gather(1, sampled).squeeze(1), rtol=1e-4, atol=1e-4)
+    grown = by_threshold(weight_VD=weight.clone().requires_grad_()).logprob
+    assert ((grown - old).exp() == 1).all()
+    biased = linear_logprob(hidden, weight, target).logprob - top.log_softmax(-1).gather(1, sampled).squeeze(1)
+    assert biased.exp().mean() < 0.8
+
+
+def test_ignored_rows_empty_supports_and_targets_outside():
+    hidden, weight, target, support = make_problem()
+    target[0], support[1], support[2] = -100, -1, torch.arange(12)
+    target[2] = 150
+    hidden.requires_grad_(), weight.requires_grad_()
+    options = {"return_entropy": True, "return_sum_prob_squared": True}
+    result = support_logprob(hidden, weight, target, support, **options)
+    assert result.logprob[0] == 0
+    assert (result.entropy[:2] == 0).all()
+    assert (result.sum_prob_squared[:2] == 0).all()
+    assert (result.logprob[1:3] == -INF).all()
+    (result.logprob[3:].sum() + result.entropy.sum()).backward()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+def test_bfloat16_statistics_are_float32():
+    hidden, weight, target, support = make_problem()
+    hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    bias = torch.zeros(V, dtype=torch.bfloat16, requires_grad=True)
+    result = support_logprob(hidden, weight, target, support, bias_V=bias)
+    assert result.logprob.dtype == torch.float32
+    result.logprob.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_gradients_of_a_bfloat16_bias_are_rounded_once():
+    """In bfloat16 a sum of halves would stop growing at 128."""
+    hidden, weight = torch.zeros(1000, D, dtype=torch.bfloat16), torch.zeros(V, D, dtype=torch.bfloat16)
+    bias = torch.zeros(V, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(1000, dtype=torch.int64)
+    support_logprob(hidden, weight, target, torch.arange(2).expand(1000, 2), bias_V=bias).logprob.sum().backward()
+    assert bias.grad[:3].tolist() == [500, -500, 0]
+
+
+def test_autocast_narrows_the_inputs_and_nothing_else():
+    hidden, weight, target, support = make_problem()
+
+    def compute(cast: Callable[[Tensor], Tensor], autocast: bool) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = support_logprob(cast(h), w if autocast else cast(w), target, support, return_entropy=True)
+            gradients = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), [h, w])  # there, too
+        return [*out[:2], *gradients]
+
+    expected = compute(Tensor.bfloat16, autocast=False)
+    for cast in (Tensor.float, Tensor.bfloat16):  # the latter: hidden states of a layer under autocast, and its weight
+        for actual, same in zip(compute(cast, autocast=True), expected, strict=True):
+            assert torch.equal(actual, same)
+
+
+def test_opcheck_and_compile():
+    hidden, weight, target, support = make_problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    torch.library.opcheck(torch.ops.rlft_fast.support_logits, (hidden, weight, support.clamp(min=0), 1))
+    constant = [torch.ones(support.shape), hidden.detach(), weight.detach(), support.clamp(min=0), 1]
+    torch.library.opcheck(torch.ops.rlft_fast.support_logits_backward, (*constant, [True, False]))
+    results = []
+    for function in (support_logprob, torch.compile(support_logprob, fullgraph=True)):
+        logprob = function(hidden, weight, target, support).logprob
+        results.append([logprob, *torch.autograd.grad(logprob.square().sum(), [hidden, weight])])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"support_TK": torch.full((T, 3), V)}, ValueError, "outside the vocabulary of 200"),
+        ({"support_TK": torch.full((T, 3), -2)}, ValueError, "ids from -2 to -2"),
+        ({"support_TK": torch.zeros(T - 1, 3, dtype=torch.int64)}, ValueError, r"support_TK \(30, K\)"),
+        ({"support_TK": torch.zeros(T, 3)}, TypeError, "int64"),
+        ({"weight_VD": torch.zeros(V, D + 1)}, ValueError, r"weight_VD \(V, D\)"),
+        ({"weight_VD": torch.zeros(V, D, dtype=torch.bfloat16)}, TypeError, "must share one of"),
+        ({"target_T": torch.full((T,), V)}, ValueError, r"target_T\[0\] is 200"),
+        ({"support_TK": torch.zeros(T, 3, dtype=torch.int64, device="meta")}, ValueError, "support_TK is on meta"),
+        ({"support_TK": torch.zeros(T, 20_000, dtype=torch.int64), "workspace_mib": 1}, ValueError, "at least 2"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ({"bias_V": torch.zeros(V + 1)}, ValueError, r"bias_V of shape \(200,\)"),
+        ({"support_TK": None}, ValueError, "got neither"),
+        ({"threshold_T": torch.zeros(T)}, ValueError, "got both"),
+        ({"support_TK": None, "threshold_T": torch.zeros(T + 1)}, ValueError, "threshold_T must have one value"),
+        ({"support_TK": None, "threshold_T": torch.zeros(T, dtype=torch.int64)}, TypeError, "threshold_T"),
+    ],
+)
+def test_bad_input(change, error, message):
+    names = ("hidden_TD", "weight_VD", "target_T", "support_TK")
+    arguments = dict(zip(names, make_problem(), strict=True)) | change
+    with pytest.raises(error, match=message):
+        support_logprob(**arguments)

@@ -1,0 +1,97 @@
+"""Compiles the Triton kernels, as calls of them would, for GPUs that are not there.
+
+`python -m tests.ops.logprob.triton_binaries 80 90` prints what ptxas made of them for sm_80 and sm_90,
+one JSON object a line.
+TRITON_INTERPRET must not be set.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from rlft_fast.ops.logprob import triton as kernels
+from rlft_fast.ops.logprob import triton_gemm
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+# Bytes of shared memory that a block may have, by compute capability.
+SHARED_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+BINARIES: list[tuple[str, object]] = []  # (kernel, binary) of all launches
+
+
+class Driver:
+    """All that Triton asks of a driver until it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def compile_instead_of_launch(kernel: JITFunction, grid: tuple[int, ...]):
+    return lambda *args, **options: BINARIES.append(
+        (kernel.__name__, kernel.run(*args, grid=grid, warmup=True, **options))
+    )
+
+
+def call_all(dtype: torch.dtype, everything: bool) -> None:
+    """Each wrapper once, with every option or with none."""
+    rows, columns, dim = 64, 4096, 128
+    logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
+    hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
+    target, count = torch.zeros(rows, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
+    maximum, sum_exp, a, b, target_logit, inv_temperature = torch.zeros(6, rows)
+    shift, squares = (a, b) if everything else (None, None)
+    options = (torch.zeros(columns) if everything else None, inv_temperature, 5.0 if everything else 0.0, 1.0)
+    problem = (logits, target, 0, *options)
+    kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit)
+    kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
+    kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
+    kernels.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit)
+    triton_gemm.multiply_rows(hidden, weight.T, logits, count)
+    triton_gemm.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
+    triton_gemm.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
+
+
+def resources(binary) -> dict[str, int]:
+    """Registers per thread, bytes of stack and local memory and of a block's shared memory, any TF32."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        printed = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", printed)}
+    return {
+        "registers": used["REG"], "stack": used["STACK"] + used["LOCAL"],
+        "shared": used["SHARED"] + binary.metadata.shared, "tf32": "tf32" in binary.asm["ptx"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    JITFunction.__getitem__ = compile_instead_of_launch
+    for capability in map(int, sys.argv[1:]):
+        driver.set_active(Driver(capability))
+        triton_gemm.is_hopper = lambda device, capability=capability: capability == 90
+        for dtype in (torch.bfloat16, torch.float32):
+            for everything in (False, True):
+                call_all(dtype, everything)
+                for kernel, binary in BINARIES:
+                    what = {"capability": capability, "kernel": kernel, "dtype": str(dtype), "everything": everything}
+                    limit = SHARED_LIMITS[capability]
+                    print(json.dumps({**what, **resources(binary), "shared_limit": limit}))
+                BINARIES.clear()

@@ -1,0 +1,107 @@
+"""FusedAdamW with sharded parameters: each step is that of the unsharded ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
+from tests.ops.optim.adamw_problems import (
+    OPTIONS,
+    as_parameters,
+    random_tensors,
+)
+from tests.support.distributed import run_distributed
+
+
+def two_processes(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        fully_sharded_model(rank, dtype)
+    mixed_placements(rank)
+    mesh = init_device_mesh("cpu", (2,))
+    backward_through_old_weights(mesh)
+    bad = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    bad.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(ValueError, match=r"gradient 0 .* placements .*Partial.* redistribute"):
+        FusedAdamW([bad]).step()
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 1)).to(dtype)  # rank 1 has nothing of the last
+
+
+def fully_sharded_model(rank: int, dtype: torch.dtype) -> None:
+    sharded, whole = make_model(dtype), make_model(dtype)
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    optimizers = [FusedAdamW(model.parameters(), **OPTIONS) for model in (sharded, whole)]
+    for seed in range(3):
+        x = random_tensors([(4, 6)], dtype, seed=seed)[0]
+        for model in (sharded, whole):
+            model(x).square().sum().backward()
+        for mine, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+            other.grad = mine.grad.full_tensor()  # the same bits on both sides: this is not about the backward pass
+        for model, optimizer in zip((sharded, whole), optimizers, strict=True):
+            coefficient, found_inf = clip_coefficient(grad_norm(model.parameters()), 0.1)
+            optimizer.step(coefficient=coefficient, found_inf=found_inf)
+            optimizer.zero_grad()
+    compare_states(sharded, whole, *optimizers)
+
+    # Through torch's sharded state dicts into a fresh optimizer.
+    saved = get_optimizer_state_dict(sharded, optimizers[0])
+    fresh = FusedAdamW(sharded.parameters(), lr=1.0)
+    set_optimizer_state_dict(sharded, fresh, copy.deepcopy(saved))
+    compare_states(sharded, whole, fresh, optimizers[1])
+    assert fresh.param_groups[0]["lr"] == OPTIONS["lr"]
+
+
+def compare_states(sharded: nn.Module, whole: nn.Module, *optimizers: FusedAdamW) -> None:
+    for mine, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-5, atol=1e-6)
+        mine_state, other_state = optimizers[0].state[mine], optimizers[1].state[other]
+        assert mine_state.keys() == other_state.keys()
+        assert torch.equal(mine_state["step"], other_state["step"])
+        for key in sorted(mine_state.keys() - {"step"}):  # gathered in the same order by all ranks
+            assert mine_state[key].placements == mine.placements
+            torch.testing.assert_close(mine_state[key].full_tensor(), other_state[key], rtol=1e-5, atol=1e-6)
+
+
+def mixed_placements(rank: int) -> None:
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("shard", "expert")]
+    full = random_tensors([(10, 6), (7, 5), (4,), (1, 3), (5,)])
+    placements = [(0, Shard(0)), (1, Shard(1)), (0, Replicate()), (1, Shard(0))]
+    sharded = [distribute_tensor(x, meshes[i], [p]) for x, (i, p) in zip(full, placements, strict=False)]
+    ours, whole = [nn.Parameter(x) for x in (*sharded, full[4].clone())], as_parameters(full)
+    optimizer, peer = FusedAdamW(ours, **OPTIONS), torch.optim.AdamW(whole, **OPTIONS)
+    for seed in range(1, 3):
+        gradients = random_tensors([x.shape for x in full], seed=seed)
+        for i, (mine, other, gradient) in enumerate(zip(ours, whole, gradients, strict=True)):
+            mine.grad = distribute_tensor(gradient, mine.device_mesh, mine.placements) if i < 4 else gradient.clone()
+            other.grad = gradient.clone()
+        coefficient, found_inf = clip_coefficient(grad_norm(ours), 0.5)
+        optimizer.step(coefficient=coefficient, found_inf=found_inf)
+        nn.utils.clip_grad_norm_(whole, 0.5)
+        peer.step()
+    for mine, other in zip(ours, whole, strict=True):
+        result = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(result, other, rtol=1e-5, atol=1e-6)
+
+
+def backward_through_old_weights(mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    loss = weight.square().sum()
+    weight.grad = weight.detach().clone()
+    FusedAdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.dist
+def test_two_processes():
+    run_distributed(two_processes, 2)

@@ -1,0 +1,30 @@
+"""Packages are imported through their faces: `from package import name`, where `__all__` has the name."""
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import rlft_fast
+
+ROOT = Path(rlft_fast.__file__).parents[1]
+
+
+def foreign_imports() -> Iterator[tuple[str, str, str]]:
+    """(place, module, name) of every import from a package that the importing module is not in."""
+    for path in sorted((ROOT / "rlft_fast").rglob("*.py")):
+        place = path.relative_to(ROOT)
+        package = ".".join(place.parent.parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlft_fast."):
+                module = str(node.module)
+                owner = module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+                if not f"{package}.".startswith(f"{owner}."):  # nor one of the packages that it is inside of
+                    yield from ((f"{place}:{node.lineno}", module, alias.name) for alias in node.names)
+
+
+def test_what_another_package_uses_is_in_the_face_of_its_own():
+    imports = list(foreign_imports())
+    assert len(imports) > 100
+    faces = {module: getattr(import_module(module), "__all__", []) for _, module, _ in imports}
+    assert [(place, module, name) for place, module, name in imports if name not in faces[module]] == []

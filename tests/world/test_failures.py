@@ -1,0 +1,112 @@
+"""A rank that is killed, or that fails, is named by those that are left."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlft_fast.engine import CheckpointManager
+from rlft_fast.engine.sharding.mesh import device_mesh
+from rlft_fast.world.collectives import _local_gpu, collective_timeout, leave_process_group, sequence_group
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+    import os, signal, sys
+    import torch
+    import torch.distributed as dist
+    from rlft_fast.world.collectives import init_distributed, get_rank
+    from rlft_fast.world.failures import LostRankError, naming_lost_ranks
+
+    store = init_distributed(timeout_minutes=1)
+    try:
+        with naming_lost_ranks(store, patience=5.0):
+            for step in range(100):
+                if get_rank() == 1 and step == 3:
+                    {end}
+                dist.all_reduce(torch.ones(1))
+    except LostRankError as error:
+        print(f"rank {{get_rank()}}: {{error}}", flush=True)
+        os._exit(3)
+"""
+
+
+def run_ranks(end: str, tmp_path: Path, world_size: int = 3) -> list[tuple[int, str]]:
+    """Exit code and output of each rank."""
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(end=end))
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300),
+        "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named(tmp_path):
+    results = run_ranks("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert results[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        assert results[rank][0] == 3, results[rank][1]
+        assert f"rank {rank}: rank 1 ended without a word (killed" in results[rank][1]
+        assert "--resume" in results[rank][1]
+
+
+@pytest.mark.slow
+def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
+    results = run_ranks("raise ValueError('no such reward')", tmp_path)
+    assert "ValueError: no such reward" in results[1][1]
+    for rank in (0, 2):
+        assert "rank 1 ended with ValueError: no such reward" in results[rank][1]
+
+
+def check_abort(rank: int) -> None:
+    """Rank 1 fails on its own, and neither waits for the others nor lets them wait."""
+    if rank == 1:
+        leave_process_group(failed=True)
+        assert not dist.is_initialized()
+        return
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_process_that_fails_leaves_alone():
+    run_distributed(check_abort, 2)
+
+
+def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert _local_gpu(4) == 3
+    with pytest.raises(ValueError, match="LOCAL_RANK is 3, but this process sees 2 GPUs"):
+        _local_gpu(2)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
+        _local_gpu(2)
+
+
+def check_timeouts(rank: int, directory: Path) -> None:
+    expected = collective_timeout()
+    assert expected != dist.default_pg_timeout
+    groups = [sequence_group(2), *device_mesh("cpu", shard_size=1).get_all_groups()]
+    manager = CheckpointManager(directory)
+    assert manager.load({}) is None
+    assert [collective_timeout(group) for group in (*groups, manager._group)] == [expected] * 4
+
+
+def test_all_groups_wait_as_long_as_the_whole(tmp_path):
+    run_distributed(check_timeouts, 2, tmp_path)
