@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlft_fast.ops.backends import resolve_backend
+from rlft_fast.ops.logprob import recompute as recompute  # registers its ops
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.checks import (
     check_active_index,

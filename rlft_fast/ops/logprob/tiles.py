@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.precision import sums_in_float32
 
 # Columns of a tile that all threads share, and of one that a thread has for itself, whose logits and weight rows then

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
+
 
 @torch.library.register_fake("rlft_fast::unpad")
 def _(padded, cu_seqlens, columns, num_tokens, left):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlft_fast.ops.library import check_device
+from rlft_fast.ops.packing import autograd as autograd  # registers fakes and backward passes
 from rlft_fast.ops.packing.checks import (
     PaddingSide,
     as_given,
