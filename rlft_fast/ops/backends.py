@@ -1,4 +1,4 @@
-"""Which code computes: compiled kernels, Triton's, or plain PyTorch; and what `auto` makes of it.
+"""Which code computes: compiled kernels, Triton's kernels, or plain PyTorch; and how `auto` chooses.
 
 Between compiled kernels and Triton's, measurements decide. `python -m benchmarks.ops.report --fastest FILE` writes them
 into `fastest_backend.json` beside this file, one entry per device capability, dtype, kind of call and shape:
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from rlft_fast.ops.library import has_cuda_kernels
 
@@ -39,9 +38,9 @@ _TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def resolve_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, kind: str, shape: Shape, group: ProcessGroup | None
+    backend: str, device: torch.device, dtype: torch.dtype, kind: str, shape: Shape, sharded: bool
 ) -> str:
-    """The backend that runs, "native", "triton" or "reference", for the one that was asked for.
+    """The backend that runs: "native", "triton" or "reference".
 
     Raises:
         ValueError: an unknown backend, or one that this install, device or vocabulary sharding cannot have.
@@ -63,7 +62,7 @@ def resolve_backend(
         )
     if backend == "auto":
         backend = _automatic(has_native, has_triton, device, dtype, kind, shape)
-    if backend == "reference" and group is not None:
+    if backend == "reference" and sharded:
         raise ValueError(
             f"a vocabulary sharded by vocab_group needs kernels; on {device} with backend={backend!r} the reference "
             "would run: gather the weight first"

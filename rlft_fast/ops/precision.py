@@ -59,7 +59,7 @@ class _ExactFlags:
 
 _onednn: Any = torch.backends.mkldnn
 _cpu = _onednn.matmul, _onednn
-_cuda = torch.backends.cuda.matmul, torch.backends.cudnn  # cudnn.fp32_precision is that of all operators on CUDA
+_cuda = torch.backends.cuda.matmul, torch.backends.cudnn  # cudnn.fp32_precision covers all operators on CUDA
 _EXACT = {
     ("cpu", torch.float32): _ExactFlags(*_cpu, fp32_precision="ieee"),
     ("cuda", torch.float32): _ExactFlags(*_cuda, fp32_precision="ieee"),
@@ -73,7 +73,7 @@ _EXACT = {
 def sums_in_float32(operand: Tensor) -> AbstractContextManager[None]:
     """A context in which GEMMs of such operands multiply all their bits and add in float32.
 
-    Torch's flags are those of the process: while a thread is inside, GEMMs of other threads are as exact, and
+    Torch's flags belong to the process: while a thread is inside, GEMMs of other threads are as exact, and
     ``torch.backends.cuda.matmul.allow_tf32`` raises where the old functions had set it.
     """
     return _EXACT.get((operand.device.type, operand.dtype)) or nullcontext()

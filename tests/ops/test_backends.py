@@ -95,7 +95,7 @@ def test_shipped_measurements_can_be_read():
 
 
 def test_auto_on_the_cpu_is_native():
-    assert resolve_backend("auto", torch.device("cpu"), torch.float32, "no grad", (1, 1, 1), None) == "native"
+    assert resolve_backend("auto", torch.device("cpu"), torch.float32, "no grad", (1, 1, 1), False) == "native"
     hidden, weight, target = torch.randn(5, 8), torch.randn(30, 8), torch.arange(5)
     automatic, native = (linear_logprob(hidden, weight, target, backend=b).logprob for b in ("auto", "native"))
     assert automatic.equal(native)
@@ -103,4 +103,4 @@ def test_auto_on_the_cpu_is_native():
 
 def test_unknown_backends_are_named():
     with pytest.raises(ValueError, match=r"'auto', 'native', 'triton' or 'reference', got 'cuda'"):
-        resolve_backend("cuda", torch.device("cpu"), torch.float32, "loss", (1, 1, 1), None)
+        resolve_backend("cuda", torch.device("cpu"), torch.float32, "loss", (1, 1, 1), False)

@@ -1,4 +1,4 @@
-"""What users may hand to `linear_logprob` and its kin, and what they are told otherwise.
+"""Checks of the arguments of `linear_logprob`, its loss and `support_logprob`.
 
 Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
 """
@@ -13,95 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from rlft_fast.ops.logprob.problem import Problem
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST = torch.finfo(torch.float32).tiny  # of the numbers that kernels divide by: its inverse is finite
 _RANGE = f"from {_SMALLEST:.1e} to {1 / _SMALLEST:.1e}"
 
 
-def check_inputs(
-    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, bias_V: Tensor | None, temperature: float | Tensor,
-    softcap: float | None, ignore_index: int, workspace_mib: int | None, *, sharded: bool = False,
-    **others: Tensor | None,
-) -> None:  # fmt: skip
-    """Raises ValueError or TypeError where the inputs do not fit each other.
-
-    Args:
-        hidden_TD: (T, D), like all below as the ops take it.
-        weight_VD: (V, D).
-        target_T: (T,).
-        bias_V: (V,).
-        temperature: one number or (T,).
-        softcap: positive, or None.
-        ignore_index: target of rows that need no temperature.
-        workspace_mib: positive, or None.
-        sharded: whether other ranks hold rows of the weight: whether this one does is then :func:`check_shards`'s, or
-            the others would wait for it.
-        **others: further tensors by name, which have to be on the same device.
-    """
-    tensors = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "target_T": target_T, "bias_V": bias_V, **others}
-    if isinstance(temperature, Tensor):
-        tensors["temperature"] = temperature
-    needed = ("hidden_TD", "weight_VD", "target_T")
-    present: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in needed}
-    check_number("ignore_index", ignore_index, Integral)
-    _check_plain(present)
-    _check_shapes(hidden_TD, weight_VD, target_T, bias_V)
-    if weight_VD.shape[0] == 0 and not sharded:
-        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
-    _check_dtypes(hidden_TD, weight_VD, target_T, bias_V)
-    for name, tensor in present.items():
-        if tensor.device != hidden_TD.device:
-            raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden_TD.device}; move them together")
-    _check_temperature(temperature, target_T, ignore_index)
-    if softcap is not None:
-        check_number("softcap", softcap)
-        if not _SMALLEST <= softcap <= 1 / _SMALLEST:
-            raise ValueError(f"softcap must be {_RANGE}, or None for no soft-capping; got {softcap}")
-    if workspace_mib is not None:
-        check_number("workspace_mib", workspace_mib, Integral)
-        if workspace_mib < 1:
-            raise ValueError(f"workspace_mib must be at least 1, got {workspace_mib}")
-
-
-def check_number(name: str, value: Any, kind: type = Real) -> None:
-    """Raises ValueError for what is not a number, or with ``Integral`` not a whole one."""
-    symbolic = (torch.SymInt,) if kind is Integral else (torch.SymInt, torch.SymFloat)
-    if not isinstance(value, (kind, *symbolic)):
-        expected = "an int" if kind is Integral else "a number"
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
-    """Raises ValueError for what is no tensor of one value per token."""
-    for i, values in enumerate(per_token):
-        expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
-        if not isinstance(values, Tensor):
-            raise ValueError(f"{expected}, got {type(values).__name__}")
-        if values.shape != target_T.shape or values.device != target_T.device:
-            raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
-
-
-def check_losses(loss: Any, logprob: Tensor) -> None:
-    """Raises ValueError for what a ``loss_fn`` must not return."""
-    got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-    if got != tuple(logprob.shape):
-        raise ValueError(
-            f"loss_fn must return one loss per token, a {tuple(logprob.shape)} tensor; got {got}: do not reduce "
-            "inside it"
-        )
-
-
-def check_no_tangent(*tensors: Tensor | None) -> None:
-    """Raises ValueError in forward-mode differentiation, which would take the result for a constant."""
-    for tensor in () if torch.compiler.is_compiling() else tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise ValueError(
-                f"the {tuple(tensor.shape)} input carries a tangent, and the fused ops have no forward-mode "
-                "derivative: use backward, or backend='reference'"
-            )
-
-
-def _check_plain(tensors: dict[str, Any]) -> None:
+def check_tensors(**tensors: Any) -> None:
+    """Raises ValueError for what is no plain tensor; None stands for an optional one that is not given."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -111,6 +31,111 @@ def _check_plain(tensors: dict[str, Any]) -> None:
                 "the head as a module, such as rlft_fast.models.LogprobHead or a model after rlft_fast.patch_lm_head: "
                 "its weight is whole inside. Elsewhere pass full_tensor(), or to_local() of a weight that is sharded "
                 "over its rows, with vocab_group."
+            )
+
+
+def check_problem(problem: Problem, temperature: float | Tensor, **others: Tensor | None) -> None:
+    """Raises ValueError or TypeError where the parts of a problem do not fit each other.
+
+    Where other ranks hold rows of the weight, `check_shards` looks for ranks without rows: the other ranks would wait
+    for a rank that raises here.
+
+    Args:
+        problem: as the user gave it: ``active_index`` may be None, and ``backend`` anything.
+        temperature: that `inverse_temperature` took.
+        **others: further tensors by name, which have to be on the same device.
+    """
+    hidden, weight, target, bias = problem.hidden_TD, problem.weight_VD, problem.target_T, problem.bias_V
+    optional = {"bias_V": bias, "threshold_T": problem.threshold_T, "active_index": problem.active_index, **others}
+    if isinstance(temperature, Tensor):
+        optional["temperature"] = temperature
+    tensors = {"hidden_TD": hidden, "weight_VD": weight, "target_T": target}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    check_number("ignore_index", problem.ignore_index, Integral)
+    check_number("logit_scale", problem.scale)
+    check_tensors(**tensors)
+    _check_shapes(hidden, weight, target, bias)
+    if problem.vocab == 0 and not problem.group:
+        raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
+    _check_dtypes(hidden, weight, target, bias)
+    for name, tensor in tensors.items():
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device} but hidden_TD is on {hidden.device}; move them together")
+    if isinstance(temperature, Tensor):
+        _check_temperatures(temperature, target, problem.ignore_index)
+    if problem.workspace_mib is not None:
+        check_number("workspace_mib", problem.workspace_mib, Integral)
+        if problem.workspace_mib < 1:
+            raise ValueError(f"workspace_mib must be at least 1, got {problem.workspace_mib}")
+    check_threshold(problem.threshold_T, target)
+    check_active_index(problem.active_index, target, problem.ignore_index)
+
+
+def inverse_temperature(temperature: float | Tensor, device: torch.device) -> Tensor:
+    """1 / temperature in float32: of a tensor its own shape, which `check_problem` looks at, of a number (1,).
+
+    Raises:
+        ValueError: the number is none, or outside the range of float32.
+    """
+    if isinstance(temperature, Tensor):
+        return temperature.detach().to(torch.float32).reciprocal()
+    check_number("temperature", temperature)
+    if not _SMALLEST <= temperature <= 1 / _SMALLEST:
+        raise ValueError(
+            f"temperature must be positive, {_RANGE}, got {temperature}; greedy decoding has no log-probabilities"
+        )
+    return torch.full((1,), 1.0 / temperature, dtype=torch.float32, device=device)
+
+
+def softcap_or_0(softcap: float | None) -> float:
+    """The soft cap, or 0 for none.
+
+    Raises:
+        ValueError: the soft cap is no number, or outside the range of float32.
+    """
+    if softcap is None:
+        return 0.0
+    check_number("softcap", softcap)
+    if not _SMALLEST <= softcap <= 1 / _SMALLEST:
+        raise ValueError(f"softcap must be {_RANGE}, or None for no soft-capping; got {softcap}")
+    return softcap
+
+
+def check_number(name: str, value: Any, kind: type = Real) -> None:
+    """Raises ValueError if a value is no number; with ``Integral``, no int."""
+    symbolic = (torch.SymInt,) if kind is Integral else (torch.SymInt, torch.SymFloat)
+    if not isinstance(value, (kind, *symbolic)):
+        expected = "an int" if kind is Integral else "a number"
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
+    """Raises ValueError unless every argument is a tensor of one value per token."""
+    for i, values in enumerate(per_token):
+        expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{expected}, got {type(values).__name__}")
+        if values.shape != target_T.shape or values.device != target_T.device:
+            raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
+
+
+def check_losses(loss: Any, logprob: Tensor) -> None:
+    """Raises ValueError unless ``loss_fn`` returned one loss per token."""
+    got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if got != tuple(logprob.shape):
+        raise ValueError(
+            f"loss_fn must return one loss per token, a {tuple(logprob.shape)} tensor; got {got}: do not reduce "
+            "inside it"
+        )
+
+
+def check_no_tangent(*tensors: Tensor | None) -> None:
+    """Raises ValueError in forward-mode differentiation, which would treat the result as a constant."""
+    for tensor in () if torch.compiler.is_compiling() else tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"the {tuple(tensor.shape)} input carries a tangent, and the fused ops have no forward-mode "
+                "derivative: use backward, or backend='reference'"
             )
 
 
@@ -140,14 +165,7 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise TypeError(f"bias_V must be floating point, got {bias.dtype}")
 
 
-def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index: int) -> None:
-    if not isinstance(temperature, Tensor):
-        check_number("temperature", temperature)
-        if not _SMALLEST <= temperature <= 1 / _SMALLEST:
-            raise ValueError(
-                f"temperature must be positive, {_RANGE}, got {temperature}; greedy decoding has no log-probabilities"
-            )
-        return
+def _check_temperatures(temperature: Tensor, target: Tensor, ignore_index: int) -> None:
     if temperature.shape != target.shape:
         raise ValueError(
             f"a temperature tensor must have one value per token {tuple(target.shape)}, got "
@@ -162,10 +180,10 @@ def _check_temperature(temperature: float | Tensor, target: Tensor, ignore_index
 
 
 def check_shards(shapes: list[list[int]]) -> None:
-    """Raises ValueError, and on all ranks, where the shards of a vocabulary, [V, D, T] of each, are not those of one.
+    """Raises ValueError, on all ranks alike, where the shards do not form one vocabulary.
 
     Args:
-        shapes: of all ranks, in their order.
+        shapes: [V, D, T] of every rank, in rank order.
     """
     if any(shape[1:] != shapes[0][1:] for shape in shapes):
         raise ValueError(
@@ -190,7 +208,7 @@ def check_row_fits(vocab: int, workspace_mib: int) -> None:
 
 
 def check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raises ValueError for a target outside the vocabulary, where looking costs nothing."""
+    """Raises ValueError for a target outside the vocabulary, where `looks_at` allows to read the targets."""
     if target_T.numel() == 0 or not looks_at(target_T):
         return
     known = target_T.where(target_T != ignore_index, 0)
@@ -203,7 +221,7 @@ def check_targets(target_T: Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def check_active_index(active_index: Tensor | None, target_T: Tensor, ignore_index: int) -> None:
-    """Raises ValueError or TypeError for indices that are not those of the rows with a target."""
+    """Raises ValueError or TypeError unless the indices are the rows with a target."""
     if active_index is None:
         return
     if active_index.dtype != torch.int64:
@@ -212,14 +230,14 @@ def check_active_index(active_index: Tensor | None, target_T: Tensor, ignore_ind
         raise ValueError(f"active_index must have one dimension, got shape {tuple(active_index.shape)}")
     if looks_at(target_T) and not torch.equal(active_index, (target_T != ignore_index).nonzero().squeeze(-1)):
         raise ValueError(
-            f"active_index is not what target_T says: expected the {int((target_T != ignore_index).sum())} rows whose "
+            f"active_index does not match target_T: expected the {int((target_T != ignore_index).sum())} rows whose "
             f"target is not ignore_index={ignore_index}, ascending, got {len(active_index)} rows; leave it out to have "
             "them found"
         )
 
 
 def check_threshold(threshold_T: Tensor | None, target_T: Tensor) -> None:
-    """Raises ValueError or TypeError for what is no threshold per token."""
+    """Raises ValueError or TypeError unless there is one threshold per token, or none at all."""
     if threshold_T is None:
         return
     if threshold_T.shape != target_T.shape:
@@ -231,7 +249,7 @@ def check_threshold(threshold_T: Tensor | None, target_T: Tensor) -> None:
 
 
 def looks_at(x: Tensor) -> bool:
-    """Whether values are checked: on the CPU; a device would have to be waited for, and is with RLFT_FAST_DEBUG=1."""
+    """Whether values are checked: on the CPU always, on a GPU, where the host would wait, with RLFT_FAST_DEBUG=1."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):  # there are no values
         return False
     return x.device.type == "cpu" or (x.is_cuda and os.environ.get("RLFT_FAST_DEBUG") == "1")

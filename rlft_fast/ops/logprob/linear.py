@@ -1,31 +1,36 @@
 """Log-probabilities straight from hidden states: the vocabulary projection without its logits.
 
-The public face: checks, backends, and which of the algorithms of `recompute`, `frozen` and `loss` runs.
+The public face: it checks, finds the backend, and calls one of the ways `recompute`, `frozen` and `loss`.
 
-Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary.
+Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
 """
+
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlft_fast.ops.backends import resolve_backend
-from rlft_fast.ops.logprob import recompute as recompute  # registers its ops
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.checks import (
-    check_active_index,
-    check_inputs,
     check_no_tangent,
-    check_number,
     check_per_token,
+    check_problem,
     check_shards,
     check_targets,
-    check_threshold,
+    check_tensors,
+    inverse_temperature,
     looks_at,
+    softcap_or_0,
 )
-from rlft_fast.ops.logprob.loss import hold, release
+from rlft_fast.ops.logprob.frozen import FROZEN
+from rlft_fast.ops.logprob.loss import LOSS, hold, release
+from rlft_fast.ops.logprob.problem import Problem
+from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.logprob.tiles import rebase_targets
+from rlft_fast.ops.logprob.statistics import rebase_targets
 
 # What "auto" looks up where the vocabulary is sharded: backends reduce at different points, and V differs among ranks.
 _SHARDED_VOCAB = 2**17
@@ -85,8 +90,8 @@ def linear_logprob(
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
             GPU, backends and Triton's two passes with and without gradient agree to rounding only.
         workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU. Where
-            those of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead of
-            four (not under ``torch.compile``, nor with ``threshold_T``).
+            the logits of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead
+            of four (not under ``torch.compile``, nor with ``threshold_T``).
 
     Returns:
         :class:`LinearLogprob` of (T,) tensors, float32 (``top1``: bool), each None unless asked for.
@@ -95,50 +100,37 @@ def linear_logprob(
         ValueError: shapes, devices or option values that do not fit.
         TypeError: unsupported or mixed dtypes.
     """
+    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
-    check_inputs(
-        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib,
-        sharded=vocab_group is not None, threshold_T=threshold_T, active_index=active_index,
+    problem = Problem(
+        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), threshold_T, softcap_or_0(softcap), logit_scale, backend,
+        _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
-    check_number("logit_scale", logit_scale)
-    check_threshold(threshold_T, target_T)
-    check_active_index(active_index, target_T, ignore_index)
-    asked_for = {
-        "return_entropy": return_entropy,
-        "return_sum_prob_squared": return_sum_prob_squared,
-        "return_top1": return_top1,
-    }
-    needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
-    only_hidden = needs_grad == [True, False, False] and not any(asked_for.values())
+    check_problem(problem, temperature)
+    asked = Asked(return_entropy, return_sum_prob_squared, return_top1)
+    needs_grad = _needs_grad(problem)
+    only_hidden = needs_grad == [True, False, False] and not any(asked)
     freezes = only_hidden and vocab_group is None and threshold_T is None
     kind = "no grad" if not any(needs_grad) else "frozen head" if freezes else "forward + backward"
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
-    backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, kind, shape, vocab_group)
-    if backend == "reference":
-        check_targets(target_T, weight_VD.shape[0], ignore_index)
+    problem = _with_backend(problem, kind)
+    if problem.backend == "reference":
+        check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
-            logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, **asked_for,
+            logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, return_entropy=return_entropy,
+            return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
         )  # fmt: skip
-    check_no_tangent(hidden_TD, weight_VD, bias_V)
     if workspace_mib is None:
-        workspace_mib = 256 if hidden_TD.is_cuda else 64
-    active_index = _active_index(target_T, ignore_index, active_index)
-    target_T, _ = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
-    inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
-    if backend == "triton" and kind == "no grad" and threshold_T is None:
-        backend = "triton_fused"  # backward needs the logits of its own GEMM, or rounding errors do not cancel
-    transform = (softcap or 0.0, logit_scale, backend)
+        problem = replace(problem, workspace_mib=256 if hidden_TD.is_cuda else 64)
+    problem, _ = _localize(problem, vocab_group)
     if freezes:
-        logprob, _ = torch.ops.rlft_fast.linear_logprob_frozen(*inputs, *transform, workspace_mib)
+        logprob, _ = FROZEN(problem)
         return LinearLogprob(logprob)
-    group = "" if vocab_group is None else vocab_group.group_name
-    # A compiled graph serves any number of tokens, and theirs decides whether logits fit.
-    keep_logits = any(needs_grad) and threshold_T is None and not torch.compiler.is_compiling()
-    logprob, *extras, _, _ = torch.ops.rlft_fast.linear_logprob(
-        *inputs, threshold_T, *transform, group, workspace_mib, keep_logits, *asked_for.values()
-    )
-    return LinearLogprob(logprob, *(x if asked else None for x, asked in zip(extras, asked_for.values(), strict=True)))
+    # A compiled graph serves any number of tokens, and their number decides whether the logits fit.
+    keeps_logits = any(needs_grad) and threshold_T is None and not torch.compiler.is_compiling()
+    logprob, *extras, _, _ = RECOMPUTE(problem, any(needs_grad), keeps_logits, *asked)
+    return LinearLogprob(logprob, *(x if wanted else None for x, wanted in zip(extras, asked, strict=True)))
 
 
 def linear_logprob_loss(
@@ -160,12 +152,12 @@ def linear_logprob_loss(
 ) -> LinearLogprobLoss:
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
-    Two GEMMs, if the weight needs no gradient. Each chunk of rows computes its statistics, calls ``loss_fn`` under
-    autograd on those few numbers, turns its logits into their gradients in place and finishes its part of all
-    gradients; the backward pass only scales them, in place, so that a second one raises. Fits whatever is a function of
-    one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Losses that couple tokens (sequence-level
-    ratios), and float16 with a loss scale, which would come after the gradients are rounded, use
-    :func:`linear_logprob`.
+    A frozen weight takes two GEMMs. Each chunk of rows computes its statistics, calls ``loss_fn`` under autograd on
+    these few numbers, turns its logits into their gradients in place and finishes its part of all gradients. The
+    backward pass only scales the gradients, in place, so that a second backward pass raises. The op fits every loss
+    that is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Two kinds of losses use
+    :func:`linear_logprob` instead: losses that couple tokens (sequence-level ratios), and float16 with a loss scale,
+    which would be applied after the gradients are rounded.
 
     Args:
         hidden_TD: (T, D) final hidden states.
@@ -186,9 +178,9 @@ def linear_logprob_loss(
         active_index: see there.
         vocab_group: see there.
         backend: see there.
-        workspace_mib: see there; whole rows of logits must fit. None on the CPU for the logits of 480
-            rows, but no less than 64; on a GPU for the dlogits of all rows, or as much as the float32 accumulator of
-            dweight takes that is then not needed, but no less than a GiB.
+        workspace_mib: see there; whole rows of logits must fit. None on the CPU: the logits of 480 rows, at least
+            64 MiB. None on a GPU: the dlogits of all rows, at most the size of a float32 dweight (which is then not
+            needed) or 1 GiB, whichever is larger.
 
     Returns:
         ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
@@ -197,40 +189,26 @@ def linear_logprob_loss(
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
         TypeError: unsupported or mixed dtypes.
     """
+    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
-    check_inputs(
-        hidden_TD,
-        weight_VD,
-        target_T,
-        bias_V,
-        temperature,
-        softcap,
-        ignore_index,
-        workspace_mib,
-        sharded=vocab_group is not None,
-        active_index=active_index,
-    )
-    check_active_index(active_index, target_T, ignore_index)
-    check_number("logit_scale", logit_scale)
+    problem = Problem(
+        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), None, softcap_or_0(softcap), logit_scale, backend,
+        _group_name(vocab_group), workspace_mib, ignore_index,
+    )  # fmt: skip
+    check_problem(problem, temperature)
     check_per_token(per_token, target_T)
-    shape = (len(target_T), weight_VD.shape[1], weight_VD.shape[0] if vocab_group is None else _SHARDED_VOCAB)
-    backend = resolve_backend(backend, hidden_TD.device, hidden_TD.dtype, "loss", shape, vocab_group)
-    if backend == "reference":
-        check_targets(target_T, weight_VD.shape[0], ignore_index)
+    problem = _with_backend(problem, "loss")
+    if problem.backend == "reference":
+        check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob_loss(
             hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
-    check_no_tangent(hidden_TD, weight_VD, bias_V)
-    active_index = _active_index(target_T, ignore_index, active_index)
-    target_T, shards = _local_targets(target_T, weight_VD, ignore_index, vocab_group)
-    inputs = (hidden_TD, weight_VD, target_T, active_index, bias_V, _inverse(temperature, hidden_TD))
-    group = "" if vocab_group is None else vocab_group.group_name
-    options = (softcap or 0.0, logit_scale, backend, group, shards, workspace_mib, return_entropy)
-    needs_grad = _needs_grad(hidden_TD, weight_VD, bias_V)
+    problem, shards = _localize(problem, vocab_group)
     handle = hold(loss_fn)
     try:
-        results = torch.ops.rlft_fast.linear_logprob_loss(*inputs, list(per_token), handle, *options, needs_grad)
+        results = LOSS(problem, list(per_token), handle, shards, return_entropy, _needs_grad(problem))
     finally:
         release(handle)
     loss, logprob, entropy = results[:3]
@@ -241,7 +219,7 @@ def linear_logprob_loss(
 
 
 def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts them as autocast, where it is on, would cast those of a linear layer."""
+    """Casts them as autocast, where it is on, casts the inputs of a linear layer."""
     device = hidden.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return hidden, weight, bias
@@ -249,29 +227,35 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _needs_grad(*inputs: Tensor | None) -> list[bool]:
+def _group_name(group: ProcessGroup | None) -> str:
+    return "" if group is None else group.group_name
+
+
+def _needs_grad(problem: Problem) -> list[bool]:
+    inputs = (problem.hidden_TD, problem.weight_VD, problem.bias_V)
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 
-def _local_targets(
-    target_T: Tensor, weight_VD: Tensor, ignore_index: int, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor | None]:
-    """Targets as rows of this rank's weight, checked, and [V, D, T] of all ranks."""
+def _with_backend(problem: Problem, kind: str) -> Problem:
+    """The problem with the backend that runs in place of the one that was asked for."""
+    hidden = problem.hidden_TD
+    shape = (hidden.shape[0], hidden.shape[1], _SHARDED_VOCAB if problem.group else problem.vocab)
+    backend = resolve_backend(problem.backend, hidden.device, hidden.dtype, kind, shape, bool(problem.group))
+    return replace(problem, backend=backend)
+
+
+def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:
+    """The problem with its active tokens found, and targets as rows of this rank's weight; and all ranks' [V, D, T]."""
+    check_no_tangent(problem.hidden_TD, problem.weight_VD, problem.bias_V)
+    target_T, ignore_index = problem.target_T, problem.ignore_index
+    active_index = problem.active_index
+    if active_index is None:
+        active_index = (target_T != ignore_index).nonzero().squeeze(-1)
     if group is None:
-        check_targets(target_T, weight_VD.shape[0], ignore_index)
-        return target_T, None
-    local_T, shards = rebase_targets(target_T, weight_VD, group)
+        check_targets(target_T, problem.vocab, ignore_index)
+        return replace(problem, active_index=active_index), None
+    local_T, shards = rebase_targets(target_T, problem.weight_VD, group)
     if looks_at(target_T):
         check_shards(shards.tolist())
         check_targets(target_T, int(shards[:, 0].sum()), ignore_index)
-    return local_T, shards
-
-
-def _inverse(temperature: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(temperature, Tensor):
-        return temperature.detach().to(torch.float32).reciprocal()
-    return torch.full((1,), 1.0 / temperature, dtype=torch.float32, device=like.device)
-
-
-def _active_index(target_T: Tensor, ignore_index: int, active_index: Tensor | None) -> Tensor:
-    return active_index if active_index is not None else (target_T != ignore_index).nonzero().squeeze(-1)
+    return replace(problem, active_index=active_index, target_T=local_T), shards

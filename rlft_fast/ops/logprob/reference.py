@@ -1,4 +1,4 @@
-"""Plain PyTorch definitions of the fused ops: what they mean, the ``reference`` backend, and the oracle of every test.
+"""Plain PyTorch definitions of the fused ops: the meaning of each, the ``reference`` backend, and every test's oracle.
 
 Shapes: T packed tokens, D hidden, V vocabulary.
 """
@@ -13,7 +13,7 @@ from rlft_fast.ops.logprob.checks import check_losses
 
 
 class LinearLogprob(NamedTuple):
-    """Per token, (T,) each; what was not asked for is None. Logprob and entropy are differentiable."""
+    """Per token, (T,) each; a statistic that was not asked for is None. Logprob and entropy are differentiable."""
 
     logprob: Tensor
     """float32 log-probability of the target."""
@@ -86,7 +86,7 @@ def linear_logprob(
 ) -> LinearLogprob:
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
     active = target_T != ignore_index
-    hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # whatever stands there must not reach a gradient
+    hidden_TD = hidden_TD.where(active.unsqueeze(-1), 0)  # values of ignored rows must not reach a gradient
     if isinstance(temperature, Tensor):
         temperature = temperature.where(active, 1)
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)

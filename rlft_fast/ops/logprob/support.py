@@ -14,13 +14,22 @@ dweight. A threshold has to look at every logit, tile by tile, as `linear_logpro
 Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.logprob.checks import check_inputs, check_targets, looks_at
+from rlft_fast.ops.logprob.checks import (
+    check_problem,
+    check_targets,
+    check_tensors,
+    inverse_temperature,
+    looks_at,
+    softcap_or_0,
+)
 from rlft_fast.ops.logprob.linear import autocast_inputs, linear_logprob
+from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import LinearLogprob, transform_logits
 from rlft_fast.ops.precision import sums_in_float32
 
@@ -43,10 +52,10 @@ def support_logprob(
 ) -> LinearLogprob:
     """Log-probability of each target under the softmax over its row's support, given in one of two ways.
 
-    The ids cost ``T K D`` multiplications forward and twice that backward, for any vocabulary, and are exact: they stay
-    those of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`, and the support is
-    what reaches it now: where the weights have moved since, tokens have crossed it, and a ratio is unbiased only as far
-    as few of them matter.
+    Ids cost ``T K D`` multiplications forward and twice as many backward, for any vocabulary. Ids are exact: the support
+    stays the support of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`, and its
+    support is the set of tokens that reach the threshold now. Where weights have changed since sampling, tokens have
+    crossed the threshold, and the policy ratio is unbiased only if these tokens carry little probability.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
@@ -78,40 +87,41 @@ def support_logprob(
     if (support_TK is None) == (threshold_T is None):
         got = "neither" if support_TK is None else "both"
         raise ValueError(f"expected one of support_TK and threshold_T, got {got}: the ids or the smallest logit kept")
-    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
-    options: dict[str, Any] = {
-        "bias_V": bias_V, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
-        "ignore_index": ignore_index, "return_entropy": return_entropy,
-        "return_sum_prob_squared": return_sum_prob_squared,
-    }  # fmt: skip
     if support_TK is None:
         return linear_logprob(
-            hidden_TD, weight_VD, target_T, threshold_T=threshold_T, workspace_mib=workspace_mib, **options
-        )
-    check_inputs(
-        hidden_TD, weight_VD, target_T, bias_V, temperature, softcap, ignore_index, workspace_mib, support_TK=support_TK
-    )
-    workspace_mib = 64 if workspace_mib is None else workspace_mib
-    _check_support(support_TK, hidden_TD, weight_VD, workspace_mib)
-    check_targets(target_T, weight_VD.shape[0], ignore_index)
-    return _over_ids(hidden_TD, weight_VD, target_T, support_TK, workspace_mib=workspace_mib, **options)
+            hidden_TD, weight_VD, target_T, threshold_T=threshold_T, bias_V=bias_V, temperature=temperature,
+            softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
+            return_sum_prob_squared=return_sum_prob_squared, workspace_mib=workspace_mib,
+        )  # fmt: skip
+    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, support_TK=support_TK)
+    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
+    problem = Problem(
+        hidden_TD, weight_VD, target_T, cast(Any, None), bias_V, inverse_temperature(temperature, hidden_TD.device),
+        None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, ignore_index,
+    )  # fmt: skip
+    check_problem(problem, temperature, support_TK=support_TK)
+    if workspace_mib is None:
+        problem = replace(problem, workspace_mib=64)
+    _check_support(support_TK, problem)
+    check_targets(target_T, problem.vocab, ignore_index)
+    return _over_ids(problem, temperature, support_TK, return_entropy, return_sum_prob_squared)
 
 
 def _over_ids(
-    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, support_TK: Tensor, *, bias_V: Tensor | None,
-    temperature: float | Tensor, softcap: float | None, logit_scale: float, ignore_index: int, return_entropy: bool,
-    return_sum_prob_squared: bool, workspace_mib: int,
+    problem: Problem, temperature: float | Tensor, support_TK: Tensor, return_entropy: bool,
+    return_sum_prob_squared: bool,
 ) -> LinearLogprob:  # fmt: skip
-    active = target_T != ignore_index
+    target_T = problem.target_T
+    active = target_T != problem.ignore_index
     ids_TK = support_TK.clamp(min=0)
-    z = torch.ops.rlft_fast.support_logits(hidden_TD, weight_VD, ids_TK, workspace_mib)
-    if bias_V is not None:
-        z = z + bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
+    z = torch.ops.rlft_fast.support_logits(problem.hidden_TD, problem.weight_VD, ids_TK, problem.workspace_mib)
+    if problem.bias_V is not None:
+        z = z + problem.bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
     z, zeros_T2 = _SeenRows.apply(z)
     temperature = temperature.detach() if isinstance(temperature, Tensor) else temperature
-    z = transform_logits(z, temperature, softcap, logit_scale)
+    z = transform_logits(z, temperature, problem.softcap or None, problem.scale)
     kept_TK = (support_TK >= 0) & (z != -torch.inf)
-    # A row without any token would give nan: it gets finite logits that nothing reads.
+    # A row without any token would give nan, so it gets finite logits. Nothing reads them.
     z = z.masked_fill(~kept_TK, -torch.inf).masked_fill(~kept_TK.any(-1, keepdim=True), 0)
     log_p = z.log_softmax(-1)
     is_target = kept_TK & (support_TK == target_T.unsqueeze(-1))
@@ -127,10 +137,11 @@ def _over_ids(
 
 
 class _SeenRows(torch.autograd.Function):
-    """The logits, whose gradients are zero in rows that the loss does not see, whatever the steps behind make of them.
+    """The logits, with zero gradients in rows that the loss does not see.
 
-    0 * nan is nan, and one such row would reach every gradient. Which rows are seen shows at zeros (T, 2) that are
-    added to logprob and entropy, and so have their gradients.
+    0 * nan is nan, and one such row would reach every gradient. The op also returns zeros (T, 2), which are added to
+    logprob and entropy. The gradients of the zeros are the gradients of logprob and entropy, and tell which rows the
+    loss sees.
     """
 
     @staticmethod
@@ -143,7 +154,9 @@ class _SeenRows(torch.autograd.Function):
         return grad_TK.masked_fill((grad_T2 == 0).all(-1, keepdim=True), 0)
 
 
-def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mib: int) -> None:
+def _check_support(support: Tensor, problem: Problem) -> None:
+    hidden, weight, workspace_mib = problem.hidden_TD, problem.weight_VD, problem.workspace_mib
+    assert workspace_mib is not None
     if support.dim() != 2 or support.shape[0] != hidden.shape[0]:
         raise ValueError(f"expected support_TK ({hidden.shape[0]}, K) to match hidden_TD, got {tuple(support.shape)}")
     if support.dtype != torch.int64:
@@ -164,7 +177,7 @@ def _check_support(support: Tensor, hidden: Tensor, weight: Tensor, workspace_mi
 
 
 def gathered_bytes(num_ids: int, dim: int, dtype: torch.dtype) -> int:
-    """What the weight rows of one token's support take: gathered in ``dtype``, then float32."""
+    """Bytes of the weight rows of one token's support: gathered in ``dtype``, then widened to float32."""
     return num_ids * dim * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
 
 
@@ -198,7 +211,7 @@ def _support_logits_backward(
     grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
     grad_weight.zero_()
     seen = (grad != 0).any(-1, keepdim=True)
-    with torch.autocast(hidden.device.type, enabled=False):  # which would narrow what is added up
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would narrow the sums
         for rows in _chunks(weight, ids, workspace_mib):
             if needs_grad[0]:
                 with sums_in_float32(grad):
@@ -211,9 +224,9 @@ def _support_logits_backward(
 
 
 def _add_outer_(grad_weight: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """Adds to the row of each id its gradient times the hidden state, products that take what gathered rows do."""
+    """Adds to the row of each id its gradient times the hidden state. The products are as large as gathered rows."""
     products = (grad.unsqueeze(-1) * hidden.unsqueeze(1)).flatten(0, 1)
-    if grad_weight.is_cuda:  # sorts the ids: unlike index_add_ there, always the same bits
+    if grad_weight.is_cuda:  # index_put_ sorts the ids and gives the same bits every time; index_add_ does not
         grad_weight.index_put_((ids.flatten(),), products, accumulate=True)
     else:
         grad_weight.index_add_(0, ids.flatten(), products)

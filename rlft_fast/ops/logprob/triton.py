@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlft_fast.ops.logprob.tiles import Sums
+from rlft_fast.ops.logprob.statistics import Sums
 from rlft_fast.ops.logprob.triton_gemm import LAUNCH, SCHEDULE, gemm_tile, load_depth, on_its_device, tile_of
 
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it

@@ -1,4 +1,4 @@
-"""How much memory `linear_logprob_loss` works in, and how many rows it takes at once there."""
+"""The memory that `linear_logprob_loss` works in, and the number of rows that it takes at once."""
 
 import torch
 
@@ -6,11 +6,12 @@ from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, GPU_LOGIT_ROWS, ROW_MULT
 
 
 def default_workspace_mib(num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
-    """On a CPU logits of as many rows as its GEMMs need to be fast, however large the vocabulary.
+    """On a CPU the logits of `CPU_LOGIT_ROWS` rows, however large the vocabulary.
 
-    On a GPU dlogits of all rows, or as many as take the memory of the accumulator that those of all rows spare. The
-    accumulator is read and written once per group of rows: a small one makes small groups, and at D = 896 these would
-    move it eleven times. So a GiB of dlogits there may be in any case.
+    On a GPU the dlogits of all rows, up to the size of a float32 dweight: with the dlogits of all rows no float32
+    accumulator of dweight is needed. Where dlogits are cut into groups, each group reads and writes the accumulator
+    once. At D = 896 the accumulator is small, and groups of its size would move it eleven times; a GiB is therefore
+    allowed in any case.
     """
     if device_type == "cpu":
         return max(-(-4 * CPU_LOGIT_ROWS * vocab // 2**20), 64)
@@ -34,7 +35,7 @@ def scratch_bytes(
     num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int | None,
     needs_dweight: bool = True,
 ) -> int:  # fmt: skip
-    """What `linear_logprob_loss` takes beside its results, at most: logits, a sum of dweight, copies of rows.
+    """Most memory of `linear_logprob_loss` beside its results: logits, a sum of dweight, copies of rows.
 
     Args:
         num_rows: T, or A where few tokens are active.

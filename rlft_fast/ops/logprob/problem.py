@@ -1,0 +1,118 @@
+"""One call of a log-prob op as one object, from the checks down to the kernels.
+
+Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
+from rlft_fast.ops.logprob.statistics import Rows
+from rlft_fast.ops.logprob.tiles import float_bias, operand
+
+# The schema of a problem as the first arguments of an operator: tensors, then numbers and names.
+SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor target, Tensor active_index, Tensor? bias, Tensor inv_temperature, "
+    "Tensor? threshold, float softcap, float scale, str backend, str group, int? workspace_mib"
+)
+NUM_TENSORS, NUM_ARGUMENTS = 7, 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows of hidden states, the projection, and how its raw logits become the logits that the softmax sees.
+
+    ``z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) * inv_temperature``, without tanh where
+    ``softcap`` is 0.
+    """
+
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    """The projection, or this rank's rows of it."""
+    target_T: Tensor
+    """int64 rows of ``weight_VD``."""
+    active_index: Tensor
+    """(A,) the tokens that have a target, ascending. None until they are found, which is before any operator runs."""
+    bias_V: Tensor | None
+    inv_temperature: Tensor
+    """float32 (T,), or (1,) for all tokens."""
+    threshold_T: Tensor | None
+    """Smallest logit that counts; None: every logit counts."""
+    softcap: float
+    """0 for no soft-capping."""
+    scale: float
+    backend: str
+    group: str
+    """Name of the process group whose ranks hold the other rows of the projection; "" where there are none."""
+    workspace_mib: int | None
+    ignore_index: int = -100
+    """Target of tokens that are not active. Operators read ``active_index`` instead."""
+
+    # ---- an operator's schema -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(arguments: tuple[Any, ...]) -> Problem:
+        """The problem that an operator was given as the first of its arguments."""
+        return Problem(*arguments[:NUM_ARGUMENTS])
+
+    def flat(self) -> tuple[Any, ...]:
+        """The problem as `SCHEMA` has it."""
+        return (*self.tensors(), *self.scalars())
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.hidden_TD, self.weight_VD, self.target_T, self.active_index, self.bias_V, self.inv_temperature,
+            self.threshold_T,
+        )  # fmt: skip
+
+    def scalars(self) -> tuple[Any, ...]:
+        return self.softcap, self.scale, self.backend, self.group, self.workspace_mib
+
+    # ---- what is computed with ----------------------------------------------------------------------------------
+
+    @property
+    def vocab(self) -> int:
+        return self.weight_VD.shape[0]
+
+    @property
+    def num_active(self) -> int:
+        return self.active_index.shape[0]
+
+    @property
+    def device_type(self) -> str:
+        return self.hidden_TD.device.type
+
+    @property
+    def kernels(self) -> Any:
+        """The module of `logprob_stats_`, `logprob_grad_` and `logprob_frozen_`, which compute between the GEMMs."""
+        if self.backend == "triton":
+            from rlft_fast.ops.logprob import triton
+
+            return triton
+        return torch.ops.rlft_fast
+
+    def rows(self, index: Tensor) -> Rows:
+        """The tokens at these positions, in the dtype that GEMMs multiply in."""
+        hidden, target = self.hidden_TD, self.target_T
+        are_all = index.shape[0] == hidden.shape[0]
+        if are_all and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
+            return Rows(operand(hidden).contiguous(), target.contiguous(), self.inv_temperature, self.threshold_T)
+        for_all = self.inv_temperature.shape[0] == 1
+        return Rows(
+            operand(hidden[index]).contiguous(), target[index],
+            self.inv_temperature if for_all else self.inv_temperature[index],
+            None if self.threshold_T is None else self.threshold_T[index],
+        )  # fmt: skip
+
+    def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Slices of the vocabulary with their weight rows and bias, in the dtype that GEMMs multiply in."""
+        bias = float_bias(self.bias_V)
+        for start in range(0, self.vocab, columns):
+            tile = slice(start, min(start + columns, self.vocab))
+            yield tile, operand(self.weight_VD[tile]), None if bias is None else bias[tile]

@@ -1,0 +1,177 @@
+"""Statistics of rows: the sums over tiles of the logits, and over the shards of a vocabulary.
+
+Shapes: T packed tokens, R rows of one chunk, D hidden, V vocabulary, N ranks of a sharded vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Some rows of the problem, gathered: all that a chunk needs besides the projection."""
+
+    hidden_RD: Tensor
+    target_R: Tensor
+    inv_temperature: Tensor  # (R,) or (1,)
+    threshold: Tensor | None = None  # (R,); None: every logit counts
+
+
+class Stats(NamedTuple):
+    """Per row; the log-normaliser is ``maximum + log_sum``, kept apart because rounding their sum costs digits of p."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    sum_prob_squared: Tensor | None
+    top1: Tensor
+    maximum: Tensor
+    log_sum: Tensor
+
+
+class Sums(NamedTuple):
+    """Per row, over the vocabulary seen so far; None for a sum that no statistic needs."""
+
+    maximum: Tensor
+    sum_exp: Tensor  # of exp(x - maximum)
+    shift: Tensor | None  # sum of exp(x - maximum) (x - maximum)
+    squares: Tensor | None  # sum of exp(x - maximum)^2
+    target_logit: Tensor  # nan until the target has been seen: a target outside the vocabulary must not look valid
+
+    @staticmethod
+    def of_nothing(rows: Rows, return_entropy: bool = False, return_sum_prob_squared: bool = False) -> Sums:
+        maximum, sum_exp, shift, squares, target_logit = rows.hidden_RD.new_zeros(
+            5, rows.target_R.shape[0], dtype=torch.float32
+        )
+        return Sums(
+            maximum.fill_(-torch.inf), sum_exp, shift if return_entropy else None,
+            squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
+        )  # fmt: skip
+
+    def at(self, top: Tensor) -> Sums:
+        """The same sums with ``top``, no less than the maximum, in its place: such sums can be added."""
+        down = (self.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # no 0 * -inf
+        factor = down.exp()
+        return Sums(
+            top, self.sum_exp * factor,
+            None if self.shift is None else (self.shift + down * self.sum_exp) * factor,
+            None if self.squares is None else self.squares * factor.square(), self.target_logit,
+        )  # fmt: skip
+
+    def finish(self, group: str) -> Stats:
+        """The statistics, also over the shards of the ranks of ``group``, if there is one."""
+        maximum, sum_exp, shift, squares, target_logit = _merge_shards(group, self) if group else self
+        log_sum = sum_exp.log()
+        return Stats(
+            logprob=(target_logit - maximum) - log_sum,
+            entropy=None if shift is None else log_sum - shift / sum_exp,
+            sum_prob_squared=None if squares is None else squares / sum_exp.square(),
+            top1=target_logit == maximum,
+            maximum=maximum,
+            log_sum=log_sum,
+        )
+
+
+def per_token_results(hidden: Tensor, *asked_for: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(T,) logprob, and (T,) or empty entropy, sum_prob_squared and top1. All are zeros; ignored rows keep them."""
+    num_tokens = hidden.shape[0]
+    entropy, sum_prob_squared, top1 = (num_tokens if asked else 0 for asked in asked_for)
+    return (
+        hidden.new_zeros(num_tokens, dtype=torch.float32), hidden.new_zeros(entropy, dtype=torch.float32),
+        hidden.new_zeros(sum_prob_squared, dtype=torch.float32), hidden.new_zeros(top1, dtype=torch.bool),
+    )  # fmt: skip
+
+
+# ---- a threshold on the logits ---------------------------------------------------------------------------------------
+
+Transform = tuple[Tensor | None, Tensor, float, float]  # (bias, 1 / temperature, softcap, scale) of a kernel
+# The slope, where soft-capping gives each logit its own, and which logits are kept.
+THRESHOLD_BYTES_PER_LOGIT = 5
+
+
+def keep_above_(z_RC: Tensor, rows: Rows, start: int, transform: Transform) -> tuple[Transform, Tensor]:
+    """Replaces raw logits by those that the softmax sees, and by -inf those below their row's threshold.
+
+    A softmax over the logits that reach the threshold is what a sampler with top-k, top-p or min-p draws from. A row's
+    target is kept in any case: it was sampled, so it was in the support, and the trainer's logits differ from the
+    sampler's in their last bits.
+
+    Args:
+        z_RC: raw logits of a tile.
+        rows: with their thresholds.
+        start: vocabulary id of the tile's first column.
+        transform: from raw logits to the softmax's.
+
+    Returns:
+        The transform that is left for the kernel, which is the identity, and d new / d raw, (R, 1) or (R, C).
+    """
+    assert rows.threshold is not None
+    slope = _transform_(z_RC, transform)
+    local_R1 = (rows.target_R - start).unsqueeze(1)
+    in_tile = (local_R1 >= 0) & (local_R1 < z_RC.shape[1])
+    column_R1 = local_R1.where(in_tile, 0)
+    target_logit = z_RC.gather(1, column_R1)
+    z_RC.masked_fill_(
+        z_RC < rows.threshold.unsqueeze(1), -torch.inf
+    )  # nan is not below, so it stays and spoils its row
+    z_RC.scatter_(1, column_R1, target_logit.where(in_tile, z_RC.gather(1, column_R1)))
+    return (None, slope.new_ones(1), 0.0, 1.0), slope
+
+
+def _transform_(z: Tensor, transform: Transform) -> Tensor:
+    bias, inv_temperature, softcap, scale = transform
+    inv_temperature = inv_temperature.unsqueeze(1)  # (R, 1) or (1, 1)
+    if bias is not None:
+        z.add_(bias)
+    if not softcap:
+        z.mul_(scale * inv_temperature)
+        return scale * inv_temperature
+    z.mul_(scale / softcap).tanh_()
+    slope = z.square().neg_().add_(1.0).mul_(scale * inv_temperature)
+    z.mul_(softcap * inv_temperature)
+    # Uncomputed rows may contain any value. Their upstream gradient is 0, and 0 * nan must not reach dweight.
+    return slope.nan_to_num_(0.0, 0.0, 0.0)
+
+
+# ---- a vocabulary sharded over processes -----------------------------------------------------------------------------
+
+
+def _merge_shards(group: str, own: Sums) -> Sums:
+    """Over all vocabulary shards. Only the shard of the target knows its logit."""
+    top = own.maximum.clone()
+    all_reduce(top, group, dist.ReduceOp.MAX)
+    parts = own.at(top)
+    sums = {
+        "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
+        "seen": own.target_logit.isnan().logical_not().float(),
+        "sum_exp": parts.sum_exp,
+    }
+    if parts.shift is not None:
+        sums["shift"] = parts.shift
+    if parts.squares is not None:
+        sums["squares"] = parts.squares
+    total = torch.stack(list(sums.values()))
+    all_reduce(total, group)
+    merged = dict(zip(sums, total, strict=True))
+    return Sums(
+        top, merged["sum_exp"], merged.get("shift"), merged.get("squares"),
+        merged["target_logit"].masked_fill(merged["seen"] == 0, torch.nan),
+    )  # fmt: skip
+
+
+def all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduces in place over the ranks of the group of that name."""
+    # An op's schema carries strings: the name stands for the group, as in torch's own functional collectives.
+    dist.all_reduce(tensor, operation, group=cast(Any, dist.distributed_c10d)._resolve_process_group(group))
+
+
+def rebase_targets(target: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Targets counted from this rank's first vocabulary id, and (N, 3) every rank's V, D and T; one collective."""
+    own = torch.tensor([*weight.shape, target.shape[0]]).to(target.device, non_blocking=True)
+    sizes = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(sizes, own, group=group)
+    shapes = torch.stack(sizes)
+    return target - shapes[: group.rank(), 0].sum(), shapes
