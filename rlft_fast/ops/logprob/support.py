@@ -52,10 +52,10 @@ def support_logprob(
 ) -> LinearLogprob:
     """Log-probability of each target under the softmax over its row's support, given in one of two ways.
 
-    Ids cost ``T K D`` multiplications forward and twice as many backward, for any vocabulary. Ids are exact: the support
-    stays the support of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`, and its
-    support is the set of tokens that reach the threshold now. Where weights have changed since sampling, tokens have
-    crossed the threshold, and the policy ratio is unbiased only if these tokens carry little probability.
+    Ids cost ``T K D`` multiplications forward and twice as many backward, for any vocabulary. Ids are exact: the
+    support stays the support of the policy that sampled. A threshold costs the four GEMMs of :func:`linear_logprob`,
+    and its support is the set of tokens that reach the threshold now. Where weights have changed since sampling, tokens
+    have crossed the threshold, and the policy ratio is unbiased only if these tokens carry little probability.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.

@@ -13,11 +13,12 @@ from torch import Tensor
 from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.precision import sums_in_float32
 
-# Columns of a tile that all threads share, and of a tile that one thread has for itself. The logits and weight rows of a
-# thread's own tile stay in the thread's L2 between the GEMMs and the epilogue. Powers of two would make rows compete for
-# the same sets of the cache: they were 5 % slower at (2048, 576, 49152) on two cores, and so were 4096 shared columns
-# and 1008 own columns. From 1024 rows on the logits do not stay in L2 anyway, and twice the columns move dhidden half as
-# often: 5 % faster. All are multiples of kBlock in csrc/cpu/logprob.h, so that all paths add in one order.
+# Columns of a tile that all threads share, and of a tile that one thread has for itself. The logits and weight rows
+# of a thread's own tile stay in the thread's L2 between the GEMMs and the epilogue. Powers of two would make rows
+# compete for the same sets of the cache: they were 5 % slower at (2048, 576, 49152) on two cores, and so were 4096
+# shared columns and 1008 own columns. From 1024 rows on the logits do not stay in L2 anyway, and twice the columns move
+# dhidden half as often: 5 % faster. All are multiples of kBlock in csrc/cpu/logprob.h, so that all paths add in one
+# order.
 TILE_COLUMNS = 1984
 _THREAD_TILE_COLUMNS = 496
 _MANY_ROWS = 1024
