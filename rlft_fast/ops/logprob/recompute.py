@@ -179,8 +179,8 @@ def _kept_logits(problem: Problem, asked: bool) -> Tensor:
 # ---- backward -------------------------------------------------------------------------------------------------------
 
 
-class _Upstream(NamedTuple):
-    """What backward multiplies with, of the rows that it takes."""
+class _Factors(NamedTuple):
+    """The rows that backward takes, their normalisers, and the gradients from above."""
 
     rows: Rows
     maximum: Tensor
@@ -208,8 +208,8 @@ def _backward(
         rows.hidden_RD.masked_fill_(seen.logical_not().unsqueeze(1), 0)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
-    above = _Upstream(rows, maximum, log_sum, row_entropy, upstream, upstream_entropy)
-    grad_rows = _add_gradients(problem, above, _KeptRows(kept, taken), count, grads)
+    factors = _Factors(rows, maximum, log_sum, row_entropy, upstream, upstream_entropy)
+    grad_rows = _add_gradients(problem, factors, _KeptRows(kept, taken), count, grads)
     if grad_rows is not None:
         grads.set_hidden(active_index, grad_rows, problem.group)
     return grads
@@ -230,10 +230,10 @@ class _KeptRows(NamedTuple):
 
 
 def _add_gradients(
-    problem: Problem, above: _Upstream, kept: _KeptRows, count: Tensor | None, grads: Gradients
+    problem: Problem, factors: _Factors, kept: _KeptRows, count: Tensor | None, grads: Gradients
 ) -> Tensor | None:
     """Fills dweight and dbias; returns dhidden of the rows, (R, D) float32, or None where it is not needed."""
-    rows, has_kept = above.rows, bool(kept.logits.numel())
+    rows, has_kept = factors.rows, bool(kept.logits.numel())
     columns = kept.logits.shape[-1] if has_kept else _backward_columns(problem, rows)
     memory = Tile(rows.hidden_RD, columns)
     grad_rows = None
@@ -245,7 +245,7 @@ def _add_gradients(
             z = kept.tile(i, weight.shape[0], memory.logits)
         else:
             multiply_rows(rows.hidden_RD, weight.T, z, count)
-        _to_gradients_(problem, above, (z, dz), tile.start, bias)
+        _to_gradients_(problem, factors, (z, dz), tile.start, bias)
         if grad_rows is not None:
             multiply_rows(dz, weight, grad_rows, count, accumulate=True)
         if grads.weight.numel():
@@ -263,16 +263,16 @@ def _backward_columns(problem: Problem, rows: Rows) -> int:
 
 
 def _to_gradients_(
-    problem: Problem, above: _Upstream, tile: tuple[Tensor, Tensor], start: int, bias: Tensor | None
+    problem: Problem, factors: _Factors, tile: tuple[Tensor, Tensor], start: int, bias: Tensor | None
 ) -> None:
     """Writes the gradients of a tile's raw logits; ``tile`` is the logits, which may be lost, and the gradients."""
     z, dz = tile
-    rows, *factors = above
+    rows, *others = factors
     transform, out, slope = (bias, rows.inv_temperature, problem.softcap, problem.scale), dz, None
     if rows.threshold is not None:
         transform, slope = keep_above_(z, rows, start, transform)
         out = z  # in float32 until the slope is in it: one rounding, not two
-    problem.kernels.logprob_grad_(z, rows.target_R, start, *transform, *factors, out)
+    problem.kernels.logprob_grad_(z, rows.target_R, start, *transform, *others, out)
     if slope is not None:
         torch.mul(out, slope, out=dz)
 
