@@ -1,12 +1,12 @@
 """`python -m benchmarks.engine.utilisation_gpu`: model FLOPs utilisation of `train_step` on a GPU, and its time.
 
 Random weights in the shapes of Qwen2.5, packed sequences of log-normal lengths, bfloat16 over float32 masters, 8,192
-tokens per micro-batch. Where a model with its optimizer does not fit, it has as many layers as do.
+tokens per micro-batch. Where a model and its optimizer do not fit, the model gets as many layers as fit.
 
     FLOPs = 6 (P - embedding) tokens + 6 L heads head_dim sum(length^2)
 
-P counts the head, which runs for the sampled tokens only: 6 V D of those. Attention is causal, half of all pairs; what
-is recomputed does not count (PaLM, arXiv 2204.02311, appendix B).
+P includes the head, which runs for the sampled tokens only: 6 V D FLOPs per sampled token. Attention is causal and so
+counts half of all pairs. Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""unpad and pad against a copy of the same bytes, and a micro-batch of many tensors against one call per tensor.
+"""unpad and pad beside a copy of as many bytes, and a micro-batch of many tensors beside one call per tensor.
 
-A copy of as many bytes is the fastest that a memory-bound operator can be.
+The copy is the floor: no memory-bound op is faster.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rlft_fast.ops import packing
 # Of SmolLM2-135M on a CPU; on a GPU large enough that launches do not decide.
 B, L, D = (64, 2048, 576) if DEVICE.type == "cpu" else (64, 4096, 4096)
 OPERATORS = ("unpad", "pad")
-MICRO_BATCHES = 10  # of a step: one alone takes no longer than what the first call in cold caches does besides
+MICRO_BATCHES = 10  # one micro-batch takes no longer than the overhead of the first call in cold caches
 STEP = (f"unpad {MICRO_BATCHES} micro-batches", f"pad {MICRO_BATCHES} micro-batches")
 ONE_BY_ONE = "one call per tensor"
 NONZERO = "nonzero + gather"
 
 
 def log_normal_lengths(seed: int = 0) -> Tensor:
-    """(B,) lengths spread as responses are: many short, a few at the limit."""
+    """(B,) lengths distributed like those of responses: many are short, a few are at the limit."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(B).log_normal_(mean=6.2, std=0.8, generator=generator).clamp(1, L).long()
 

@@ -4,7 +4,7 @@
     sweep     the loss and the backward pass of the head by rows of a chunk, columns of a tile, and workspace
     once      each kernel of the head once, for a profiler
 
-What is measured is written after every task, so that a run that is cut off keeps what it had.
+Results are written after every task, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations

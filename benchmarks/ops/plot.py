@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.ops.ways import OURS
 from benchmarks.support.harness import Measurement, Results
+from benchmarks.support.picture import OURS_COLOR, save
 
-OURS_COLOR, _PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#d1495b", "#b8c0cc", "#1f2d3d", "#1f2d3d"
+_PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#b8c0cc", "#1f2d3d", "#1f2d3d"
 _STYLE = {
     "font.size": 9,
     "text.color": _TEXT_COLOR,
@@ -56,13 +53,6 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
         axes[-1, 0].set_xlabel("time, s   (line: the bare GEMMs)")
         axes[-1, 1].set_xlabel(f"memory beyond inputs and outputs, MiB   (line: {max_extra_mib:g})")
         save(figure, path, subtitle)
-
-
-def save(figure: Figure, path: Path, subtitle: str) -> None:
-    """Writes the picture with its subtitle, and gives back its memory."""
-    figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], label: str) -> None:
