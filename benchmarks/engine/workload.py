@@ -1,4 +1,4 @@
-"""The work of the engine's benchmark: one GRPO update on 32 sequences, the same for everyone.
+"""The work of the engine's benchmark: one GRPO update on 32 sequences, the same for all sides.
 
 Eight prompts have four completions each. Lengths are log-normal, as in reinforcement learning on short reasoning tasks:
 prompts around 64 tokens (sigma 0.4, 16 to 160), completions around 96 (sigma 0.7, 8 to 512). The longest completion is
@@ -28,7 +28,7 @@ _OLD_LOGPROB_NOISE = 0.1
 
 @dataclass(frozen=True)
 class Workload:
-    """Token ids, rewards, and the log-probabilities that the ratio is taken against.
+    """Token ids, rewards, and the old log-probabilities of the ratio.
 
     Attributes:
         prompts: B lists of token ids; samples of a prompt follow one another.

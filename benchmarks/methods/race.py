@@ -20,7 +20,7 @@ from benchmarks.methods.report import Result, write_report
 from rlft_fast.config import Config, ConfigError
 
 _ROOT = Path(__file__).parents[2]
-RUNS = Path("runs/methods")  # relative, as all paths of the examples are: to the repository
+RUNS = Path("runs/methods")  # relative to the repository, like all paths of the examples
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Run:
         return {"seed": str(self.seed), "output_dir": str(self.folder), "model": str(smollm2_folder())}
 
     def is_complete(self) -> bool:
-        """Whether the folder holds this run as its example is now, to the end."""
+        """Whether the folder has this run, complete and with its example's current settings."""
         if not (_ROOT / self.folder / "summary.json").is_file():
             return False
         try:
@@ -114,7 +114,7 @@ class Run:
 
 
 def all_runs(names: list[str]) -> list[Run]:
-    """The runs of the methods: first one of each, then the further seeds."""
+    """The runs of the methods: first one run of each method, then the further seeds."""
     runs = [Run(name, seed) for name in names for seed in METHODS[name].seeds]
     return sorted(runs, key=lambda run: run.seed)
 

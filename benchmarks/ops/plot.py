@@ -59,7 +59,7 @@ def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], la
     colors = [OURS_COLOR if way == OURS else _PEER_COLOR for way in ways]
     bars = axes.barh(list(ways), list(values.values()), color=colors, height=0.72)
     labels = axes.bar_label(bars, [label.format(value) for value in values.values()], padding=4, fontsize=8)
-    for text in labels:  # readable where a line passes behind it
+    for text in labels:  # readable in front of a line
         text.set(bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8}, zorder=4)
     axes.invert_yaxis()
     axes.margins(x=0.12)

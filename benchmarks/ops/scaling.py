@@ -33,7 +33,7 @@ def floor_title(name: str, threads: int) -> str:
 
 
 def suite(shape: tuple[int, int, int] = SHAPE) -> list[Variant]:
-    """Ours by dtype and threads, and every GEMM of the floors in three chunkings by threads."""
+    """Our ways by dtype and threads, and every GEMM of the floors in three chunkings by threads."""
     problem = ways.make_problem(*shape, peaked=True)
     variants = []
     for threads in THREADS:

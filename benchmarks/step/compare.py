@@ -21,7 +21,7 @@ from benchmarks.step.workload import MAX_STEPS, Work
 from benchmarks.support.sides import ROOT, Side, take_turns
 
 OURS, OURS_VLLM = "rlft_fast", "rlft_fast, vLLM"
-# Eight completions and their prompt in a micro-batch: no slower than all 64 at once, which take twice the memory.
+# A micro-batch has eight completions and their prompt. All 64 at once are no faster, and take twice the memory.
 _ACTOR = {"actor": {"max_tokens": 1024}}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: ("ours", _ACTOR),

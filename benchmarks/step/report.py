@@ -87,7 +87,7 @@ def part_s(side: Side, part: str) -> float:
 
 
 def save_plot(sides: list[Side], path: Path, subtitle: str) -> None:
-    """The parts of every side's time, one after the other, and its memory."""
+    """Draws every side's time by part, and its memory."""
     names = [side.name for side in sides]
     figure, (time, memory) = plt.subplots(
         1, 2, figsize=(10, 0.5 * len(sides) + 1.4), layout="constrained", width_ratios=(3, 1)

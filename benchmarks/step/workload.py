@@ -59,10 +59,10 @@ def config_of(model: str, output_dir: str, work: Work, options: dict[str, dict[s
 
 
 def distinct_word_share(completions: list[str], **_: Any) -> list[float | None]:
-    """The reward: it tells any two completions apart, so that no group is without an advantage."""
+    """The reward. It differs between completions, so that every group has an advantage."""
     return [len(set(text.split())) / max(len(text.split()), 1) for text in completions]
 
 
 def prompts_of_step(prompts: Prompts, step: int, work: Work) -> Prompts:
-    """As our trainer takes them; a dataset of TRL's has them in this order."""
+    """The prompts of a step as our trainer takes them; TRL's dataset has the same order."""
     return prompts.select(prompts.order(step * work.num_prompts, work.num_prompts, work.seed))
