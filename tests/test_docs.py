@@ -107,7 +107,7 @@ def test_every_page_and_example_is_linked():
         assert f"]({path.name})" in examples
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # it also names what is gone
 def test_names_of_files_and_modules_exist(page: str):
     text = (ROOT / page).read_text()
     for path in re.findall(
