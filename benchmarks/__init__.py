@@ -1,1 +1,1 @@
-"""Benchmarks of the operators: `python -m benchmarks.ops.report`, or `pytest benchmarks --benchmark-only`."""
+"""Benchmarks, in one room per question; README.md is the map."""

@@ -10,11 +10,11 @@
 #   5  memcheck and racecheck, and a profile of the head's kernels
 #
 # A part ends within eight minutes and leaves its results in OUTPUT_FOLDER/part-N and, in one file, part-N.tar.gz.
-# Results are written after every task, so that what is cut off keeps what it had. No part needs another, but for the
-# build. No network is needed where torch, pytest, hypothesis, pybind11 and ninja are installed; tests/engine and part 4
-# need transformers, pydantic and rich, too. Peers that are not installed are named in the report.
-# OUTPUT_FOLDER/fastest_backend.json is what `backend="auto"` reads from rlft_fast/ops/fastest_backend.json.
-# PYTHON is the interpreter; SHAPES and ENGINE_SHAPES are what parts 2 to 4 measure.
+# Results are written after every task, so an interrupted part keeps its results. Parts 2 to 5 need the build of part 1,
+# and nothing else of another part. torch, pytest, hypothesis, pybind11 and ninja have to be installed; tests/engine and
+# part 4 also need transformers, pydantic and rich. No network is needed. The report names peers that are not installed.
+# `backend="auto"` reads OUTPUT_FOLDER/fastest_backend.json once it is copied to rlft_fast/ops/fastest_backend.json.
+# Variables: PYTHON is the interpreter, SHAPES the shapes of parts 1 to 3 and 5, ENGINE_SHAPES the models of part 4.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-}

@@ -1,9 +1,10 @@
-"""OpenRLHF's policy with log-probabilities and entropies by rlft_fast, for the tokens of completions only.
+"""OpenRLHF's policy with log-probabilities and entropies by rlft_fast, for completion tokens only.
 
     python -m examples.openrlhf_fused --actor.model_name_or_path ...    # the arguments of openrlhf.cli.train_ppo_ray
 
-OpenRLHF has no setting for it: Ray calls `use_rlft_fast` in each of its workers, which have to find this module by that
-name. Trainer, loss, optimizer and checkpoints are OpenRLHF's own. For OpenRLHF 0.11.2.
+OpenRLHF has no setting for another policy head. Instead, Ray calls `use_rlft_fast` in each of its workers, and each
+worker has to find this module as `examples.openrlhf_fused`. Trainer, loss, optimizer and checkpoints are OpenRLHF's
+own. For OpenRLHF 0.11.2.
 """
 
 import runpy
@@ -25,7 +26,7 @@ def use_rlft_fast() -> None:
 
 
 def init(self, *args: Any, **options: Any) -> None:
-    """Actor's own, then the patch; models with images keep their head.
+    """Runs Actor's own `__init__`, then the patch. Models with images keep their head.
 
     Raises:
         ValueError: a model that `patch_lm_head` refuses, or whose router has an auxiliary loss.
@@ -36,7 +37,7 @@ def init(self, *args: Any, **options: Any) -> None:
     model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(
-            f"{type(model).__name__} has a router, whose auxiliary loss is lost here: use OpenRLHF's Actor"
+            f"{type(model).__name__} has a router, and its auxiliary loss would be lost: use OpenRLHF's Actor"
         )
     patch_lm_head(model)
 
@@ -51,7 +52,7 @@ def forward(
     ring_attn_group: Any = None,
     **options: Any,
 ) -> Any:
-    """Where log-probabilities of actions are asked for; all else is Actor's own."""
+    """Answers calls that ask for log-probabilities of actions; all other calls go to Actor's own forward."""
     if action_mask is None or getattr(self, "is_vlm", False):
         own = {"return_output": return_output, "return_entropy": return_entropy, "ring_attn_group": ring_attn_group}
         return actor_forward(self, sequences, action_mask, attention_mask, **own, **options)

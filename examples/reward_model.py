@@ -1,11 +1,11 @@
-"""A reward model for the sums of the demo: it learns, from the answers that the demo sampled, which are right.
+"""A reward model for the sums of the demo. It learns from the answers that the demo sampled, and from which are right.
 
     make demo ROLLOUT=hf
     .venv/bin/python examples/reward_model.py      # minutes on two cores; writes runs/reward_model
 
-It starts from the policy that the demo has trained, with a new head for one score: the log-odds that the answer is
-right, at its last token. The answers are those of the whole run, from the policy's first evasions to its last sums; a
-model that has only seen sums scores other texts at random, and a policy soon finds out which it likes.
+It starts from the demo's trained policy, with a new head for one score. The score is the log-odds, at the last token of
+an answer, that the answer is right. The answers come from the whole run, from the policy's first evasions to its last
+sums. A model trained on sums alone would score other texts at random, and a policy would soon find texts it overrates.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import Aggregation
 
 PROMPTS_PER_STEP = 16
-ANSWERS_PER_PROMPT = 8  # which share the prompt's tokens
+ANSWERS_PER_PROMPT = 8  # they share the prompt's tokens
 HELD_OUT_SHARE = 0.1
 
 
@@ -61,9 +61,9 @@ class RightOrWrong:
 
 
 def read_answers(samples: Path, rng: random.Random) -> tuple[Answers, Answers]:
-    """The answers of a run's samples.jsonl to most of its prompts, and those to the others, which are held out.
+    """The answers in a run's samples.jsonl: first those to most prompts, then those to the held-out prompts.
 
-    Right is what got the whole reward: a right number, and an end.
+    An answer is right if it got the whole reward: it has the right number, and it ends.
     """
     answers: Answers = defaultdict(list)
     lines = samples.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 within an answer
@@ -77,7 +77,7 @@ def read_answers(samples: Path, rng: random.Random) -> tuple[Answers, Answers]:
 
 
 def choose_answers(answers: list[Answer], rng: random.Random) -> list[Answer]:
-    """As many right ones as wrong ones, if there are."""
+    """At most ANSWERS_PER_PROMPT / 2 right answers, and at most as many wrong answers."""
     chosen: list[Answer] = []
     for right in (True, False):
         some = [answer for answer in answers if answer.right == right]
@@ -88,8 +88,8 @@ def choose_answers(answers: list[Answer], rng: random.Random) -> list[Answer]:
 def make_batch(answers: Answers, tokenizer: PreTrainedTokenizerBase) -> Batch:
     """Prompts with their answers.
 
-    Active are the last token of each answer and that of its prompt. The latter's label is ½: it says that nothing is
-    known yet, and lets all answers of a prompt share its tokens.
+    Two tokens of a sequence are active: the last token of the answer and the last token of the prompt. The prompt's
+    label is ½, because nothing is known yet; the same label on every answer lets them share the prompt's tokens.
     """
     end = tokenizer.eos_token_id
     prompts, completions, masks, labels = [], [], [], []
@@ -97,16 +97,16 @@ def make_batch(answers: Answers, tokenizer: PreTrainedTokenizerBase) -> Batch:
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
         ids = tokenizer.encode(answer.text, add_special_tokens=False) + [end] * answer.ended
         prompts.append(prompt_ids)
-        completions.append([*ids, end])  # a position is active for the sake of the next token; this one never runs
+        completions.append([*ids, end])  # a position is active if the next token counts; this extra token never runs
         masks.append([i in (0, len(ids)) for i in range(len(ids) + 1)])
         labels += [0.5] * len(prompt_ids) + [float(answer.right)] * (len(ids) + 1)
     return Batch.from_samples(prompts, completions, completion_masks=masks).replace(reward_T=torch.tensor(labels))
 
 
 def pairwise_accuracy(engine: FSDPEngine, answers: Answers, tokenizer: PreTrainedTokenizerBase) -> float:
-    """How often a right answer to a prompt scores higher than a wrong one to the same."""
+    """How often a right answer to a prompt scores higher than a wrong answer to the same prompt."""
     batch = make_batch(answers, tokenizer)
-    last = batch.cu_seqlens[1:].long() - 2  # whose next token is the one more
+    last = batch.cu_seqlens[1:].long() - 2  # each answer's last token; the extra token follows it
     score = engine.infer(batch, ("score",))["score"][last]
     higher = []
     for some, score_N in zip(answers.values(), score.split([len(some) for some in answers.values()]), strict=True):
@@ -116,7 +116,7 @@ def pairwise_accuracy(engine: FSDPEngine, answers: Answers, tokenizer: PreTraine
 
 
 def write_classifier(policy: Path, folder: Path) -> None:
-    """The policy's body with a new head for one score."""
+    """Writes the policy's body with a new head for one score."""
     tokenizer = load_tokenizer(policy)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)

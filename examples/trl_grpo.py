@@ -3,7 +3,7 @@
     make demo ROLLOUT=hf
     .venv/bin/python examples/trl_grpo.py      # minutes on two cores
 
-`FusedGRPOTrainer` takes the place of `GRPOTrainer`; all else, generation and loss too, is TRL's own. For TRL 1.16.
+`FusedGRPOTrainer` replaces `GRPOTrainer`. Everything else is TRL's own, generation and loss included. For TRL 1.16.
 """
 
 import argparse
@@ -26,13 +26,13 @@ MODEL = Path.home() / ".cache/rlft_fast/SmolLM2-135M-Instruct"
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose policy never holds its logits, and runs its head for completion tokens only.
+    """GRPOTrainer whose policy never holds all logits, and runs its head for completion tokens only.
 
-    A reference model (`beta` without an adapter) is loaded by TRL, and keeps TRL's head.
+    TRL loads the reference model (`beta` without an adapter), and the reference model keeps TRL's head.
 
     Raises:
-        TypeError: the model is a name: load it first.
-        ValueError: a model or an option that needs TRL's own head, which would be another trainer.
+        TypeError: the model is a name; load it first.
+        ValueError: a model or an option needs TRL's own head.
     """
 
     def __init__(self, model: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -48,7 +48,7 @@ class FusedGRPOTrainer(GRPOTrainer):
                 raise ValueError(f"FusedGRPOTrainer does not know {what}: {advice}, or use trl.GRPOTrainer")
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """TRL's own slices the batch and calls `model(..., labels=..., fused_lm_head=True)`: what answers is ours."""
+        """TRL's method slices the batch, and calls `model(labels=..., fused_lm_head=True)`; `answer` is that model."""
 
         def answer(*, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
             scored = {"logprob_targets": pad(labels[:, 1:], (0, 1), value=-100), "temperature": self.temperature}

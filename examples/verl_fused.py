@@ -1,4 +1,4 @@
-"""verl's policy with log-probabilities and entropies by rlft_fast: settings of verl's own, and no other change.
+"""verl's policy with log-probabilities and entropies by rlft_fast, by settings of verl's own.
 
     python -m verl.trainer.main_ppo ... \
         actor_rollout_ref.model.external_lib=examples.verl_fused \
@@ -6,8 +6,8 @@
         actor_rollout_ref.actor.optim.optimizer_impl=rlft_fast.ops \
         actor_rollout_ref.actor.optim.optimizer=FusedAdamW
 
-verl imports `external_lib` in each of its workers, by a name that Python has to find there. Engine, loss, weights and
-checkpoints are verl's own, and so is the optimizer if the last two lines are left out. For verl 0.9.1 with FSDP.
+verl imports `external_lib` in each of its workers, so Python has to find `examples.verl_fused` there. Engine, loss,
+weights and checkpoints are verl's own. Without the last two lines, so is the optimizer. For verl 0.9.1 with FSDP.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from rlft_fast import patch_lm_head
 
 @dataclass
 class Scores(ModelOutput):
-    """What verl reads from a model with fused kernels, in the shape of `input_ids`."""
+    """The output that verl reads from a model with fused kernels, in the shape of `input_ids`."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
 
 
 def patch_forward(model: PreTrainedModel, use_fused_kernels: bool = False, **options: Any) -> None:
-    """In place of verl's own, which replaces the forward of the class; `options` name a kernel of verl's.
+    """Replaces verl's `patch_forward`; `options` name one of verl's kernels and are ignored.
 
     Raises:
-        ValueError: a model that `patch_lm_head` refuses.
+        ValueError: `patch_lm_head` refuses the model.
     """
     if not use_fused_kernels:
         return

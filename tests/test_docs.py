@@ -1,5 +1,6 @@
 """The examples of the documentation run, from top to bottom."""
 
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    str(path.relative_to(ROOT))
+    for folder in (".", "docs", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).glob("*.md"))
+]
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)#?(?P<heading>[^)\s]*)\)")
 EXAMPLE = re.compile(r"^```python(?P<torchrun> torchrun)?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -73,3 +80,39 @@ def test_engine(tmp_path, tiny_model):
 
 def test_rollout(tiny_model):
     run_examples(ROOT / "docs" / "rollout.md", {"MODEL": str(tiny_model("llama"))})
+
+
+def test_runs():
+    names: dict[str, Any] = {}
+    run_examples(ROOT / "docs" / "runs.md", names)
+    assert names["exact"](["1 + 1", "1 + 2"], [" 2", "4"], [[5], [6]], answer=["2", "3"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    for link in LINK.finditer((ROOT / page).read_text()):
+        target = (ROOT / page).parent / link["path"] if link["path"] else ROOT / page
+        assert target.exists(), f"{page} links to {link['path']}"
+        if link["heading"]:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert link["heading"] in anchors, f"{page} links to #{link['heading']} of {target.name}"
+
+
+def test_every_page_and_example_is_linked():
+    pages, examples = ((ROOT / name).read_text() for name in ("README.md", "examples/README.md"))
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{path.name})" in pages
+    for path in (*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples").glob("*.py")):
+        assert f"]({path.name})" in examples
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # it also names what is gone
+def test_names_of_files_and_modules_exist(page: str):
+    text = (ROOT / page).read_text()
+    for path in re.findall(
+        r"\b(?:rlft_fast|benchmarks|tests|csrc|examples)/[\w/]*[a-z0-9_]\.(?:py|cpp|h|sh|yaml)\b", text
+    ):
+        assert (ROOT / path).exists(), f"{page} names {path}"
+    for name in re.findall(r"\brlft_fast(?:\.[a-z_]\w*)+(?!\w*\()", text):
+        pkgutil.resolve_name(name)

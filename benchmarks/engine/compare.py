@@ -1,7 +1,7 @@
 """`python -m benchmarks.engine.compare`: one GRPO update of our engine beside TRL's; writes results/engine.*.
 
-The work is that of `workload`. Each side lives in a process of its own (`sides`), so that its memory is
-its own, and makes one update whenever it is told to: A B C, A B C, ... The last line of the output is JSON.
+`workload` defines the update. Each side is a process of its own (`sides`), so that memory is counted per side. The
+sides take turns, one update each: A B C, A B C, ... The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TOKENS = {"max_tokens": 384}
 
 
 def _trl(num_sequences: int, recomputes: bool = False) -> tuple[str, dict[str, Any]]:
-    """TRL with micro-batches of so many sequences. Liger's kernels were tried, see METHOD in report."""
+    """TRL with micro-batches of `num_sequences`. Liger's kernels were tried, too: see METHOD in report.py."""
     return "trl", {
         "per_device_train_batch_size": num_sequences, "gradient_accumulation_steps": NUM_SEQUENCES // num_sequences,
         "gradient_checkpointing": recomputes,
@@ -42,8 +42,8 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "TRL, 1 sequence": _trl(1),
 }
 _DEFAULT = [*SIDES][:6]  # the others were slower on every machine so far
-# Of loss and gradient norm. torch's float32 norm, which TRL reports, is itself 2e-5 off on tensors of 28 M elements: of
-# the same gradients it gives 61.63408, in float64 it is 61.63536, and our grad_norm gives 61.63536.
+# Relative tolerance of loss and gradient norm. TRL reports torch's float32 norm, which is 2e-5 off on tensors of 28 M
+# elements: for the same gradients it is 61.63408, where float64 and our grad_norm give 61.63536.
 TOLERANCE = 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Where the time of one `train_step` goes, by hooks on the model, the optimizer and `Tensor.backward`."""
+"""Times one `train_step` by part, with hooks on the model, the optimizer and `Tensor.backward`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Stopwatch:
 def profile_step(engine: FSDPEngine, batch: Batch, loss: Any) -> dict[str, float]:
     """Seconds of one train_step by part; they add up to the whole.
 
-    Parts are `PARTS`: attention and MLP with their projections, forward and backward; the head with its loss; "other
-    layers", what else is in the model's forward and in backward (embedding, norms, residuals); the optimizer from the
-    end of backward to the end of its step, gradient norm included; the host, everything else: planning, selecting and
-    copying inputs, the loss's metrics and their reading.
+    Parts are `PARTS`. Attention and MLP include their projections, forward and backward. The head includes its loss.
+    "other layers" is the rest of the model's forward and backward (embedding, norms, residuals). The optimizer begins
+    at the end of backward and includes the gradient norm. The host is everything else: planning, selecting and copying
+    inputs, computing and reading the loss's metrics.
     """
     watch = Stopwatch()
     with _watched(engine, watch):
@@ -71,7 +71,7 @@ def _watched(engine: FSDPEngine, watch: Stopwatch) -> Iterator[None]:
         watch.start("backward")
         backward(self, *args, **kwargs)
         watch.stop("backward")
-        watch.start("optimizer")  # starts again with each micro-batch: what counts is from the last one on
+        watch.start("optimizer")  # every micro-batch restarts it; only the last start counts
 
     Tensor.backward = timed_backward
     try:
@@ -89,7 +89,7 @@ def _parts(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _stop_and_watch_backward(watch: Stopwatch, part: str) -> Callable[..., None]:
-    """A module's backward lies between the gradient of what it returned and that of what it was given."""
+    """A module's backward begins with the gradient of its output, and ends with the gradient of its input."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         watch.stop(part)

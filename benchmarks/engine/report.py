@@ -6,50 +6,47 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.engine.profile import PARTS
 from benchmarks.engine.workload import Workload, make_workload
-from benchmarks.ops.plot import OURS_COLOR, save
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import environment
+from benchmarks.support.picture import OURS_COLOR, save
 from benchmarks.support.sides import Side
 
 MAX_TIME_RATIO, MAX_MEMORY_RATIO, MAX_BEYOND_STATE, MAX_HOST_SHARE = 0.33, 0.58, 0.33, 0.03
-MAX_SLOWDOWN = 1.1  # of a TRL that counts as fast, beside the fastest TRL
+MAX_SLOWDOWN = 1.1  # a TRL counts as fast up to this multiple of the fastest TRL's time
 _VOCAB_SIZE, _NUM_PARAMETERS = 49152, 134_515_008  # SmolLM2-135M's
 FOUR = "TRL, 4 sequences"
 STATE_MIB = 16 * _NUM_PARAMETERS / 2**20  # float32 weights, gradients and two moments: the floor of every side
 
 AGREEMENT = """\
-Losses and gradient norms of all sides agree in every update, within {difference:.0e} of their values; torch's float32
-norm, which TRL reports, is itself off by 2e-5."""
+Losses and gradient norms of all sides agree in every update, within {difference:.0e} of their values. TRL reports
+torch's float32 norm, which is itself off by 2e-5."""
 
 METHOD = """\
 One GRPO update of SmolLM2-135M-Instruct in float32 on {num_sequences} sequences, {num_prompts} prompts with
-{num_samples} completions each: forward and backward over all of them, one AdamW step with clipping at 1. Lengths are
-log-normal with a fixed seed: {lengths}. Both sides get the same old log-probabilities, advantages and weights.
-Ours is `FSDPEngine.train_step` with micro-batches of at most 384 tokens. TRL's is the inner loop of
-`GRPOTrainer.train()`, from `on_step_begin` to `on_step_end`: its own shuffling, splitting, `training_step`, clipping,
-fused AdamW and metrics; only generating and scoring is replaced. TRL pads to the longest prompt and the longest
-completion; the engine packs, and runs a prompt once for all its completions.
+{num_samples} completions each: forward and backward over all sequences, and one AdamW step with clipping at 1. Lengths
+are log-normal with a fixed seed: {lengths}. Both sides get the same old log-probabilities, advantages and weights. Ours
+is `FSDPEngine.train_step` with micro-batches of at most 384 tokens. TRL's is the inner loop of `GRPOTrainer.train()`,
+from `on_step_begin` to `on_step_end`: its own shuffling, splitting, `training_step`, clipping, fused AdamW and metrics.
+Only generating and scoring is replaced. TRL pads to the longest prompt and the longest completion; the engine packs,
+and runs a prompt once for all its completions.
 
-The first bar holds the faster of our updates against the fastest TRL here. The bars on memory hold our update that
-recomputes each block's activations in backward (`activation_checkpointing: full`). Weights, gradients and moments take
-{state:.0f} MiB on every side, so one bar compares the memory beyond this state, with the leanest TRL that takes at most
-{slowdown:g} times the time of the fastest TRL. The other bars compare the whole memory and the time with those of TRL's
-micro-batches of 4 sequences.
+The first bar compares the faster of our updates with the fastest TRL. The bars on memory use our update that recomputes
+each block's activations in backward (`activation_checkpointing: full`). Weights, gradients and moments take
+{state:.0f} MiB on every side. One bar therefore compares the memory beyond this state, with the leanest TRL among those
+that take at most {slowdown:g} times the time of the fastest TRL. The other bars compare the whole memory and the time
+with TRL's at micro-batches of 4 sequences.
 
-Also tried: Liger's layer kernels (`use_liger_kernel`), which need Triton and so a GPU. The fused head, TRL's own, is
-always on. Our loop infers old log-probabilities before it updates, which TRL leaves out where a rollout serves one
-update; a row of its own shows the cost.
+Liger's layer kernels (`use_liger_kernel`) were tried, too: they need Triton and so a GPU. TRL's own fused head is
+always on. Our loop infers old log-probabilities before it updates. TRL does not where a rollout serves one update; a
+row of its own shows the cost.
 
-Each side runs in a process of its own, one at a time, in turns; times are medians of {rounds} updates after a first
-one, ± the full range. Memory is the peak of the resident set during an update, less the resident set after the imports:
-libraries are no matter of the update, but weights, gradients and moments are."""
+Each side runs in a process of its own, one at a time, in turns. Times are medians of {rounds} updates after a first
+update, ± the full range. Memory is the peak of the resident set during an update, less the resident set after the
+imports: imported libraries are not part of an update, but weights, gradients and moments are."""
 
 
 def write_report(
@@ -91,7 +88,7 @@ def write_report(
 
 
 def rivals(sides: list[Side]) -> tuple[Side, Side]:
-    """The fastest TRL, and the leanest of those that are about as fast."""
+    """The fastest TRL, and the leanest TRL among those that are about as fast."""
     theirs = [side for side in sides if side.name.startswith("TRL")]
     fastest = min(theirs, key=lambda side: side.median_s)
     as_fast = [side for side in theirs if side.median_s <= MAX_SLOWDOWN * fastest.median_s]
@@ -137,7 +134,7 @@ def part_table(share: dict[str, float], num_tokens: int) -> str:
 
 
 def save_plot(sides: list[Side], share: dict[str, float], path: Path, subtitle: str) -> None:
-    """Time and memory of every side; below, where our time goes."""
+    """Draws time and memory of every side, and below them the parts of our time."""
     names = [side.name for side in sides]
     colors = [OURS_COLOR if name.startswith("rlft_fast") else "#b8c0cc" for name in names]
     figure, axes = plt.subplot_mosaic(

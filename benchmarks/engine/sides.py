@@ -1,10 +1,10 @@
-"""One side of the engine's benchmark in a process of its own: makes one update whenever it reads a line.
+"""One side of the engine's benchmark, in a process of its own. Each line on its input asks for one update.
 
     python -m benchmarks.engine.sides ours|trl|profile|prepare MODEL SCALE OLD_LOGPROBS_FILE JSON_OPTIONS
 
-Answers each line with a line of JSON: seconds, loss, gradient norm, and memory. ``ours`` is ``FSDPEngine.train_step``;
-``trl`` is the inner loop of ``GRPOTrainer.train()``: only what comes before the update (generating and scoring) is
-replaced, by the sequences of the workload.
+Each answer is a line of JSON: seconds, loss, gradient norm, and memory. ``ours`` is ``FSDPEngine.train_step``. ``trl``
+is the inner loop of ``GRPOTrainer.train()``: the workload's sequences replace generation and scoring, and nothing else
+is replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from benchmarks.engine.workload import CLIP, LEARNING_RATE, Workload, make_workload
 from benchmarks.support.sides import Reporter
 
-# At most this many updates; both schedules are constant, so it changes nothing.
+# An upper bound. Both learning-rate schedules are constant, so the bound does not change the updates.
 MAX_UPDATES = 1000
 
 
@@ -31,7 +31,7 @@ def run_ours(model: str, workload: Workload, options: dict[str, Any]) -> None:
     from rlft_fast.rl import PolicyLoss
 
     reporter = Reporter()
-    infers = options.pop("infers", False)  # old log-probabilities first, as our trainer does; they are not used here
+    infers = options.pop("infers", False)  # like our trainer, infer old log-probabilities first; they are not used here
     engine = FSDPEngine(model, engine_config(**options), num_training_steps=MAX_UPDATES).initialize()
     loss = PolicyLoss(clip_low=CLIP, clip_high=CLIP)
     batch = workload.batch()

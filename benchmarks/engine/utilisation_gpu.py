@@ -1,12 +1,12 @@
 """`python -m benchmarks.engine.utilisation_gpu`: model FLOPs utilisation of `train_step` on a GPU, and its time.
 
 Random weights in the shapes of Qwen2.5, packed sequences of log-normal lengths, bfloat16 over float32 masters, 8,192
-tokens per micro-batch. Where a model with its optimizer does not fit, it has as many layers as do.
+tokens per micro-batch. Where a model and its optimizer do not fit, the model gets as many layers as fit.
 
     FLOPs = 6 (P - embedding) tokens + 6 L heads head_dim sum(length^2)
 
-P counts the head, which runs for the sampled tokens only: 6 V D of those. Attention is causal, half of all pairs; what
-is recomputed does not count (PaLM, arXiv 2204.02311, appendix B).
+P includes the head, which runs for the sampled tokens only: 6 V D FLOPs per sampled token. Attention is causal and so
+counts half of all pairs. Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MICRO_BATCHES = 4
 
 
 class RandomEngine(FSDPEngine):
-    """An engine whose weights come from no file."""
+    """An engine with random weights."""
 
     def initialize(self) -> RandomEngine:
         self.model = build_model(self.path, self.config, self.head, trains=True)
@@ -78,7 +78,7 @@ def write_config(folder: str, shape: str, num_layers: int) -> str:
 
 
 def layers_that_fit(folder: str, shape: str, config: EngineConfig) -> int:
-    """The layers of the shape, or as many as the plan has room for."""
+    """The layers of the shape, or as many layers as the plan has room for."""
     usable, num_layers = USABLE * device_memory(DEVICE), SHAPES[shape][2]
 
     def needed(layers: int) -> int:
@@ -109,7 +109,7 @@ def model_flops(shape: str, num_layers: int, batch: Batch) -> float:
 
 
 def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[str, Any]:
-    """In a process that has done nothing else."""
+    """Measures in a process that has done nothing else."""
     config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled)
     if shape == "7B":
         config = config.model_copy(update={"activation_checkpointing": "selective"})
@@ -140,7 +140,7 @@ def _device_name() -> str:
 
 
 def kernels(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> list[tuple[str, float]]:
-    """The kernels that take most of a step, with their seconds: the first that is no GEMM is the next bottleneck."""
+    """The kernels that take most of a step, in seconds. The first kernel that is not a GEMM is the next bottleneck."""
     activity = ProfilerActivity.CUDA if DEVICE.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         engine.train_step(batch, loss)
@@ -160,7 +160,7 @@ def main() -> int:
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
     for compiled, shape in product(args.compile, args.shapes):
-        # A process of its own: it leaves no memory, no process group and no compiled graph to the next one.
+        # A process of its own leaves no memory, no process group and no compiled graph to the next variant.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
                 results.append(pool.submit(measure, shape, args.max_tokens, args.rounds, bool(compiled)).result())
@@ -179,7 +179,7 @@ def best_mfu(results: list[dict[str, Any]], shape: str) -> float:
 
 
 def write(results: list[dict[str, Any]], output: Path) -> None:
-    """engine-gpu.md and engine-gpu.json of what there is so far."""
+    """Writes engine-gpu.md and engine-gpu.json from the results so far."""
     rows = [
         (f"{r['shape']}{', compiled' if r['compiled'] else ''}", r["layers"], str(r["tokens"]), f"{r['seconds']:.3f}",
          f"{r['tokens'] / r['seconds']:.0f}", f"{r['tflops']:.1f}", "?" if r["mfu"] is None else f"{r['mfu']:.1%}",

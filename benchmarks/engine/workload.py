@@ -1,8 +1,8 @@
-"""The work of the engine's benchmark: one GRPO update on 32 sequences, the same for everyone.
+"""The work of the engine's benchmark: one GRPO update on 32 sequences, the same for all sides.
 
-Eight prompts with four completions each. Lengths are log-normal, as those of reinforcement learning on short
-reasoning tasks are: prompts around 64 tokens (sigma 0.4, 16 to 160), completions around 96 (sigma 0.7, 8 to 512), so
-that the longest completion is several times the median. Tokens are random; neither side's time depends on them.
+Eight prompts have four completions each. Lengths are log-normal, as in reinforcement learning on short reasoning tasks:
+prompts around 64 tokens (sigma 0.4, 16 to 160), completions around 96 (sigma 0.7, 8 to 512). The longest completion is
+several times the median. Tokens are random: they do not change the time of either side.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rlft_fast.rl import grpo_advantage
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 LEARNING_RATE = 1e-6
 CLIP = 0.2
-# As far as a few optimizer steps on one rollout move log-probabilities: some tokens are clipped, most are not.
+# A few optimizer steps on one rollout move log-probabilities this far: some tokens are clipped, most are not.
 _OLD_LOGPROB_NOISE = 0.1
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Token ids, rewards, and the log-probabilities that the ratio is taken against.
+    """Token ids, rewards, and the old log-probabilities of the ratio.
 
     Attributes:
         prompts: B lists of token ids; samples of a prompt follow one another.
@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences: what tokens per second count, whoever pads or repeats what."""
+        """Tokens of all sequences, without padding and repetition: the numerator of tokens per second on every side."""
         return sum(map(len, (*self.prompts, *self.completions)))
 
     def batch(self) -> Batch:

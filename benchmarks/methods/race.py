@@ -1,8 +1,8 @@
 """`python -m benchmarks.methods.race`: each method learns the demo's sums from its own example; writes docs/methods.*.
 
-Every run is a process of its own, `rlft-fast train examples/<name>.yaml --seed <seed>`, in runs/methods. A run that is
-complete there is kept, so what was interrupted is continued by the same command. The section of docs/methods.md, its
-curves and docs/methods.json come from the complete runs' files alone.
+Every run is a process of its own, `rlft-fast train examples/<name>.yaml --seed <seed>`, and writes to runs/methods.
+Complete runs are kept, so the same command continues after an interruption. The section of docs/methods.md, its curves
+and docs/methods.json come from the files of the complete runs alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.methods.report import Result, write_report
 from rlft_fast.config import Config, ConfigError
 
 _ROOT = Path(__file__).parents[2]
-RUNS = Path("runs/methods")  # relative, as all paths of the examples are: to the repository
+RUNS = Path("runs/methods")  # relative to the repository, like all paths of the examples
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Run:
         return {"seed": str(self.seed), "output_dir": str(self.folder), "model": str(smollm2_folder())}
 
     def is_complete(self) -> bool:
-        """Whether the folder holds this run as its example is now, to the end."""
+        """Whether the folder has this run, complete and with its example's current settings."""
         if not (_ROOT / self.folder / "summary.json").is_file():
             return False
         try:
@@ -91,7 +91,7 @@ class Run:
         return made == Config.load(_ROOT / self.example, self.overrides)
 
     def make(self, threads: int) -> None:
-        """Runs it, unless it is complete. What is large is deleted afterwards: the weights.
+        """Runs it, unless it is complete. Afterwards its weights are deleted: they are large.
 
         Raises:
             subprocess.CalledProcessError: it failed; output.txt in its folder says why.
@@ -114,13 +114,13 @@ class Run:
 
 
 def all_runs(names: list[str]) -> list[Run]:
-    """The runs of the methods: first one of each, then the further seeds."""
+    """The runs of the methods: first one run of each method, then the further seeds."""
     runs = [Run(name, seed) for name in names for seed in METHODS[name].seeds]
     return sorted(runs, key=lambda run: run.seed)
 
 
 def results() -> list[Result]:
-    """What the complete runs have reached, one method after the other."""
+    """The results of the complete runs, in the order of METHODS."""
     return [
         Result.read(_ROOT / run.folder, METHODS[name].title, METHODS[name].differs, METHODS[name].reward, run.seed)
         for name in METHODS
@@ -130,9 +130,9 @@ def results() -> list[Result]:
 
 
 def prepare(names: list[str]) -> None:
-    """Policy, problems and reward model, which the examples take as given; models that exist are kept.
+    """Makes the policy, the problems and the reward model that the examples need; existing models are kept.
 
-    The reward model starts from the demo's policy, and learns from its answers.
+    The reward model starts from the demo's policy and learns from the demo's answers.
     """
     from rlft_fast.demo import smollm2_folder, write_problems
 

@@ -1,4 +1,4 @@
-"""What the methods' runs have reached: the section of docs/methods.md, its curves, and the numbers as JSON."""
+"""The report of the methods: the section of docs/methods.md, its curves, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def table(results: list[Result]) -> str:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Held-out accuracy, and mean rewards with a panel for each of their scales; a method's seeds share its colour."""
+    """Draws held-out accuracy, and mean rewards in one panel per scale; all seeds of a method share one colour."""
     from matplotlib.figure import Figure
 
     rewards = list(dict.fromkeys(r.reward for r in results))

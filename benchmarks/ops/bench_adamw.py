@@ -1,4 +1,4 @@
-"""Clipping and AdamW: the norm and one pass over everything, against the norm, scaling and step of torch."""
+"""Clipping and AdamW: our norm and one fused pass, beside torch's norm, scaling and step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if DEVICE.type == "cuda":
 
 
 def shapes(layers: int, hidden: int, vocab: int) -> list[tuple[int, ...]]:
-    """Of a small language model's parameters: one large matrix, many medium ones, and as many tiny norms."""
+    """The parameters of a small language model: one large matrix, many medium matrices, and many tiny norms."""
     attention = [(hidden, hidden), (hidden // 4, hidden), (hidden // 4, hidden), (hidden, hidden)]
     mlp = [(4 * hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
     return [(vocab, hidden), *[*attention, *mlp, (hidden,), (hidden,)] * layers, (hidden,)]
@@ -34,13 +34,13 @@ def shapes(layers: int, hidden: int, vocab: int) -> list[tuple[int, ...]]:
 def suite() -> list[Variant]:
     """Every way to clip and step the same parameters.
 
-    torch scales the gradients in place, so that after its first run they need no clipping; it multiplies all the same.
+    torch scales the gradients in place. After its first run they need no clipping, but torch multiplies them again.
     """
     return [Variant(task, way, build(make_parameters(task))) for task in MODELS for way, build in WAYS.items()]
 
 
 def make_parameters(task: str) -> list[nn.Parameter]:
-    """Random, with gradients whose norm is far above the limit."""
+    """Random parameters with gradients whose norm is far above the limit."""
     randn = partial(torch.randn, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
     parameters = [nn.Parameter(randn(shape)) for shape in shapes(*MODELS[task])]
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""The norm of many gradients beside torch's, and beside a copy that moves as many bytes as the gradients have."""
+"""Our norm of many gradients, beside torch's norm and beside a copy that moves as many bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sizes() -> np.ndarray:
 
 
 def make_parameters() -> list[nn.Parameter]:
-    """Every second gradient is bfloat16, the others float32; what the parameters hold does not matter."""
+    """Parameters with random gradients: every second gradient is bfloat16, the others are float32."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     parameters = []
     for index, size in enumerate(sizes().tolist()):
@@ -39,7 +39,7 @@ def make_parameters() -> list[nn.Parameter]:
 
 
 def suite() -> list[Variant]:
-    """Ours, torch's, and the copy: half of the gradients' bytes, which it reads and writes."""
+    """Ours, torch's, and the copy. The copy reads and writes half of the gradients' bytes."""
     parameters = make_parameters()
     gradients = [parameter.grad for parameter in parameters]
     moved = torch.ones(sum(g.nbytes for g in gradients) // 2, dtype=torch.uint8, device=DEVICE)

@@ -1,7 +1,7 @@
 """linear_logprob and linear_logprob_loss beside their peers and the bare GEMMs.
 
-`suite` gives every variant of every task; the report measures them at full size, the tests below time them at a
-small one with pytest-benchmark and check that all ways of a task agree.
+`suite` has every variant of every task. The report measures the variants at full size. The tests below time them at a
+small size with pytest-benchmark, and check that all ways of a task agree.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ TASKS: dict[str, tuple[Task, dict[str, Callable[[], Way]]]] = {
     "PPO loss": (loss, ways.PPO_WAYS),
     "cross-entropy loss": (loss, ways.CROSS_ENTROPY_WAYS),
 }
-# Half ignored: the ways that leave rows out. Flat logits: nothing but ours, to show that the data makes no difference.
+# "half ignored" runs the ways that leave rows out. "flat logits" runs ours alone, to show that the data do not matter.
 VARIATIONS: dict[str, tuple[Callable[[Problem, Problem], Problem], tuple[str, ...], tuple[str, ...]]] = {
     "half ignored": (
         lambda peaked, flat: ways.ignore_half(peaked),
         ("forward + backward", "PPO loss"),
         (OURS, "cut-cross-entropy"),
     ),
-    "half of the gradient zero": (  # on a GPU only Triton's GEMMs can leave out what the device alone knows of
+    "half of the gradient zero": (  # on a GPU the host does not know these rows, so only Triton's GEMMs skip them
         lambda peaked, flat: ways.silence_half(peaked),
         ("forward + backward",),
         (OURS, *map(ways.backend_way, ways.COMPARED_BACKENDS)),
@@ -83,7 +83,7 @@ def title(task: str, variation: str | None) -> str:
 
 
 def suite(shape: tuple[int, int, int]) -> tuple[list[Variant], dict[str, str]]:
-    """Every variant that can be loaded, and by name why the others cannot."""
+    """Every variant that can be loaded, and for every other variant the reason by its name."""
     peaked, flat = (ways.make_problem(*shape, peaked=peaked) for peaked in (True, False))
     problems = {name: change(peaked, flat) for name, (change, _, _) in VARIATIONS.items()}
     variants, unavailable = [], {}
@@ -100,7 +100,7 @@ def suite(shape: tuple[int, int, int]) -> tuple[list[Variant], dict[str, str]]:
     return variants, unavailable
 
 
-# ---- floors: nothing but the GEMMs, into memory that is there already -----------------------------------------------
+# ---- floors: the GEMMs alone, into memory allocated before ----------------------------------------------------------
 
 FLOORS = ("logits", "dX", "dW")
 
@@ -134,9 +134,9 @@ def floor_variants(shape: tuple[int, int, int], chunkings: dict[str, list[tuple[
 
 
 def fastest_floors(shape: tuple[int, int, int]) -> tuple[list[Variant], Results]:
-    """For each GEMM its two fastest chunkings, and what all the chunkings took.
+    """The two fastest chunkings of each GEMM, and the times of all chunkings.
 
-    Two, because the scan alone may err on a busy machine: the floor is the faster one of the measurement itself.
+    Two are kept because a short scan may err on a busy machine: the floor is the faster of the two in the measurement.
     """
     num_tokens, _, vocab = shape
     # All rows by tiles of columns, everything at once, and few rows at a time.

@@ -1,6 +1,6 @@
-"""unpad and pad against a copy of the same bytes, and a micro-batch of many tensors against one call per tensor.
+"""unpad and pad beside a copy of as many bytes, and a micro-batch of many tensors beside one call per tensor.
 
-A copy of as many bytes is the fastest that a memory-bound operator can be.
+The copy is the floor: no memory-bound op is faster.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from benchmarks.ops.ways import DTYPE, OURS
 from benchmarks.support.harness import COPY, DEVICE, Variant, copy_of, synchronised
 from rlft_fast.ops import packing
 
-# Of SmolLM2-135M on a CPU; on a GPU large enough that launches do not decide.
+# On a CPU, the hidden size of SmolLM2-135M; on a GPU, sizes at which launches do not decide.
 B, L, D = (64, 2048, 576) if DEVICE.type == "cpu" else (64, 4096, 4096)
 OPERATORS = ("unpad", "pad")
-MICRO_BATCHES = 10  # of a step: one alone takes no longer than what the first call in cold caches does besides
+MICRO_BATCHES = 10  # one micro-batch takes no longer than the overhead of the first call in cold caches
 STEP = (f"unpad {MICRO_BATCHES} micro-batches", f"pad {MICRO_BATCHES} micro-batches")
 ONE_BY_ONE = "one call per tensor"
 NONZERO = "nonzero + gather"
 
 
 def log_normal_lengths(seed: int = 0) -> Tensor:
-    """(B,) lengths spread as responses are: many short, a few at the limit."""
+    """(B,) lengths distributed like those of responses: many are short, a few are at the limit."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(B).log_normal_(mean=6.2, std=0.8, generator=generator).clamp(1, L).long()
 
@@ -38,8 +38,8 @@ def suite() -> list[Variant]:
 def operator_suite() -> list[Variant]:
     """Both operators beside copies that move as many bytes.
 
-    unpad reads and writes the packed tensor; pad reads it and writes the padded one, so its copy moves their mean. The
-    copies write into memory that is there, although the operators allocate their outputs.
+    unpad reads and writes the packed tensor. pad reads the packed tensor and writes the padded tensor, so its copy
+    moves the mean of both. The copies write into memory allocated before, although the ops allocate their outputs.
     """
     lengths = log_normal_lengths()
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(DEVICE, torch.int32)
@@ -59,11 +59,10 @@ def operator_suite() -> list[Variant]:
 
 
 def micro_batch_suite() -> list[Variant]:
-    """What a trainer holds per token, between (B, L) with an attention mask and (T,).
+    """All tensors that a trainer holds per token, moved between (B, L) with an attention mask and (T,).
 
-    All ways find the tokens of the mask; only nonzero waits for their number. In flash-attn's bert_padding, which
-    nonzero + gather repeats in plain PyTorch, padding back starts from the indices that unpadding found, and so do ours
-    from the columns.
+    All ways find the tokens of the mask; only nonzero waits for their number. nonzero + gather is flash-attn's
+    bert_padding in plain PyTorch. Its padding starts from the indices that unpadding found, and ours from the columns.
     """
     lengths = log_normal_lengths()
     mask_BL = (torch.arange(L) < lengths[:, None]).to(DEVICE)

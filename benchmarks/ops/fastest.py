@@ -1,4 +1,4 @@
-"""Writes down which backend was fastest, where `backend="auto"` of the ops reads it (`rlft_fast/ops/backends.py`)."""
+"""Writes the fastest backend of each kind of call, for `backend="auto"` of the ops (`rlft_fast/ops/backends.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.ops.ways import backend_way
 from benchmarks.support.harness import Results
 from rlft_fast.ops.backends import MEASUREMENTS, Shape, read_measurements
 
-# The kind of call that a task measures. Any per-token loss costs what PPO's does.
+# The kind of call that a task measures. Every per-token loss costs as much as PPO's.
 KINDS = {
     "no grad": "no grad",
     "forward + backward": "forward + backward",
@@ -39,7 +39,7 @@ def entries(results: Results, device: str, dtype: str, shape: Shape) -> list[dic
 
 
 def write(path: Path, new: list[dict[str, Any]]) -> None:
-    """Adds entries to the file, or to a copy of those that are shipped; new ones replace old ones of the same thing."""
+    """Adds entries to the file, or to a copy of the shipped entries. New entries replace old ones of the same call."""
     kept = {_key(entry): entry for entry in [*read_measurements(path if path.exists() else MEASUREMENTS), *new]}
     lines = ",\n".join("  " + json.dumps(kept[key]) for key in sorted(kept))
     about = "What backend='auto' knows of GPUs, written by python -m benchmarks.ops.report --fastest."

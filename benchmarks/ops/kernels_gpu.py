@@ -1,10 +1,10 @@
-"""`python -m benchmarks.ops.kernels_gpu limits | sweep | once`: what a GPU can do, and how near each kernel comes.
+"""`python -m benchmarks.ops.kernels_gpu limits | sweep | once`: a GPU's limits, and how near each kernel comes.
 
     limits    TB/s of a copy, TFLOPS of the vendor's GEMMs at the head's shapes, TB/s of our kernels
     sweep     the loss and the backward pass of the head by rows of a chunk, columns of a tile, and workspace
     once      each kernel of the head once, for a profiler
 
-What is measured is written after every task, so that a run that is cut off keeps what it had.
+Results are written after every task, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Task = tuple[str, dict[str, tuple[Callable[[], object], float]]]  # ways, each w
 
 
 def bandwidth_tasks(dim: int, vocab: int) -> Iterator[Task]:
-    """Terabytes that a run moves, of a copy and of each kernel."""
+    """A copy and each kernel, with the terabytes that a run moves."""
     source = torch.zeros(NUM_ELEMENTS, device=DEVICE)
     yield f"{COPY}, TB/s", {"float32": (copy_of(source), 8e-12 * NUM_ELEMENTS)}
     for rows in (TILE_ROWS[0], TILE_ROWS[-1]):
@@ -63,7 +63,7 @@ def bandwidth_tasks(dim: int, vocab: int) -> Iterator[Task]:
 
 
 def kernel_runs(rows: int, dim: int, columns: int) -> Iterator[tuple[str, tuple[Callable[[], object], int]]]:
-    """What lies between the GEMMs of the head, on one tile of logits, with the bytes that it moves."""
+    """The kernels between the GEMMs of the head, on one tile of logits, with the bytes that they move."""
     logits = torch.randn(rows, columns, device=DEVICE)
     target = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     per_row = torch.ones(8, rows, device=DEVICE)
@@ -83,7 +83,7 @@ def kernel_runs(rows: int, dim: int, columns: int) -> Iterator[tuple[str, tuple[
 
 
 def gemm_tasks(dim: int, vocab: int) -> Iterator[Task]:
-    """Teraflops of the three GEMMs of the head, by rows, written in bfloat16 and in float32."""
+    """The three GEMMs of the head by rows, written in bfloat16 and in float32, with their teraflops."""
     weight = torch.randn(vocab, dim, device=DEVICE).to(DTYPE)
     for rows in TILE_ROWS:
         hidden = torch.randn(rows, dim, device=DEVICE).to(DTYPE)
@@ -104,7 +104,7 @@ def gemm_tasks(dim: int, vocab: int) -> Iterator[Task]:
 
 
 def sweep_tasks(shape: tuple[int, int, int]) -> Iterator[Task]:
-    """Milliseconds; the way is what was set, and the first one what is set without a word."""
+    """Milliseconds by setting; the first way is the default setting."""
     problem = ways.make_problem(*shape, peaked=True)
     index = torch.arange(shape[0], device=DEVICE)
 
@@ -153,7 +153,7 @@ def _set(module: Any, name: str, value: int) -> Iterator[None]:
 
 
 def measure(tasks: Iterator[Task], rounds: int, path: Path, title: str) -> None:
-    """Measures one task after the other and writes all that there is to PATH.json and PATH.md after each."""
+    """Measures one task after the other, and after each writes all results so far to PATH.json and PATH.md."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for task, runs in tasks:
         variants = [Variant(task, way, run, peer=True) for way, (run, _) in runs.items()]

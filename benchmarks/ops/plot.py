@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.ops.ways import OURS
 from benchmarks.support.harness import Measurement, Results
+from benchmarks.support.picture import OURS_COLOR, save
 
-OURS_COLOR, _PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#d1495b", "#b8c0cc", "#1f2d3d", "#1f2d3d"
+_PEER_COLOR, _MARK_COLOR, _TEXT_COLOR = "#b8c0cc", "#1f2d3d", "#1f2d3d"
 _STYLE = {
     "font.size": 9,
     "text.color": _TEXT_COLOR,
@@ -58,18 +55,11 @@ def save_plot(results: Results, floors: dict[str, float], max_extra_mib: float, 
         save(figure, path, subtitle)
 
 
-def save(figure: Figure, path: Path, subtitle: str) -> None:
-    """Writes the picture with its subtitle, and gives back its memory."""
-    figure.suptitle(subtitle, x=0.01, ha="left", fontsize=9, color="#66707c")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def _bars(axes: Axes, ways: dict[str, Measurement], values: dict[str, float], label: str) -> None:
     colors = [OURS_COLOR if way == OURS else _PEER_COLOR for way in ways]
     bars = axes.barh(list(ways), list(values.values()), color=colors, height=0.72)
     labels = axes.bar_label(bars, [label.format(value) for value in values.values()], padding=4, fontsize=8)
-    for text in labels:  # readable where a line passes behind it
+    for text in labels:  # readable in front of a line
         text.set(bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8}, zorder=4)
     axes.invert_yaxis()
     axes.margins(x=0.12)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ops.report`: measures everything, holds it against the bars, writes results/NAME.*."""
+"""`python -m benchmarks.ops.report`: measures every op, compares it with the bars, and writes results/NAME.*."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ RESULTS = Path(__file__).parents[1] / "results"
 MAX_EXTRA_MIB = 96
 
 METHOD = """\
-All variants run in one process on {threads} threads, interleaved: every round runs each of them once ({rounds} rounds;
-peers take part in {peer_rounds} of them){by_task}. Times are medians, ± is the interquartile range (the full range of
-fewer than four samples). Caches are cold. {device_method} Extra memory is the peak of a variant's second run beyond
-what was allocated before and beyond the outputs: log-probabilities, loss, dX and dW. The floor of a task is the sum of
-its bare GEMMs, each walked in its fastest chunks into memory that is there already: for `no grad` and `entropy under a
-soft cap` logits; for `forward + backward` twice logits, dX and dW, although ways that keep the logits need them once;
-for `frozen head` logits and dX; for the losses logits, dX and dW.
+All variants run in one process on {threads} threads, interleaved: every round runs each variant once ({rounds} rounds;
+peers take part in {peer_rounds} rounds){by_task}. A time is the median, and ± is the interquartile range (the full
+range of fewer than four samples). Caches are cold. {device_method} Extra memory is the peak of a variant's second run,
+less the memory allocated before the run, less the outputs (log-probabilities, loss, dX and dW). The floor of a task is
+the sum of its bare GEMMs. Each GEMM runs in its fastest chunks, into memory allocated before. `no grad` and `entropy
+under a soft cap` have one GEMM, the logits. `forward + backward` has the logits twice, dX and dW, although ways that
+keep the logits multiply them once. `frozen head` has logits and dX. The losses have logits, dX and dW.
 
-Hidden states and weights are random; logits are peaked (the target holds most of the mass) unless called flat. The
-upstream gradient is random. Ours are given the indices of the rows that count. On the CPU, threads and bfloat16 are
-compared at a quarter of the rows, each beside the bare float32 GEMMs on as many threads, which are what bfloat16 runs
-on there. `pytest benchmarks` checks that all ways of a task compute the same numbers. Packing and the norm are held
-against a copy of as many bytes, clipping and AdamW against torch's `clip_grad_norm_` and fused `AdamW`."""
+Hidden states, weights and the upstream gradient are random. Logits are peaked (the target holds most of the
+probability), except where they are called flat. Our ops are given the indices of the rows that count. On the CPU,
+threads and bfloat16 are compared at a quarter of the rows. Each is compared with the bare float32 GEMMs on as many
+threads, because bfloat16 is multiplied in float32 there. `pytest benchmarks` checks that all ways of a task compute
+the same numbers. Packing and the norm are compared with a copy of as many bytes, and clipping and AdamW with torch's
+`clip_grad_norm_` and fused `AdamW`."""
 
 DEVICE_METHOD = {
-    "cpu": "Times are in recycled memory: malloc hands out what was freed before, for page faults would measure the "
-    "system. Memory is the resident set's, in fresh memory (`VmHWM`, reset before).",
-    "cuda": "Times are the device's, by events, with the host ahead; inputs are bfloat16. Memory is what "
-    "torch's allocator has handed out. The bare GEMMs write bfloat16.",
+    "cpu": "Times are taken in recycled memory: malloc hands out memory freed before, because page faults would "
+    "measure the system. Memory is the peak of the resident set in fresh memory (`VmHWM`, reset before each run).",
+    "cuda": "Times are measured on the device by events, while the host is ahead. Inputs are bfloat16, and the bare "
+    "GEMMs write bfloat16. Memory is counted by torch's allocator.",
 }
 
-# How many of each GEMM the floor of a task holds, and the bar on the ratio to it.
+# How many GEMMs of each kind (logits, dX, dW) make the floor of a task; below, the bars on time / floor.
 FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
     "no grad": (1, 0, 0),
     "entropy under a soft cap": (1, 0, 0),
@@ -74,9 +75,9 @@ FLOOR_COUNTS: dict[str, tuple[int, int, int]] = {
 }
 MAX_RATIO = {"no grad": 1.12} if DEVICE.type == "cpu" else {"no grad": 1.10, "forward + backward": 1.12}
 DEFAULT_MAX_RATIO = 1.15
-SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # a GPU's GEMMs are so fast there that what is between them decides
+SMALL_DIM, SMALL_DIM_MAX_RATIO = 1536, 1.35  # there, GPU GEMMs are so fast that the work between them decides
 SMALL_SUITES = [bench_packing.suite, bench_grad_norm.suite, bench_adamw.suite]
-SMALL_ROUNDS = 21 if DEVICE.type == "cpu" else 9  # a few milliseconds by the host's clock spread more
+SMALL_ROUNDS = 21 if DEVICE.type == "cpu" else 9  # times of a few milliseconds spread more
 if DEVICE.type == "cpu":
     SMALL_SUITES.append(bench_planning.suite)  # the host's work, on any machine
 
@@ -87,7 +88,7 @@ if DEVICE.type == "cpu":
 def run_linear_logprob(
     shape: tuple[int, int, int], rounds: int, peer_rounds: int, deadline: float
 ) -> Iterator[tuple[Results, Results]]:
-    """Results of variants and floors, and of the scan for the floors' chunks, after each group of variants."""
+    """Yields, after each group of variants, all results so far and the scan for the floors' chunks."""
     variants, unavailable = bench_linear_logprob.suite(shape)
     results, floors, scan = Results(unavailable=unavailable), [], Results()
     for group in groups(variants):
@@ -102,9 +103,10 @@ def run_linear_logprob(
 
 
 def groups(variants: list[Variant]) -> list[list[Variant]]:
-    """What is interleaved: on a CPU everything; on a GPU the ways of a task, peers after all tasks and beside ours.
+    """The groups of variants that are interleaved: on a CPU one group; on a GPU one group per task.
 
-    What a run on a GPU has measured when its time is over is then the most telling part.
+    On a GPU, a group of peers beside ours follows after our ways of all tasks. A run that ends early has then measured
+    the most telling part.
     """
     if DEVICE.type == "cpu":
         return [variants]
@@ -117,7 +119,7 @@ def groups(variants: list[Variant]) -> list[list[Variant]]:
 
 
 def floor_s(results: Results, task: str, title: Callable[[str], str] = "floor {}".format) -> float:
-    """Seconds of the bare GEMMs of a task, each in its fastest chunks; `title` names them among the results."""
+    """Seconds of a task's bare GEMMs in their fastest chunks. `title` gives the name of a GEMM in the results."""
     gemms = [next(iter(results.ways(title(name)).values())).median_s for name in FLOORS]
     return sum(count * seconds for count, seconds in zip(FLOOR_COUNTS[task], gemms, strict=True))
 
@@ -156,7 +158,7 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
 
 
 def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
-    # The vendor's GEMMs take sizes from the host only, and multiply rows of zero gradient, too.
+    # The vendor's GEMMs take sizes from the host only, and so multiply rows of zero gradient.
     way = backend_way("triton")
     if silent := results.ways("forward + backward, half of the gradient zero").get(way):
         forward, full = (results.ways(task).get(way) for task in ("no grad", "forward + backward"))
@@ -171,7 +173,7 @@ def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
 
 
 def inputs_outputs_mib(shape: tuple[int, int, int]) -> float:
-    """Of a loss: hidden states, weight, and the gradients of both."""
+    """MiB of a loss's inputs and outputs: hidden states, weight, and the gradients of both."""
     num_tokens, dim, vocab = shape
     return 2 * DTYPE.itemsize * dim * (num_tokens + vocab) / 2**20
 
@@ -240,7 +242,7 @@ def scan_table(scan: Results) -> str:
 
 
 def scaling_table(results: Results) -> str:
-    """Times on one thread and more, beside the GEMMs on as many."""
+    """Times on one thread and on several, beside the GEMMs on as many threads."""
     rows = []
     for dtype, tasks in scaling.TASKS_BY_DTYPE.items():
         for task in tasks:
@@ -285,15 +287,15 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=FULL_SHAPE, metavar=("T", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5, help="samples of our variants and of the floors")
     parser.add_argument("--peer-rounds", type=int, default=3, help="samples of each peer")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other round of them after so long")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further round after so many seconds")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the report")
     parser.add_argument(
-        "--fastest", type=Path, help="on a GPU: the file that is told which backend was fastest, for backend='auto'"
+        "--fastest", type=Path, help="on a GPU: file to write the fastest backends to, for backend='auto'"
     )
     parser.add_argument("--name", default=DEVICE.type, help="the report is NAME.md, NAME.json and NAME.png")
     args = parser.parse_args()
     if args.fastest and DEVICE.type == "cpu":
-        parser.error("--fastest compares the backends of a GPU, and there is none")
+        parser.error("--fastest compares the backends of a GPU, and this machine has no GPU")
 
     torch.set_num_threads(NUM_THREADS)
     shape = tuple(args.shape)
@@ -324,7 +326,7 @@ def main() -> None:
 
     scaled, small, text = Results(), Results(), ""
     for results, scan in run_linear_logprob(shape, args.rounds, args.peer_rounds, deadline):
-        text = write(results, scan, scaled, small)  # whatever becomes of the rest
+        text = write(results, scan, scaled, small)  # kept if the rest fails
         print(bar_table(list(linear_logprob_bars(results, shape))), flush=True)
     if DEVICE.type == "cpu":
         clock(scaling.suite(), scaled, args.rounds)

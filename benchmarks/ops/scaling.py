@@ -1,7 +1,7 @@
 """linear_logprob and its loss on one thread and two, and in bfloat16, beside the bare GEMMs on as many threads (CPU).
 
-A quarter of the rows of the full comparison: enough for GEMMs at full speed. CPUs multiply bfloat16 in float32 here, as
-torch has no GEMM from bfloat16 to float32 for them: the floor of both dtypes is the same.
+A quarter of the rows of the full comparison is enough for GEMMs at full speed. Torch has no CPU GEMM from bfloat16 to
+float32, so the ops multiply bfloat16 in float32, and both dtypes have the same floor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def floor_title(name: str, threads: int) -> str:
 
 
 def suite(shape: tuple[int, int, int] = SHAPE) -> list[Variant]:
-    """Ours by dtype and threads, and every GEMM of the floors in three chunkings by threads."""
+    """Our ways by dtype and threads, and every GEMM of the floors in three chunkings by threads."""
     problem = ways.make_problem(*shape, peaked=True)
     variants = []
     for threads in THREADS:

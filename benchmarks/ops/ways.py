@@ -1,8 +1,8 @@
 """Every way to a token's log-probability, or to a loss of it, that the benchmarks compare.
 
-A way is `way(hidden_TD, weight_VD, problem)` and returns (T,) log-probabilities or a 0-d loss. Loaders import, so that
-a peer that is not installed is known by the reason it gives. Peers run with their own defaults, TRL's with the tile of
-its trainers; the one exception is said where it is made.
+A way is `way(hidden_TD, weight_VD, problem)` and returns (T,) log-probabilities or a 0-d loss. Loaders import their
+peer, so that the report has the reason if a peer is not installed. Peers run with their own defaults, and TRL with the
+tile of its trainers. A comment marks the one exception.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def ignore_half(problem: Problem) -> Problem:
 
 
 def silence_half(problem: Problem) -> Problem:
-    """The same problem with a random half of its upstream gradients zero, as those of clipped tokens are."""
+    """The same problem with a random half of its upstream gradients zero, like the gradients of clipped tokens."""
     return problem._replace(upstream_T=problem.upstream_T * _half(problem))
 
 
@@ -89,7 +89,7 @@ def ppo_clip(logprob: Tensor, entropy: Tensor | None, old_logprob: Tensor, advan
 
 @cache
 def _active_index(target: Tensor) -> Tensor:
-    """Found once per batch, as a trainer does that packs on the host: finding it on a device waits for the device."""
+    """Cached per batch, as in a trainer that packs on the host: finding the index on a device waits for it."""
     return (target != IGNORE_INDEX).nonzero().squeeze(-1)
 
 
@@ -98,7 +98,7 @@ def _ours(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Ten
 
 
 def _ours_keeping(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """In the memory of the logits, and of the tile that backward works in, which is less than a quarter of them."""
+    """The workspace holds all logits, and backward's tile, which is less than a quarter of the logits."""
     return _ours(hidden, weight, target, workspace_mib=5 * target.shape[0] * weight.shape[0] // 2**20 + 1)
 
 
@@ -107,7 +107,7 @@ def _eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _cut_cross_entropy_options(filtering: bool) -> dict[str, Any]:
-    """Its kernels need a GPU. They leave out tiles of small gradients if they may: random data flatters that."""
+    """The kernels need a GPU. With `filtering` they leave out tiles of small gradients, which random data flatters."""
     if DEVICE.type == "cpu":
         return {"impl": "torch_compile"}
     return {"impl": "cce"} if filtering else {"impl": "cce", "filter_eps": None}
@@ -139,13 +139,13 @@ def _load_liger_scaled() -> LogprobFunction:
 OURS = "rlft_fast"
 EAGER = "eager PyTorch"
 KEEPING = f"{OURS}, logits kept"
-ROOMY = f"{OURS}, half of the logits"  # at once in the loss, whose default on a CPU is far less and on a GPU more
-# Of these `auto` takes the faster one, on a GPU: see benchmarks/ops/fastest.py.
+ROOMY = f"{OURS}, half of the logits"  # in memory at once; the loss's default is far less on a CPU, more on a GPU
+# On a GPU, `auto` takes the faster of these backends: see benchmarks/ops/fastest.py.
 COMPARED_BACKENDS = ("native", "triton") if DEVICE.type == "cuda" else ()
 
 
 def backend_way(backend: str) -> str:
-    """Our way with a backend that was asked for by name."""
+    """The name of our way with an explicit backend."""
     return f"{OURS}, {backend}"
 
 
@@ -226,7 +226,7 @@ def _load_liger_grpo() -> Way:
 
     def way(hidden: Tensor, weight: Tensor, problem: Problem) -> Tensor:
         rows = (len(problem.advantage_B), -1)
-        # One chunk of all sequences: the default, one sequence at a time, adds up a (V, D) gradient per sequence.
+        # One chunk has all sequences. Liger's default, one sequence per chunk, adds up a (V, D) gradient per sequence.
         loss = LigerFusedLinearGRPOLoss(
             beta=0.0, use_ref_model=False, compiled=False, chunk_size=rows[0], epsilon_low=CLIP_LOW,
             epsilon_high=CLIP_HIGH, loss_type="dapo",

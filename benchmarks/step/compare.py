@@ -1,8 +1,8 @@
 """`python -m benchmarks.step.compare`: a whole GRPO step of ours beside TRL's; writes benchmarks/results/step.*.
 
-The work is that of `workload`: rollout, rewards and update, on the same prompts. Each side lives in a process of
-its own (`sides`) and makes one step whenever it is told to: A B C, A B C, ... The last line of the output is JSON.
-Run it on a machine that does nothing else; it takes about ten minutes on two cores.
+`workload` defines the step: rollout, rewards and update, on the same prompts. Each side is a process of its own
+(`sides`). The sides take turns, one step each: A B C, A B C, ... The last line of the output is JSON. Run it on a
+machine that does nothing else; it takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.step.workload import MAX_STEPS, Work
 from benchmarks.support.sides import ROOT, Side, take_turns
 
 OURS, OURS_VLLM = "rlft_fast", "rlft_fast, vLLM"
-# Eight completions and their prompt in a micro-batch: no slower than all 64 at once, which take twice the memory.
+# A micro-batch has eight completions and their prompt. All 64 at once are no faster, and take twice the memory.
 _ACTOR = {"actor": {"max_tokens": 1024}}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: ("ours", _ACTOR),
@@ -30,7 +30,7 @@ SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "TRL, 16 sequences": ("trl", {"per_device_train_batch_size": 16, "gradient_checkpointing": False}),
 }
 _DEFAULT = [OURS, OURS_VLLM, "TRL, 8 sequences"]
-# Sampling draws different numbers on each side, so lengths differ a little; a ratio of times needs them to be near.
+# Each side samples with its own random numbers, so lengths differ a little. A ratio of times needs similar lengths.
 MAX_TOKEN_DIFFERENCE = 0.05
 
 
@@ -47,7 +47,7 @@ def run(model: str, work: Work, rounds: int, threads: int, names: list[str]) -> 
 
 
 def check_same_work(sides: list[Side]) -> float:
-    """Raises unless all had the same prompts and made about as many tokens; returns the largest relative difference."""
+    """Returns the largest relative difference in tokens; raises if prompts differ, or tokens differ too much."""
     ours, largest = sides[0], 0.0
     for side in sides[1:]:
         if [step["prompts"] for step in side.steps] != [step["prompts"] for step in ours.steps]:

@@ -7,16 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.ops.plot import OURS_COLOR, save
 from benchmarks.step.sides import PARTS
 from benchmarks.step.workload import Work
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import environment
+from benchmarks.support.picture import OURS_COLOR, save
 from benchmarks.support.sides import Side
 
 MAX_TIME_RATIO = 0.7
@@ -25,21 +22,21 @@ _COLORS = dict(zip(PARTS, ("#d1495b", "#edae49", "#66a182", "#2e4057", "#8d96a3"
 METHOD = """\
 One GRPO step of SmolLM2-135M-Instruct in float32 on the CPU: {num_prompts} prompts, {num_samples} completions of each
 with at most {max_new_tokens} tokens at temperature {temperature:g}, their rewards, and one AdamW step with clipping at
-1. Ours is `PPOTrainer.train_step`, TRL's a step of `GRPOTrainer.train()` with its own generation by transformers, from
-`on_step_begin` to `on_step_end`. Prompts are arithmetic from reasoning-gym in the model's chat template, the same
-tokens on both sides (checked); learning rate, clipping range 0.2, loss (mean over all tokens of the batch, TRL's
-`dapo`), no KL penalty, and reward (share of distinct words, so that every group has an advantage) are the same, too.
-Completions are what an untrained model says: most run into the limit, some end before. The two sides draw different
-random numbers, so their lengths differ a little: by {difference:.1%} in all (at most 5% is let through).
+1. Ours is `PPOTrainer.train_step`. TRL's is a step of `GRPOTrainer.train()` with its own generation by transformers,
+from `on_step_begin` to `on_step_end`. Prompts are arithmetic from reasoning-gym in the model's chat template, the same
+tokens on both sides (checked). Also the same are learning rate, clipping range 0.2, loss (mean over all tokens of the
+batch, TRL's `dapo`), no KL penalty, and reward (share of distinct words, so that every group has an advantage).
+Completions come from an untrained model: most run into the limit, some end before. The two sides draw different random
+numbers, so their lengths differ a little: by {difference:.1%} in all (at most 5% is let through).
 
-TRL runs with `num_iterations=1`, `beta=0` and without gradient checkpointing, where it infers no old log-probabilities
-either; 8 sequences at a time is transformers' default (`--sides` also has 16). Liger's layer kernels
-(`use_liger_kernel`) need Triton and so a GPU. The fused head, TRL's own, is always on. Rollouts by vLLM are a side of
-ours where vLLM is installed, in float32, too.
+TRL runs with `num_iterations=1`, `beta=0` and without gradient checkpointing; with these settings it infers no old
+log-probabilities either. 8 sequences at a time is transformers' default (`--sides` also has 16). Liger's layer kernels
+(`use_liger_kernel`) need Triton and so a GPU. TRL's own fused head is always on. Rollouts by vLLM are a side of ours
+where vLLM is installed, also in float32.
 
-Each side runs in a process of its own, one at a time, in turns; times are medians of {rounds} steps after a first one,
-± the full range. Memory is the peak of the resident set during a step, less the resident set after the imports:
-weights, gradients and moments alone take 2.2 GB in float32."""
+Each side runs in a process of its own, one at a time, in turns. Times are medians of {rounds} steps after a first step,
+± the full range. Memory is the peak of the resident set during a step, less the resident set after the imports.
+Weights, gradients and moments alone take 2.2 GB in float32."""
 
 
 def write_report(sides: list[Side], work: Work, difference: float, threads: int, output: Path) -> dict[str, Any]:
@@ -90,7 +87,7 @@ def part_s(side: Side, part: str) -> float:
 
 
 def save_plot(sides: list[Side], path: Path, subtitle: str) -> None:
-    """The parts of every side's time, one after the other, and its memory."""
+    """Draws every side's time by part, and its memory."""
     names = [side.name for side in sides]
     figure, (time, memory) = plt.subplots(
         1, 2, figsize=(10, 0.5 * len(sides) + 1.4), layout="constrained", width_ratios=(3, 1)

@@ -1,9 +1,9 @@
-"""One side of the benchmark of a whole step, in a process of its own: makes one step whenever it reads a line.
+"""One side of the benchmark of a whole step, in a process of its own. Each line on its input asks for one step.
 
     python -m benchmarks.step.sides ours|trl MODEL OUTPUT_DIR JSON_WORK JSON_OPTIONS
 
-Answers each line with a line of JSON: seconds, also by part, generated tokens, a checksum of the prompts, and memory.
-``ours`` is `PPOTrainer.train_step`, ``trl`` a step of ``GRPOTrainer.train()``; nothing of either is replaced.
+Each answer is a line of JSON: seconds in all and by part, generated tokens, a checksum of the prompts, and memory.
+``ours`` is `PPOTrainer.train_step`, ``trl`` is a step of ``GRPOTrainer.train()``; no part of either is replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of the benchmark of a whole step: a rollout of 64 completions, their rewards and one GRPO update.
+"""The work of the benchmark of a whole step: a rollout of 64 completions, its rewards, and one GRPO update.
 
 Prompts are sums and products from reasoning-gym in the model's chat template, 37 to 77 tokens long.
 """
@@ -13,12 +13,12 @@ from rlft_fast.data.prompts import Prompts
 
 LEARNING_RATE = 1e-6
 CLIP = 0.2
-MAX_STEPS = 16  # at most; both schedules are constant, so it changes nothing
+MAX_STEPS = 16  # both learning-rate schedules are constant, so the bound does not change the steps
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is made of, the same for both sides.
+    """One step, the same for both sides.
 
     Attributes:
         num_prompts: prompts of a step.
@@ -59,10 +59,10 @@ def config_of(model: str, output_dir: str, work: Work, options: dict[str, dict[s
 
 
 def distinct_word_share(completions: list[str], **_: Any) -> list[float | None]:
-    """The reward: it tells any two completions apart, so that no group is without an advantage."""
+    """The reward. It differs between completions, so that every group has an advantage."""
     return [len(set(text.split())) / max(len(text.split()), 1) for text in completions]
 
 
 def prompts_of_step(prompts: Prompts, step: int, work: Work) -> Prompts:
-    """As our trainer takes them; a dataset of TRL's has them in this order."""
+    """The prompts of a step as our trainer takes them; TRL's dataset has the same order."""
     return prompts.select(prompts.order(step * work.num_prompts, work.num_prompts, work.seed))

@@ -1,4 +1,4 @@
-"""What the reports have in common: bars, tables, versions, and their three files."""
+"""What the reports share: bars, tables, versions, and the three files of a report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_files(
         name: of the files.
         title: of the report.
         facts: machine and versions, at the top.
-        sections: headings and what is below them, as Markdown.
+        sections: headings and paragraphs, as Markdown.
         raw: the numbers.
         draw: makes the picture at a path.
     """
@@ -55,7 +55,7 @@ def write_files(
 
 
 def fill(text: str) -> str:
-    """Its paragraphs in lines of 120 characters."""
+    """Wraps every paragraph at 120 characters."""
     return "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in text.split("\n\n"))
 
 

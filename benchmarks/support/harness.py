@@ -1,22 +1,20 @@
 """Time and peak memory of named variants, interleaved in one process (Linux), on a GPU where there is one.
 
-Memory first, before anything is timed: each variant runs twice in fresh memory, and the second run is weighed. Its
-figure is the peak of the resident set during the run (VmHWM, reset through /proc/self/clear_refs) less the resident
-set before it and less what the run returned: exactly the scratch memory a training step must have free. Freed heap is
-given back to the system before, or a run could hide its scratch in what an earlier one left behind; buffers that
-libraries keep for the life of the process are no one's scratch, and are there after the first run.
+Memory comes first, before anything is timed. Each variant runs twice in fresh memory, and the second run is weighed:
+the peak of the resident set during the run (VmHWM, reset through /proc/self/clear_refs), less the resident set before
+the run, less the outputs. This is the scratch memory that a training step must have free. Freed heap goes back to the
+system before each run; otherwise a run could hide its scratch in memory that an earlier run had freed. Buffers that a
+library keeps for the life of the process exist after the first run, and so do not count.
 
-Then times: every round runs every variant once, so that a slow phase of the machine hits all of them alike; results
-are medians over the rounds. They are taken in recycled memory, where malloc hands out what was freed before, because
-how long the system takes for a fresh page is its own affair: on a virtual machine the same 300 MB take 13 ms or 400 ms,
-as the host has memory at hand or not.
+Times come second. Every round runs every variant once, so that a slow phase of the machine hits all variants alike, and
+a result is the median over the rounds. Times are taken in recycled memory: malloc hands out memory that was freed
+before. Fresh pages would measure the system: on a virtual machine, the same 300 MB take 13 ms or 400 ms.
 
-Every run begins with cold caches, as it does in a training step: a write of more than they hold comes before it. Else
-what shares code or data with its neighbour in the round, as torch's ways of clipping do, would have it at hand.
+Every run begins with cold caches, as it does in a training step: a write larger than the caches comes before the run.
+With warm caches, variants that share code or data with their neighbour in the round would look faster than they are.
 
-On a GPU the allocator of torch recycles memory and knows its peak. Times are taken by events on the device, while the
-host is ahead, as it is in a training step: what the host needs to launch the work counts only where the device has to
-wait for it longer than that.
+On a GPU, torch's allocator recycles memory and knows its peak. Times are taken by events on the device, while the host
+is ahead, as it is in a training step. The host's launches count only where the device has to wait for them.
 """
 
 from __future__ import annotations
@@ -57,9 +55,9 @@ class Variant:
 
     Attributes:
         task: what is computed; variants of one task compute the same.
-        way: who computes it.
+        way: which implementation computes it.
         run: computes it once and returns every output, so that outputs do not count as scratch memory.
-        peer: somebody else's code: it runs in fewer rounds, and its failure is reported instead of raised.
+        peer: another project's code. A peer runs in fewer rounds, and its failure is reported instead of raised.
     """
 
     task: str
@@ -74,7 +72,7 @@ class Variant:
 
 @dataclass
 class Measurement:
-    """Of one variant: its times, one per round, and its peak memory beyond inputs and outputs."""
+    """The times of one variant, one per round, and its peak memory beyond inputs and outputs."""
 
     extra_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -113,13 +111,13 @@ class Results:
 
 
 def weigh(variants: Sequence[Variant], results: Results) -> Results:
-    """Scratch memory of each variant, and the peers that failed, added to the results.
+    """Adds the scratch memory of each variant, and the peers that failed, to the results.
 
-    On a CPU to be called before anything is timed.
+    On a CPU, call it before anything is timed.
 
     Args:
         variants: what to run, with unique names.
-        results: those of other variants, or empty.
+        results: results of other variants, or empty.
     """
     with _cheap_collection():
         for variant in variants:
@@ -133,14 +131,14 @@ def clock(
     variants: Sequence[Variant], results: Results, rounds: int = 5, peer_rounds: int | None = None,
     deadline: float = float("inf"),
 ) -> Results:  # fmt: skip
-    """Times of the variants, interleaved, added to the results.
+    """Times the variants, interleaved, and adds the times to the results.
 
     Args:
         variants: what to run, with unique names.
         results: from `weigh`, or empty.
         rounds: runs per variant.
         peer_rounds: runs per peer, spread evenly over the rounds; None for as many as everyone.
-        deadline: in time.monotonic's seconds; no other round begins behind it.
+        deadline: in time.monotonic's seconds; no round begins after it.
     """
     with _cheap_collection(), recycled_memory() if DEVICE.type == "cpu" else nullcontext():
         for number in range(rounds):
@@ -158,7 +156,7 @@ def clock(
 
 @contextmanager
 def _cheap_collection() -> Iterator[None]:
-    """Inside, collecting garbage passes over what was there before, so that every sample can start without any."""
+    """Excludes existing objects from garbage collection, so that a collection before every sample costs little."""
     gc.collect()
     gc.freeze()
     try:
@@ -168,7 +166,7 @@ def _cheap_collection() -> Iterator[None]:
 
 
 def _attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number], results: Results) -> Number | None:
-    """What the sample gives, or None and a note of the reason where a peer fails."""
+    """Returns the sample's value. If a peer fails, notes the reason and returns None."""
     if variant.name in results.unavailable:
         return None
     try:
@@ -183,10 +181,10 @@ def _attempt(variant: Variant, sample: Callable[[Callable[[], object]], Number],
 
 @contextmanager
 def recycled_memory(reserve: int = 3 << 30) -> Iterator[None]:
-    """Inside, malloc hands out what was freed before instead of asking the system for fresh pages (glibc).
+    """Makes malloc hand out freed memory instead of asking the system for fresh pages (glibc).
 
     Args:
-        reserve: bytes that are there from the start.
+        reserve: bytes that are free from the start.
     """
     _LIBC.mallopt(_M_MMAP_MAX, 0)
     _LIBC.mallopt(_M_TRIM_THRESHOLD, -1)
@@ -239,7 +237,7 @@ def synchronise() -> None:
 
 
 def synchronised(run: Callable[[], object]) -> Callable[[], object]:
-    """The same, but it returns when the device has finished: pytest-benchmark times by the host's clock."""
+    """Makes `run` return only when the device has finished: pytest-benchmark times by the host's clock."""
 
     def wait() -> object:
         outputs = run()
@@ -253,7 +251,7 @@ COPY = "copy"
 
 
 def copy_of(source: Tensor) -> Callable[[], None]:
-    """Copies into memory that is there before, and so returns nothing: the destination is no output."""
+    """Returns a function that copies `source` into memory allocated here, so that the copy counts as no output."""
     destination = torch.zeros_like(source)
 
     def copy() -> None:
@@ -279,12 +277,12 @@ def extra_bytes_of(run: Callable[[], object]) -> int:
 
 
 def reset_peak() -> None:
-    """Lets VmHWM start again from what is resident now."""
+    """Resets VmHWM to the current resident set."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def status_bytes(key: str) -> int:
-    """VmRSS, the resident set of this process, or VmHWM, its peak."""
+    """Bytes of VmRSS (the resident set of this process) or of VmHWM (its peak)."""
     match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024
@@ -298,7 +296,7 @@ def output_bytes(outputs: object) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a reader needs to know to compare the numbers with others."""
+    """Machine, commit and versions: without them, numbers cannot be compared."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=_ROOT, capture_output=True, text=True, check=False

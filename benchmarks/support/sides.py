@@ -1,6 +1,7 @@
-"""Sides of a comparison: each a process of its own, so that its memory is its own, which makes a step when told to.
+"""Sides of a comparison. Each side is a process of its own, so that memory is counted per side.
 
-The driver holds a `Side`, the process a `Reporter`. They talk in lines of JSON over the process's input and output.
+The driver holds a `Side`, and the process holds a `Reporter`. The driver asks for one step at a time. Both talk in
+lines of JSON over the process's input and output.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Side:
-    """A process that makes steps when told to.
+    """A process that makes one step on request.
 
     Attributes:
-        name: what the report calls it.
-        process: where it runs.
-        steps: its answers, one per step.
+        name: the side's name in the report.
+        process: the side's process.
+        steps: the side's answers, one per step.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Side:
 
     @property
     def seconds(self) -> list[float]:
-        """Without the first step, which also makes the optimizer's state."""
+        """Seconds of each step but the first, which also makes the optimizer's state."""
         return [step["seconds"] for step in self.steps[1:]]
 
     @property
@@ -84,12 +85,12 @@ class Side:
 
     @property
     def memory_mib(self) -> float:
-        """That, less what was resident after the imports, which is no matter of the step."""
+        """The peak, less the resident set after the imports: imported libraries are not part of a step."""
         return self.peak_mib - self.steps[0]["baseline_bytes"] / 2**20
 
 
 def take_turns(sides: Sequence[Side], rounds: int) -> None:
-    """A first step of every side, then so many rounds of timed ones; all of them are stopped at the end."""
+    """Runs a first step of every side, then `rounds` rounds of timed steps, and stops all sides."""
     for number in range(1 + rounds):
         for side in sides:
             print(f"step {number}: {side.name}: {json.dumps(side.step())}", file=sys.stderr, flush=True)
@@ -98,14 +99,14 @@ def take_turns(sides: Sequence[Side], rounds: int) -> None:
 
 
 class Reporter:
-    """Waits for the driver before a step, and tells it afterwards what the step took.
+    """Waits for the driver before a step, and reports seconds and memory after the step.
 
-    What is resident when it is made, after the imports, is what memory is counted from.
+    Memory is counted from the resident set at construction; construct it after the imports.
     """
 
     def __init__(self) -> None:
         self.baseline_bytes = status_bytes("VmRSS")
-        self._replies = os.fdopen(os.dup(1), "w")  # libraries may print: the driver must not read that
+        self._replies = os.fdopen(os.dup(1), "w")  # libraries may print, and the driver must not read their output
         os.dup2(2, 1)
 
     def start(self) -> bool:

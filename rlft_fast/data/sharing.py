@@ -7,7 +7,7 @@ to themselves. Outputs and gradients are those of the plain batch, up to the ord
     batch    [p p p a a] [p p p b]        rows    [p p p] [a] [b -> not run if nothing is predicted from it] ...
     queries  [p p p] [a]                  keys    [p p p] [p p p a]
 
-Shapes: T packed tokens, U rows that run, S segments, K keys.
+Shapes: T packed tokens, U rows that run, K keys.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ class PackedLayout:
     Args:
         token_index_U: (U,) int64 positions in the batch of the tokens that run.
         row_T: (T,) int64 row that computes each position, -1 where none does.
-        cu_seqlens_q: (S + 1,) int32 boundaries of the segments among the rows.
-        cu_seqlens_k: (S + 1,) int32 boundaries of the keys that each segment attends to. Its queries are the last of
-            them, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
+        cu_seqlens_q: (segments + 1,) int32 boundaries of the segments among the rows.
+        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries are
+            the last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
         key_index_K: (K,) int64 row of each key; None: keys are the rows themselves.
     """
 

@@ -54,19 +54,19 @@ def gae(
     # length start the backward recursion together in row 0.
     step = length_B.cumsum(0)[sequence] - 1 - torch.arange(len(position), device=position.device)
     num_steps = int(length_B.max()) if len(position) else 0
-    reward_SB = value_T.new_zeros(num_steps, len(length_B))
-    value_SB = torch.zeros_like(reward_SB)
-    reward_SB[step, sequence] = reward_T[position].to(value_T.dtype)
-    value_SB[step, sequence] = value_T[position]
+    reward_LB = value_T.new_zeros(num_steps, len(length_B))
+    value_LB = torch.zeros_like(reward_LB)
+    reward_LB[step, sequence] = reward_T[position].to(value_T.dtype)
+    value_LB[step, sequence] = value_T[position]
 
-    advantage_SB = reward_SB - value_SB
-    advantage_SB[1:] += gamma * value_SB[:-1]
+    advantage_LB = reward_LB - value_LB
+    advantage_LB[1:] += gamma * value_LB[:-1]
     for s in range(1, num_steps):
-        advantage_SB[s].add_(advantage_SB[s - 1], alpha=gamma * lam)
+        advantage_LB[s].add_(advantage_LB[s - 1], alpha=gamma * lam)
 
     advantage_T, return_T = torch.zeros_like(value_T), torch.zeros_like(value_T)
-    advantage_T[position] = advantage_SB[step, sequence]
-    return_T[position] = (advantage_SB + value_SB)[step, sequence]
+    advantage_T[position] = advantage_LB[step, sequence]
+    return_T[position] = (advantage_LB + value_LB)[step, sequence]
     return AdvantageReturn(advantage_T, return_T)
 
 

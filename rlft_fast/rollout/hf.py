@@ -104,9 +104,9 @@ class HFRollout:
                 do_sample=False,  # the sampler has chosen
             ),
         )
-        tokens_BN, logprobs_BN, support_BNK = sequences[:, prompt_length:].tolist(), *sampler.results()
-        supports = [None] * len(tokens_BN) if support_BNK is None else support_BNK.cpu()
-        rows = zip(tokens_BN, logprobs_BN.tolist(), supports, strict=True)
+        tokens_BL, logprobs_BL, support_BLK = sequences[:, prompt_length:].tolist(), *sampler.results()
+        supports = [None] * len(tokens_BL) if support_BLK is None else support_BLK.cpu()
+        rows = zip(tokens_BL, logprobs_BL.tolist(), supports, strict=True)
         return [self._completion(*row, end_ids, stop) for row in rows]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The table of methods: made of the files of complete runs, each of which is its example's."""
+"""The table of methods comes from the files of complete runs, and each run belongs to its example."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The benchmark of a whole step, on a tiny model: both sides run, on the same prompts."""
+"""The benchmark of a whole step runs both sides on a tiny model, with the same prompts."""
 
 import shutil
 
@@ -19,7 +19,7 @@ def test_both_sides_make_the_same_step(tiny_model, tmp_path):
     sides = run(str(model), work, rounds=1, threads=1, names=[OURS, "TRL, 16 sequences"])
     difference = check_same_work(sides)
     ours, theirs = sides
-    assert 0.95 * 256 < timed_tokens(ours) <= 64 * 4  # hardly a sample ends early
+    assert 0.95 * 256 < timed_tokens(ours) <= 64 * 4  # few samples end early
     assert abs(ours.steps[0]["reward"] - theirs.steps[0]["reward"]) < 0.1
     for side in sides:
         for step in side.steps:
