@@ -234,7 +234,7 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
     ("changes", "message"),
     [
         ({"algorithm.advantage": "gae"}, "needs a critic"),
-        ({"critic": {}}, "no other of ours takes one"),
+        ({"critic": {}}, "other built-in advantages take no critic"),
         (
             {"algorithm.skip_equal_groups": True, "algorithm.advantage": "gae", "critic": {}},
             "that compares samples",
@@ -244,8 +244,8 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),
         ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
-        ({"algorithm.max_refills": 2}, "set that, too"),
-        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set that, too"),
+        ({"algorithm.max_refills": 2}, "set skip_equal_groups, too"),
+        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set skip_equal_groups, too"),
         (
             {"algorithm.skip_equal_groups": True, "algorithm.filter_by": "length"},
             "filter_by is 'length', expected a part of the reward: chain_sum",
@@ -273,7 +273,7 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"data.system_prompt": "Be brief.", "data.chat": False}, "which chat: false leaves out"),
         (
             {"data": {"path": "train.jsonl", "task_options": {"min_terms": 2}}, "reward.function": "m:f"},
-            "task_options are those of a reasoning-gym task",
+            "task_options are options of a reasoning-gym task",
         ),
         ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
         ({"reward.timeout_s": 1.0}, "limit of reward.function, which is not given"),
@@ -339,7 +339,7 @@ def test_paths_in_the_home_folder(monkeypatch):
 @pytest.mark.parametrize("text", ["steps: 4\n", "rollout: {top_k: 5, top_k: 6}\n"])
 def test_a_key_that_stands_twice(text, config_file):
     config_file.write_text(config_file.read_text() + text)
-    with pytest.raises(ConfigError, match=r"the key (steps|top_k) stands there twice"):
+    with pytest.raises(ConfigError, match=r"the key (steps|top_k) stands in it twice"):
         Config.load(config_file)
 
 
