@@ -63,7 +63,7 @@ def test_plan_that_does_not_fit(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
     output = capsys.readouterr().out
     assert output.count("does not fit into 0.0") == 3
-    assert "largest max_tokens             0  below a sequence's 64" in output
+    assert "largest max_tokens             0  below the longest sequence, 64" in output
 
 
 @pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])

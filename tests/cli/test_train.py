@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from rlft_fast.cli import main
-from rlft_fast.cli.train import key_reference, split_overrides
+from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
 from tests.trainer.toy import toy_values
 
@@ -57,7 +57,7 @@ def test_overrides(arguments, key, value, config_file, capsys):
         (["--steps", "0"], "steps: Input should be greater than 0, got 0"),
         (["--rollout.temperature"], "--rollout.temperature needs a value"),
         (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
-        (["--data.system_prompt", "[x"], "--data.system_prompt: '[x' is no YAML"),
+        (["--data.system_prompt", "[x"], "data.system_prompt: '[x' is no YAML"),
     ],
 )
 def test_bad_options_are_status_2_and_one_message(arguments, message, config_file, capsys):
@@ -120,6 +120,22 @@ def test_help_shows_types_bounds_and_defaults():
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_terminal(width):
     assert max(map(len, key_reference(width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("arguments", [["--help", "rollout"], ["--help=rollout"]])
+def test_help_of_one_section(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", *arguments])
+    assert exit_info.value.code == 0
+    keys = [line.split()[0][2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert set(keys) == {key for key, _ in sections(Config) if key.startswith("rollout.")} - {"rollout.vllm"}
+
+
+def test_help_of_an_unknown_section(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", "--help", "rolout"])
+    assert exit_info.value.code == 2
+    assert "there is no section rolout: give one of data, reward, rollout, " in capsys.readouterr().err
 
 
 @pytest.fixture
