@@ -170,10 +170,20 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("text", ["\0\0\0\2[]", "\0\0\0\2zz"])  # messages of two bytes: a list, and no JSON
-def test_what_is_no_answer_costs_its_sample_alone(text, isolated):
+# Messages of two bytes, a list and no JSON; the beginning of one of 2 GB; the beginning of one of 127 bytes, of which
+# only the next answer arrives.
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("\0\0\0\2[]", "it wrote something that is no answer"),
+        ("\0\0\0\2zz", "it wrote something that is no answer"),
+        ("\x7f\x7f\x7f\x7f", "it wrote something that is no answer"),
+        ("\0\0\0\x7f", "its process ended with exit code -9"),
+    ],
+)
+def test_what_is_no_answer_costs_its_sample_alone(text, failure, isolated):
     reward = isolated("scribble", timeout_s=5.0)
-    with pytest.warns(UserWarning, match="wrote something that is no answer"):
+    with pytest.warns(UserWarning, match=failure):
         assert ask(reward, [text]) == [None]
     assert ask(reward, [""]) == [1.0]
 
