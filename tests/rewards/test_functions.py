@@ -140,7 +140,7 @@ def test_reasoning_gym_reward(task, convert):
 
 
 def test_unknown_reasoning_gym_task_suggests_names():
-    with pytest.raises(ValueError, match=r"no task 'chain_sums'; close names: chain_sum"):
+    with pytest.raises(ValueError, match=r"no task 'chain_sums' \(did you mean chain_sum"):
         reasoning_gym_reward("chain_sums")
 
 
