@@ -1,4 +1,4 @@
-"""Configuration: what is accepted, what is refused, how it says so, and that nothing in it is ignored."""
+"""Configuration: accepted values, refused values, the messages, and that code reads every key."""
 
 import ast
 import copy
@@ -24,11 +24,11 @@ FULL = MINIMAL | {
     "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
     "evaluation": {"path": "test.jsonl", "every": 5},
 }
-LORA = MINIMAL | {"actor": {"lora": {"rank": 8}}}  # which takes no reference
+LORA = MINIMAL | {"actor": {"lora": {"rank": 8}}}  # lora and reference exclude each other
 
 
 def with_value(key: str, value: Any, base: dict = MINIMAL) -> dict:
-    """``base`` with one dotted key set."""
+    """A copy of ``base`` with one dotted key set."""
     values = section = copy.deepcopy(base)
     *parents, name = key.split(".")
     for parent in parents:
@@ -164,7 +164,7 @@ def test_all_problems_are_named_at_once():
     assert {problem.split(" ")[0] for problem in problems} == {"output_dir", "steps", "unknown", "rollout.temperature:"}
 
 
-# Each bound from outside, at its edge where the edge is excluded; wrong types; a choice that is none.
+# A value beyond each bound, or at a bound that is excluded; wrong types; unknown choices.
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -229,7 +229,7 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
     assert str(error.value) == message
 
 
-# Combinations that no single key can refuse.
+# Combinations: each value alone is accepted.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -302,7 +302,7 @@ def test_limits_that_are_just_met():
     Config.parse(with_value("algorithm.mini_batches", 64))  # 8 prompts x 8 samples
     Config.parse(with_value("reward.overlong_buffer", 128))
     with_model = with_value("reward.model", "rm", with_value("actor.max_tokens", 641))
-    Config.parse(with_model)  # and the token that asks the reward model
+    Config.parse(with_model)  # 640, and one token that the reward model adds
     judged_otherwise = {"path": "a", "max_new_tokens": 200, "function": "m:f"}
     Config.parse(with_value("evaluation", judged_otherwise, with_model))
 
@@ -364,7 +364,7 @@ def test_unreadable_file(text, tmp_path):
 
 
 def attributes_read() -> set[str]:
-    """Every ``x`` of an expression ``something.x`` that the package reads, outside the configuration itself."""
+    """Every attribute name that the package reads, outside rlft_fast.config."""
     package = Path(rlft_fast.__file__).parent
     trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path.parent.name != "config"]
     nodes = [node for tree in trees for node in ast.walk(tree)]

@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
     checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
     if checkpoint is not None and not options.resume:
         raise ValueError(
-            f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue that run with --resume, "
+            f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
             "or set another output_dir, or delete the folder"
         )
     _check_memory(config, refuse=options.memory_check)

@@ -116,7 +116,7 @@ def test_help_shows_types_bounds_and_defaults():
     assert meaning["--actor.optimizer.max_grad_norm"].endswith("(number >= 0 or null; default 1.0)")
 
 
-# 80: the narrowest terminal in use; 120: the widest that is filled.
+# 80: the narrowest terminal in use; 120: the longest line of the help.
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_terminal(width):
     assert max(map(len, key_reference(width).splitlines())) <= width
@@ -140,7 +140,7 @@ def test_help_of_an_unknown_section(capsys):
 
 @pytest.fixture
 def too_large(tiny_model, tmp_path):
-    """A run whose token cap is far more than any machine has memory for."""
+    """A run with a token cap that needs more memory than any machine has."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=50_000_000)))
     return str(path)
@@ -164,7 +164,7 @@ def test_without_the_memory_check_a_warning_remains(too_large, tmp_path, capsys)
 
 @pytest.fixture
 def toy_file(tiny_model, tmp_path):
-    """A run that could start, in the folder `tmp_path`."""
+    """The configuration file of a run that can start; everything is in the folder `tmp_path`."""
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path)))
     return str(path)
