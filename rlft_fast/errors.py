@@ -1,17 +1,17 @@
-"""Errors that are nobody's mistake in this program, and how text of theirs and of others is shown.
+"""Errors that are no bug of this program, and the escaping of text for a terminal.
 
-The command line prints the message of such an error alone.
+The command line prints only the message of these errors, without a traceback.
 """
 
 import signal as signals
 
 
 class RunError(RuntimeError):
-    """What a run depends on has failed; the message is for users."""
+    """Something that a run depends on has failed. The message is for users."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped a run, which has saved what it had learned.
+    """A signal stopped a run. The run has saved its last complete step.
 
     Args:
         signal: number of the signal.
@@ -23,8 +23,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def printable(text: object) -> str:
-    """Text of models, data, files and exceptions for a terminal: lines stay, all else that is invisible is escaped.
+    """Text of models, data, files or exceptions, safe for a terminal: invisible characters but line breaks are escaped.
 
-    Control characters could move the cursor or recolor the screen, and marks of direction reorder what is read.
+    Control characters could move the cursor or recolor the screen. Marks of direction could reorder the text.
     """
     return "".join(x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode() for x in str(text))

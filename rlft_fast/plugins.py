@@ -1,4 +1,4 @@
-"""Functions found by name: ours in a dictionary, the user's by ``module:function`` or ``path/to/file.py:function``."""
+"""Functions by name: built-in functions, or a user's as ``module:function`` or ``path/to/file.py:function``."""
 
 import difflib
 import importlib
@@ -13,15 +13,15 @@ from typing import Any
 
 
 def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
-    """The function of that name among the known ones, or the one that the name says where to load from.
+    """A known function by its name, or a user's function loaded by `load_function`.
 
     Args:
         what: the kind of function, for messages.
-        known: functions by name.
-        name: one of these names, or see `load_function`.
+        known: built-in functions by name.
+        name: a name in `known`, or a spec as in `load_function`.
 
     Raises:
-        ValueError: there is no such function; the message lists the known ones.
+        ValueError: there is no such function. The message lists the known names.
     """
     if name in known:
         return known[name]
@@ -31,7 +31,7 @@ def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str)
 
 
 def load_function(what: str, spec: str) -> Callable[..., Any]:
-    """Loads a function.
+    """Loads a function from a module or a file.
 
     Args:
         what: the kind of function, for messages.
@@ -39,11 +39,11 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
             "path/to/file.py:function" for a file, relative to the working directory.
 
     Returns:
-        The function. Errors raised by the module's own code while it loads are passed on as they are.
+        The function. Errors that the code of the module raises while it loads are passed on unchanged.
 
     Raises:
-        ValueError: The spec has no function name, or the module, file or function does not exist, or is not callable;
-            close names are suggested.
+        ValueError: the spec has no function name, the module, file or function does not exist, or it is not callable.
+            The message suggests close names.
     """
     module_name, _, function_name = spec.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -60,25 +60,25 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters that a function declares, in order; those of ``*args`` and ``**rest`` are left out."""
+    """Names of a function's parameters in order, without ``*args`` and ``**rest``."""
     collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind not in collecting)
 
 
 def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Those of `parameter_names` that have no default."""
+    """Names of a function's parameters that have no default, without ``*args`` and ``**rest``."""
     parameters = inspect.signature(function).parameters
     return tuple(name for name in parameter_names(function) if parameters[name].default is inspect.Parameter.empty)
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What messages call a function."""
+    """Name of a function in messages."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:
-    """What to add to a message about a name that does not exist: the close ones, if there are any."""
+    """Ending of a message about an unknown name: " (did you mean …?)", or "" if no candidate is close."""
     close = difflib.get_close_matches(name, list(candidates))
     return f" (did you mean {', '.join(close)}?)" if close else ""
 
@@ -87,7 +87,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A missing import inside the user's module is an error of that module, not of the spec.
+        # An import that fails inside the user's module is an error of the module, not of the spec.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         parent, _, last = error.name.rpartition(".")
@@ -108,7 +108,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up by name.
+    # Dataclasses and pickle look a module up by its name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Configuration: what is accepted, what is refused, how it says so, and that nothing in it is ignored."""
+"""Configuration: accepted values, refused values, the messages, and that code reads every key."""
 
 import ast
 import copy
@@ -24,11 +24,11 @@ FULL = MINIMAL | {
     "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
     "evaluation": {"path": "test.jsonl", "every": 5},
 }
-LORA = MINIMAL | {"actor": {"lora": {"rank": 8}}}  # which takes no reference
+LORA = MINIMAL | {"actor": {"lora": {"rank": 8}}}  # lora and reference exclude each other
 
 
 def with_value(key: str, value: Any, base: dict = MINIMAL) -> dict:
-    """``base`` with one dotted key set."""
+    """A copy of ``base`` with one dotted key set."""
     values = section = copy.deepcopy(base)
     *parents, name = key.split(".")
     for parent in parents:
@@ -164,7 +164,7 @@ def test_all_problems_are_named_at_once():
     assert {problem.split(" ")[0] for problem in problems} == {"output_dir", "steps", "unknown", "rollout.temperature:"}
 
 
-# Each bound from outside, at its edge where the edge is excluded; wrong types; a choice that is none.
+# A value beyond each bound, or at a bound that is excluded; wrong types; unknown choices.
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -229,12 +229,12 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
     assert str(error.value) == message
 
 
-# Combinations that no single key can refuse.
+# Combinations: each value alone is accepted.
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"algorithm.advantage": "gae"}, "needs a critic"),
-        ({"critic": {}}, "no other of ours takes one"),
+        ({"critic": {}}, "other built-in advantages take no critic"),
         (
             {"algorithm.skip_equal_groups": True, "algorithm.advantage": "gae", "critic": {}},
             "that compares samples",
@@ -244,8 +244,8 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),
         ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
-        ({"algorithm.max_refills": 2}, "set that, too"),
-        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set that, too"),
+        ({"algorithm.max_refills": 2}, "set skip_equal_groups, too"),
+        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set skip_equal_groups, too"),
         (
             {"algorithm.skip_equal_groups": True, "algorithm.filter_by": "length"},
             "filter_by is 'length', expected a part of the reward: chain_sum",
@@ -273,7 +273,7 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"data.system_prompt": "Be brief.", "data.chat": False}, "which chat: false leaves out"),
         (
             {"data": {"path": "train.jsonl", "task_options": {"min_terms": 2}}, "reward.function": "m:f"},
-            "task_options are those of a reasoning-gym task",
+            "task_options are options of a reasoning-gym task",
         ),
         ({"data": {"path": "train.jsonl"}}, "reward.function is needed"),
         ({"reward.timeout_s": 1.0}, "limit of reward.function, which is not given"),
@@ -302,7 +302,7 @@ def test_limits_that_are_just_met():
     Config.parse(with_value("algorithm.mini_batches", 64))  # 8 prompts x 8 samples
     Config.parse(with_value("reward.overlong_buffer", 128))
     with_model = with_value("reward.model", "rm", with_value("actor.max_tokens", 641))
-    Config.parse(with_model)  # and the token that asks the reward model
+    Config.parse(with_model)  # 640, and one token that the reward model adds
     judged_otherwise = {"path": "a", "max_new_tokens": 200, "function": "m:f"}
     Config.parse(with_value("evaluation", judged_otherwise, with_model))
 
@@ -339,7 +339,7 @@ def test_paths_in_the_home_folder(monkeypatch):
 @pytest.mark.parametrize("text", ["steps: 4\n", "rollout: {top_k: 5, top_k: 6}\n"])
 def test_a_key_that_stands_twice(text, config_file):
     config_file.write_text(config_file.read_text() + text)
-    with pytest.raises(ConfigError, match=r"the key (steps|top_k) stands there twice"):
+    with pytest.raises(ConfigError, match=r"the key (steps|top_k) stands in it twice"):
         Config.load(config_file)
 
 
@@ -364,7 +364,7 @@ def test_unreadable_file(text, tmp_path):
 
 
 def attributes_read() -> set[str]:
-    """Every ``x`` of an expression ``something.x`` that the package reads, outside the configuration itself."""
+    """Every attribute name that the package reads, outside rlft_fast.config."""
     package = Path(rlft_fast.__file__).parent
     trees = [ast.parse(path.read_text()) for path in package.rglob("*.py") if path.parent.name != "config"]
     nodes = [node for tree in trees for node in ast.walk(tree)]

@@ -20,10 +20,10 @@ COMMANDS = {
     "train": "train a policy as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "plot": "draw the curves of one or more runs",
-    "plan": "say what a run needs per GPU: memory, the largest token cap, communication",
+    "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",
     "bench": "run the benchmarks of a source checkout",
-    "doctor": "say what is installed, which backends work, and why others do not",
+    "doctor": "report what is installed, which backends work, and why others do not",
 }
 
 

@@ -1,4 +1,4 @@
-"""``rlft-fast demo``: a real model learns a real task while one watches."""
+"""``rlft-fast demo``: teaches a small model to add, in minutes on a CPU."""
 
 import argparse
 from pathlib import Path
@@ -7,11 +7,13 @@ from rlft_fast.cli.train import require_writable
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rlft-fast demo", description="Fine-tune SmolLM2-135M-Instruct on sums.")
+    parser = argparse.ArgumentParser(
+        prog="rlft-fast demo", description="Teach SmolLM2-135M-Instruct to add two numbers."
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)")
     parser.add_argument(
-        "--rollout", choices=("hf", "vllm"), help="what generates (default: vllm where installed, which is faster)"
+        "--rollout", choices=("hf", "vllm"), help="generator (default: vllm, which is faster, if it is installed)"
     )
     options = parser.parse_args(arguments)
     require_writable(Path(options.output))

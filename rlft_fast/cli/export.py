@@ -1,4 +1,4 @@
-"""``rlft-fast export RUN``: the newest complete checkpoint as a folder that transformers and vLLM load."""
+"""``rlft-fast export RUN``: writes the newest complete checkpoint as a Hugging Face folder."""
 
 import argparse
 from pathlib import Path
@@ -8,11 +8,14 @@ from rlft_fast.errors import printable
 
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="rlft-fast export", description="Write a run's newest complete checkpoint as a Hugging Face folder."
+        prog="rlft-fast export",
+        description="Write the newest complete checkpoint of a run as a Hugging Face folder.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")
     parser.add_argument("--output", metavar="DIR", type=Path, help="new folder to write (default: RUN/hf)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
+    )
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")

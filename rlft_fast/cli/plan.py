@@ -1,10 +1,13 @@
-"""``rlft-fast plan CONFIG --gpus N --memory GB``: what a run needs per GPU, from the model's config.json alone."""
+"""``rlft-fast plan CONFIG --gpus N --memory GB``: memory and communication of a run per GPU.
+
+Only config.json of each model is read; no weights are needed.
+"""
 
 import argparse
 import math
 from typing import TYPE_CHECKING
 
-from rlft_fast.cli.train import split_overrides
+from rlft_fast.cli.keys import split_overrides
 from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
@@ -29,27 +32,35 @@ def run(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlft-fast plan",
-        usage="rlft-fast plan CONFIG --gpus N --memory GB [--gpus-per-node N] [--key value ...]",
-        description="Say what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest token "
-        "cap of the policy that fits, and what is sent per optimizer step; with the policy sharded over all GPUs, and "
-        "over the GPUs of one node (HSDP). Only config.json of each model is read. Ends with status 1 if nothing fits.",
+        usage="rlft-fast plan CONFIG --gpus N --memory GB [--gpus-per-node N]\n                      [--key value ...]",
+        description="Compute what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest "
+        "token cap of the policy that fits, and the bytes sent per optimizer step. There are two plans: the policy "
+        "sharded over all GPUs, and sharded over the GPUs of one node (HSDP). Only config.json of each model is read. "
+        "The exit status is 1 if nothing fits.",
+        epilog="`rlft-fast train --help` explains every --key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the run")
-    parser.add_argument("--memory", type=float, required=True, metavar="GB", help="memory of each, in 10^9 bytes")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="for HSDP (default 8)")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--memory", type=float, required=True, metavar="GB", help="memory of one GPU in 10^9 bytes")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of one node, for the HSDP plan (default: 8)"
+    )
     return parser
 
 
 def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
-    """All ranks, a node's where these divide them, and what is configured."""
+    """Shard sizes to plan: all GPUs, the GPUs of a node if nodes divide all GPUs, and the configured shard_size."""
     configured = config.actor.shard_size
     sizes = {own.gpus} | ({own.gpus_per_node} if own.gpus % own.gpus_per_node == 0 else set())
     return sorted(sizes | ({configured} if isinstance(configured, int) and configured > 0 else set()), reverse=True)
 
 
 def report(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> bool:
-    """Prints the plan of one mesh; returns whether it fits."""
+    """Prints the plan for one shard size.
+
+    Returns:
+        Whether the run fits into `memory_bytes` per GPU.
+    """
     from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_run
 
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
@@ -65,25 +76,25 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     print_parts(plan)
     print_phases(plan, memory_bytes)
     if plan.host_bytes:
-        print(f"  CPU memory at most    {plan.host_bytes / 1e9:>10.2f} GB for each GPU")
+        print(f"  CPU memory at most    {plan.host_bytes / 1e9:>10.2f} GB per GPU")
     if plan.refusal:
         print(f"  {printable(plan.refusal)}")
     largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
-    print(f"  largest max_tokens    {largest:>10}" + f"  below a sequence's {longest}" * (largest < longest))
+    print(f"  largest max_tokens    {largest:>10}" + f"  below the longest sequence, {longest}" * (largest < longest))
     sent = sum(engine.sent for engine in plan.engines.values())
-    print(f"  sent per step         {sent / 1e9:>10.2f} GB by each GPU", flush=True)
+    print(f"  sent per step         {sent / 1e9:>10.2f} GB by every GPU", flush=True)
     return fits
 
 
 def print_parts(plan: "RunPlan") -> None:
-    """What each model that trains needs for its update."""
+    """Prints the memory of an update: one row per part, one column per trained model."""
     print(_row("GB of an update", *plan.engines))
     for part in next(iter(plan.engines.values())).memory:
         print(_row(part, *(engine.memory[part] for engine in plan.engines.values())))
 
 
 def print_phases(plan: "RunPlan", memory_bytes: float) -> None:
-    """What each model, and vLLM, has on the device in each phase."""
+    """Prints the memory of each phase: one row per phase, one column per model and for vLLM."""
     print(_row("GB of a phase", *plan.phases[0].memory, "in all"))
     for phase in plan.phases:
         excess = phase.total_bytes - phase.limit(memory_bytes)

@@ -1,4 +1,4 @@
-"""``rlft-fast plot RUN...``: the curves of training runs as one picture."""
+"""``rlft-fast plot RUN...``: draws the curves of training runs into one picture."""
 
 import argparse
 from pathlib import Path
@@ -7,14 +7,16 @@ from rlft_fast.errors import printable
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rlft-fast plot", description="Draw the curves of training runs.")
+    parser = argparse.ArgumentParser(
+        prog="rlft-fast plot", description="Draw the curves of one or more training runs into one picture."
+    )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a training run")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="picture to write (default for one run: RUN/curve.png)"
     )
     options = parser.parse_args(arguments)
     if options.output is None and len(options.runs) > 1:
-        parser.error("several runs go into one picture: say where with --output FILE")
+        parser.error("several runs go into one picture: name it with --output FILE")
     output = options.output or options.runs[0] / "curve.png"
     if not output.suffix:
         parser.error(f"--output {output} has no suffix that names the picture's format: png, svg or pdf")

@@ -1,10 +1,10 @@
-"""Configuration of a training run: a YAML file plus dotted overrides, typed and validated, every key known.
+"""Configuration of a training run: a YAML file and dotted overrides, typed and validated. Unknown keys are errors.
 
-The docstring under a field is its help text (``rlft-fast train --help``).
+The docstring under a field is the help text of its key (``rlft-fast train --help``).
 """
 
 from rlft_fast.config.algorithm import AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Section, sections, set_key
+from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
 from rlft_fast.config.run import CheckpointConfig, Config, DataConfig, EvaluationConfig, RewardConfig
@@ -25,6 +25,7 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "VLLMConfig",
+    "section_of",
     "sections",
     "set_key",
 ]

@@ -1,14 +1,15 @@
-"""What is learned from a rollout."""
+"""How the policy learns from a rollout."""
 
-from typing import Literal, Self
+from functools import partial
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -21,75 +22,73 @@ POLICY_LOSSES = (
 )  # fmt: skip
 
 
-class AlgorithmConfig(Section):
-    """What is learned from a rollout: see docs/methods.md."""
+def _name_or_function(names: tuple[str, ...], value: str) -> str:
+    if value not in names and ":" not in value:
+        raise ValueError(f"expected one of {', '.join(names)}, or module:function for your own")
+    return value
 
-    advantage: str = "grpo"
-    """gae, grpo, dr-grpo, rloo, reinforce++(-baseline), remax, opo, gpg, optimal-token; or module:function."""
+
+class AlgorithmConfig(Section):
+    """How the policy learns from a rollout. docs/methods.md describes the methods."""
+
+    advantage: Annotated[str, AfterValidator(partial(_name_or_function, ADVANTAGES))] = Field(
+        default="grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or module:function for your own."
+    )
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token, of gae and reinforce++."""
+    """Discount per token. Read by gae and reinforce++."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """GAE: λ."""
+    """λ of generalized advantage estimation. Read by gae."""
     skip_equal_groups: bool = False
-    """Leave out prompts whose samples all got the same reward (before what length costs): they only cost time."""
+    """Leave out a prompt if all its samples have the same reward (before length penalties): it would teach nothing."""
     filter_by: str | None = None
-    """Part of the reward that skip_equal_groups compares instead: a name in reward.function, the task's, or model."""
+    """Part of the reward that skip_equal_groups compares: a name in reward.function, the task, or model; null: all."""
     max_refills: NonNegativeInt = 0
-    """With skip_equal_groups: most further rollouts of a step, made until prompts_per_step prompts are left."""
+    """With skip_equal_groups: most extra rollouts per step, sampled until prompts_per_step prompts are left."""
     mask_truncated: bool = False
-    """Learn nothing from completions cut off at max_new_tokens; they still count in their group."""
+    """Learn nothing from completions cut off at max_new_tokens. Their rewards still count in their group."""
     epochs: PositiveInt = 1
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
-    policy_loss: str = "ppo"
-    """ppo, dual-clip, two-sided, gspo, gmpo, cispo, sapo, dppo-tv, reinforce, clip-cov, kl-cov; or module:function."""
+    policy_loss: Annotated[str, AfterValidator(partial(_name_or_function, POLICY_LOSSES))] = Field(
+        default="ppo", description=f"Policy loss: {', '.join(POLICY_LOSSES)}, or module:function for your own."
+    )
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """How far below 1 the policy ratio is followed; null: as the loss has it (ppo: 0.2)."""
+    """How far below 1 the policy ratio may move before it is clipped; null: the default of the loss (ppo: 0.2)."""
     clip_high: NonNegativeFloat | None = None
-    """How far above 1 the policy ratio is followed; null: as the loss has it (ppo: 0.2)."""
+    """How far above 1 the policy ratio may move before it is clipped; null: the default of the loss (ppo: 0.2)."""
     loss_options: dict[str, float] = Field(default={})
-    """Other options of the policy loss by name, for example {max_ratio: 3.0} of dual-clip."""
+    """Other options of the policy loss by name, for example {max_ratio: 3.0} for dual-clip."""
     high_entropy_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the tokens that the policy learns from: those where it is least certain."""
+    """The policy learns from this share of the tokens: the tokens with the highest entropy."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     entropy_target: PositiveFloat | None = None
-    """Entropy per token that the bonus aims at: its weight moves by entropy_step, and is not applied above it."""
+    """Target entropy per token. The bonus is applied below it, and entropy_step moves its weight; null: no target."""
     entropy_step: PositiveFloat = 0.005
-    """How much the weight of the bonus changes after each optimizer step, with entropy_target."""
+    """With entropy_target: change of the bonus's weight after each optimizer step."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the divergence from the initial model; 0 loads no reference model."""
+    """Weight of the KL divergence from the initial model; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = "k3"
-    """Estimator of that divergence."""
+    """Estimator of the KL divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is penalised."""
+    """Where the KL divergence is penalised."""
     kl_target: PositiveFloat | None = None
-    """Divergence per token that kl_coef adapts to; null: kl_coef stays as it is."""
+    """Target KL divergence per token, to which kl_coef adapts; null: kl_coef stays constant."""
     kl_horizon: PositiveInt = 10000
-    """Sequences over which an adaptive kl_coef may grow by a fifth."""
+    """With kl_target: kl_coef grows by at most a fifth over so many sequences."""
     aggregation: Literal["token-mean", "sequence-mean", "sequence-mean-token-sum", "constant", "token-sum"] = (
         "token-mean"
     )
-    """Mean over all tokens, or over sequences of their mean, sum, or sum over max_new_tokens; or the sum of all."""
+    """How token losses become one loss; constant: the mean over sequences of token sum / max_new_tokens."""
     rollout_correction: Literal[
         "none", "token-truncate", "token-mask", "sequence-mask", "sequence-truncate", "bypass"
     ] = "none"
-    """What makes up for a sampler whose probabilities differ: importance weights, or (bypass) ratios against it."""
+    """Correction if the sampler's probabilities differ from training: importance weights, or ratios to it (bypass)."""
     correction_low: NonNegativeFloat | None = None
-    """Lowest importance weight that the masks keep; null: as the correction has it."""
+    """Lowest importance weight that a mask keeps; null: the default of the correction."""
     correction_high: PositiveFloat | None = None
-    """Highest importance weight; null: as the correction has it."""
-
-    @field_validator("advantage")
-    @classmethod
-    def _advantage(cls, value: str) -> str:
-        return _name_or_function(value, ADVANTAGES)
-
-    @field_validator("policy_loss")
-    @classmethod
-    def _policy_loss(cls, value: str) -> str:
-        return _name_or_function(value, POLICY_LOSSES)
+    """Highest importance weight; null: the default of the correction."""
 
     @model_validator(mode="after")
     def _coefficients(self) -> Self:
@@ -99,20 +98,19 @@ class AlgorithmConfig(Section):
             raise ValueError("entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from")
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator: k1 in the loss holds nothing back, its gradient is 0 on average: take kl_in: reward, or "
-                "another estimator"
+                "kl_estimator: k1 in the loss has no effect, because its gradient is 0 on average: set kl_in: reward, "
+                "or another estimator"
             )
         if self.filter_by is not None and not self.skip_equal_groups:
-            raise ValueError("filter_by names what skip_equal_groups compares: set that, too")
+            raise ValueError("filter_by names what skip_equal_groups compares: set skip_equal_groups, too")
         if self.max_refills and not self.skip_equal_groups:
-            raise ValueError("max_refills replaces the prompts that skip_equal_groups leaves out: set that, too")
+            raise ValueError(
+                "max_refills replaces the prompts that skip_equal_groups leaves out: set skip_equal_groups, too"
+            )
         bounds = {self.correction_low, self.correction_high} - {None}
         if self.rollout_correction in ("none", "bypass") and bounds:
-            raise ValueError(f"rollout_correction: {self.rollout_correction} has no bounds: leave them out")
+            raise ValueError(
+                f"rollout_correction: {self.rollout_correction} has no bounds: leave out "
+                "correction_low and correction_high"
+            )
         return self
-
-
-def _name_or_function(value: str, names: tuple[str, ...]) -> str:
-    if value not in names and ":" not in value:
-        raise ValueError(f"expected one of {', '.join(names)}, or module:function for your own")
-    return value

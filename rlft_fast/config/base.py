@@ -1,4 +1,4 @@
-"""What every section of the configuration is, how YAML is read, and how mistakes in it are explained."""
+"""Base class of every configuration section, the YAML reader, and the error messages for wrong values."""
 
 import difflib
 import os.path
@@ -18,22 +18,22 @@ def _expand_user(path: str) -> str:
 
 
 LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_expand_user)]
-"""Of a file or folder; ~ is the home folder, which no shell fills in inside YAML or after ``--key=``."""
+"""Path of a file or folder. ~ becomes the home folder here: a shell does not expand it in YAML or after ``--key=``."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key and what to do."""
+    """The configuration cannot be used. The message names the key and says what to do."""
 
 
 class Section(BaseModel):
-    """Immutable, and an unknown key is an error."""
+    """Part of the configuration. It is immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take true for 1."""
+        """Refuses true and false for a number: pydantic would read true as 1."""
         assert info.field_name is not None
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("Input should not be true or false")
@@ -41,15 +41,15 @@ class Section(BaseModel):
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2, and not a text, and every key stands once."""
+    """Safe YAML. ``1e-6`` is a number as in YAML 1.2 (PyYAML reads a text), and a duplicate key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses a key that stands twice, of which the last one would win."""
+        """Refuses a duplicate key: PyYAML would silently keep the last value."""
         node = super().compose_mapping_node(anchor)
         names: list[Any] = []
         for key, _ in node.value:
             if key.value in names:
-                problem = f"the key {key.value} stands there twice"
+                problem = f"the key {key.value} stands in it twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             names.append(key.value)
         return node
@@ -61,48 +61,58 @@ Loader.add_implicit_resolver(
 
 
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Sets the nested value that a dotted key names; sections that are absent are made."""
+    """Sets one value of a nested dictionary; missing sections are added.
+
+    Args:
+        values: the nested dictionary.
+        keys: parts of the dotted key.
+        value: the new value.
+
+    Raises:
+        ConfigError: the key leads into a value that is no section.
+    """
     for i, key in enumerate(keys[:-1]):
-        section = {} if values.get(key) is None else values[key]  # absent, or a section that the file switches off
+        section = {} if values.get(key) is None else values[key]  # None: absent, or null in the file
         if not isinstance(section, dict):
             raise ConfigError(f"{'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a section")
-        values[key] = dict(section)  # a copy: by an anchor of YAML it may be another section, too
+        values[key] = dict(section)  # a copy: by a YAML anchor, two keys may share one dictionary
         values = values[key]
     values[keys[-1]] = value
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
-    """Every key of the configuration as (dotted name, pydantic field), sections before what they hold."""
+    """Every key of the configuration as (dotted name, pydantic field); a section comes before its keys."""
     rows: list[tuple[str, Any]] = []
     for name, field in model.model_fields.items():
         rows.append((prefix + name, field))
-        if (section := _section_of(field.annotation)) is not None:
+        if (section := section_of(field.annotation)) is not None:
             rows += sections(section, f"{prefix}{name}.")
     return rows
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class in the annotation of a field, or None if the field holds a plain value."""
     candidates = (annotation, *getattr(annotation, "__args__", ()))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def explain(config: type[BaseModel], values: dict[str, Any], problems: Iterable[Any]) -> str:
-    """What pydantic found wrong, a line per key: the whole key, what was got and, if need be, what was meant.
+    """Error message with one line per wrong key: the whole key, what was expected, and what was got.
 
     Args:
-        config: the whole configuration.
-        values: what it was to be made from.
+        config: class of the whole configuration.
+        values: the nested dictionary that was refused.
         problems: ``errors()`` of pydantic's ValidationError.
     """
     by_key: dict[str, list[Any]] = {}
     for problem in problems:
         by_key.setdefault(_key(problem, values), []).append(problem)
-    within = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]  # which says more
-    return "\n".join(_line(config, key, by_key[key]) for key in within)
+    innermost = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
+    return "\n".join(_line(config, key, by_key[key]) for key in innermost)
 
 
 def _key(problem: Any, values: Any) -> str:
-    """The dotted key of a problem: its location without the names that pydantic gives the members of a union."""
+    """Dotted key of a problem. Pydantic's location also names members of unions; those names are left out."""
     *parents, last = problem["loc"] or [""]
     key = []
     for part in parents:
@@ -115,7 +125,7 @@ def _key(problem: Any, values: Any) -> str:
 
 
 def _line(config: type[BaseModel], key: str, problems: list[Any]) -> str:
-    """What is wrong with a key; a value that is no member of a union has a problem with each."""
+    """One line about one key. A value that fits no member of a union has one problem per member."""
     if problems[0]["type"] == "extra_forbidden":
         known = [name for name, _ in sections(config)]
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -23,13 +23,13 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices; biases and norms are never decayed."""
+    """Decoupled weight decay of matrices. Biases and norms are never decayed."""
     max_grad_norm: NonNegativeFloat | None = 1.0
-    """Global gradient norm above which gradients are scaled down; null or 0 only measures it."""
+    """Gradients with a larger global norm are scaled down to this norm; null or 0: the norm is only measured."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls to 0 after the warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -37,41 +37,41 @@ class OptimizerConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: the model's own weights stay as they are."""
+    """Low-rank adapters. The model's own weights stay as they are."""
 
     rank: PositiveInt = 16
     """Rank of the update of each matrix."""
     alpha: PositiveInt = 32
     """The update is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers, as peft takes them; all-linear: every one in the blocks. lm_head: the head, too."""
+    """Names of linear layers, as in peft. all-linear: every linear layer of the blocks; lm_head: the head."""
 
 
 class ModelConfig(Section):
     """How a model is held in memory and run."""
 
     max_tokens: PositiveInt = 16384
-    """Most tokens of one micro-batch; must hold the longest sequence."""
+    """Most tokens of a micro-batch. The longest sequence must fit."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forward and backward pass and of gathered weights; optimizer state is float32 always."""
+    """Dtype of the forward and backward pass and of gathered weights. Optimizer state is always float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights between steps; bfloat16 keeps their float32 masters in the optimizer, none if frozen."""
+    """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
     shard_size: Literal["auto"] | int = -1
-    """Processes that share one copy of the model: -1 all, 1 each has its own, auto the fewest that it fits in."""
+    """Processes that share one copy of the model. -1: all; 1: each has a whole copy; auto: the fewest that fit it."""
     reshard_after_forward: bool = True
-    """Give a block's gathered weights back after its forward pass; false saves communication and costs memory."""
+    """Free the gathered weights of a block after its forward pass. false saves communication and costs memory."""
     wrap: tuple[str, ...] | None = None
-    """Classes of the blocks whose weights are gathered together; null: found by the model's structure."""
+    """Class names of the blocks whose weights are gathered together; null: found from the model's structure."""
     sequence_parallel: PositiveInt = 1
-    """Ranks that share each micro-batch, every one with its part of the tokens (Ulysses); for long sequences."""
+    """Ranks that share each micro-batch, each with a part of its tokens (Ulysses). For long sequences."""
     compile: bool = False
-    """Compile each block by torch.compile."""
+    """Compile each block with torch.compile."""
     cpu_offload: bool = False
-    """Keep weights and optimizer state in CPU memory always, and copy blocks to the GPU as they run."""
+    """Always keep weights and optimizer state in CPU memory. A block is copied to the GPU when it runs."""
     offload_between_phases: bool = False
-    """Keep weights and optimizer state in CPU memory while another model or the rollout has the GPU."""
+    """Keep weights and optimizer state in CPU memory while another model or the rollout uses the GPU."""
     workspace_mib: PositiveInt | None = None
-    """Most memory for logits at any time, in MiB; null: on a CPU 64, in losses 480 rows or more; on a GPU by shape."""
+    """Most memory for logits at any time, in MiB; null: on a CPU 64, in losses at least 480 rows; on a GPU by shape."""
 
     @field_validator("shard_size")
     @classmethod
@@ -83,7 +83,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _memory(self) -> Self:
         if self.param_dtype == "bfloat16" and self.compute_dtype == "float32":
-            raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16: float32 cannot be gathered from it")
+            raise ValueError(
+                "param_dtype is bfloat16 and compute_dtype is float32, but float32 weights cannot be gathered from "
+                "bfloat16: set compute_dtype: bfloat16"
+            )
         if self.cpu_offload and self.offload_between_phases:
             raise ValueError("cpu_offload keeps everything on the CPU already: leave offload_between_phases out")
         return self
@@ -93,9 +96,9 @@ class EngineConfig(ModelConfig):
     """One model with its optimizer."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute blocks in the backward pass: whole, or (selective) all but matrix products and attention."""
+    """Recompute blocks in the backward pass: whole (full), or except matrix products and attention (selective)."""
     reduce_every_micro_batch: bool = False
-    """Reduce gradients of each micro-batch, to add them up in param_dtype: sends more, but no rank holds whole ones."""
+    """Reduce gradients after each micro-batch, in param_dtype: sends more, but no rank holds all gradients."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -106,6 +109,6 @@ class CriticConfig(EngineConfig):
     """The value model of PPO."""
 
     model: LocalPath | None = None
-    """Folder of the model that the critic starts from, a reward model's with its head; null: the policy's."""
+    """Folder of the model that the critic starts from. A reward model keeps its head; null: the policy's folder."""
     value_clip: PositiveFloat = 0.2
-    """How far a value may move from its value at rollout before its loss is clipped."""
+    """How far a predicted value may move from its prediction at rollout before its loss is clipped."""

@@ -8,45 +8,45 @@ from rlft_fast.config.base import Section
 
 
 class VLLMConfig(Section):
-    """vLLM as the generator."""
+    """The generator vLLM."""
 
     process: Literal["colocated", "separate"] = "colocated"
-    """In the training processes themselves, or in a process beside each, which weights are sent to."""
+    """Run vLLM inside each training process, or in a separate process beside it, which receives the weights."""
     transfer: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
-    """How weights are sent to a separate process; auto: ipc on GPUs, shared_memory on CPUs."""
+    """How a separate process receives the weights; auto: ipc on GPUs, shared_memory on CPUs."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one copy of the generator."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of a GPU's memory for the generator's weights and key-value cache."""
     cpu_cache_gib: PositiveFloat = 1.0
-    """Memory of the key-value cache where the generator runs on the CPU."""
+    """Size of the key-value cache in GiB, if the generator runs on the CPU."""
     check_weights: bool = False
-    """Compare checksums of all weights after a sync: separate, as sent and received; colocated, between processes."""
+    """Compare checksums of weights after a sync: sent with received (separate), or across processes (colocated)."""
 
 
 class RolloutConfig(Section):
     """Sampling of completions."""
 
     backend: Literal["hf", "vllm"] = "hf"
-    """What generates: transformers with the policy itself, or vLLM with a copy of its weights."""
+    """Generator: transformers with the policy itself, or vLLM with a copy of the weights."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of backend vllm."""
     prompts_per_step: PositiveInt = 8
     """Prompts sampled per step, over all processes."""
     samples_per_prompt: PositiveInt = 8
-    """Completions per prompt: the group of GRPO."""
+    """Completions per prompt. GRPO calls them a group."""
     max_prompt_tokens: PositiveInt = 512
-    """A longer prompt is an error that names its row."""
+    """Most tokens of a prompt. A longer prompt is an error, which names the row."""
     max_new_tokens: PositiveInt = 128
     """Most tokens of a completion."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; log-probabilities of training use it too."""
+    """Sampling temperature. Log-probabilities in training use it, too."""
     top_k: PositiveInt | None = None
-    """Sample among so many most likely tokens only; log-probabilities of training are over those, too."""
+    """Sample only among the k most likely tokens. Log-probabilities in training are over the same tokens; null: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Of these, sample among the most likely that together have this probability. Needs a top_k."""
+    """Sample only among the likeliest of the top_k tokens whose probabilities add up to this. Needs a top_k."""
     stop: tuple[str, ...] = ()
-    """Texts, or special tokens by name, that end a completion, as an end token does."""
+    """Texts, or names of special tokens, that end a completion as an end token does."""
     batch_size: PositiveInt = 64
     """Completions generated at once on each process."""
 
@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     def _bounded(self) -> Self:
         if self.top_p < 1 and self.top_k is None:
             raise ValueError(
-                f"top_p is {self.top_p} without a top_k, but training keeps the ids that each token was sampled among: "
-                "bound their number, for example by top_k: 100"
+                f"top_p is {self.top_p} without a top_k, but training stores the candidates of each token: bound their "
+                "number, for example by top_k: 100"
             )
         return self

@@ -1,4 +1,4 @@
-"""Reward functions: loading them by name, calling them for a batch, and a few with checkable answers."""
+"""Reward functions: loading by name, scoring a batch, worker processes, and functions for checkable answers."""
 
 from rlft_fast.rewards.functions import (
     exact_match,

@@ -1,6 +1,5 @@
-"""Reward functions with a checkable answer."""
+"""Reward functions that compare a completion with a known answer."""
 
-import difflib
 import json
 import re
 import threading
@@ -9,11 +8,12 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
+from rlft_fast.plugins import suggestion
 from rlft_fast.rewards.scoring import RewardFunction
 
-# A sign belongs to the number unless it stands behind a word, a digit or a bracket: 3-5 is a difference. Commas, and
-# spaces that do not break, count only where they separate thousands: 1,234 is one number, 1,2,3 are three. A plain
-# space parts numbers: a list may end in 90 100.
+# A sign after a word, a digit or a bracket is no part of the number: 3-5 is a difference. A comma or a no-break space
+# is part of a number only if it separates thousands: 1,234 is one number, 1,2,3 are three numbers. A plain space always
+# separates numbers: a list may end in 90 100.
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])(?:\\?[$€£])?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?P<comma>,(?:\\!)?|\{,\})[0-9]{3}(?:(?P=comma)[0-9]{3})*(?![0-9])"
@@ -22,7 +22,7 @@ _NUMBER = re.compile(
     r"(?:\.[0-9]+)?)"
 )
 _SEPARATOR = re.compile(r"[^0-9.]+")
-# Before a number that is only part of one: the 2 of 1/2, 1:2, \frac{1}{2}, \sqrt{2}, 10^2, 10^{-2} and 1e-2.
+# Text before digits that are only part of a number: the 2 in 1/2, 1:2, \frac{1}{2}, \sqrt{2}, 10^2, 10^{-2} and 1e-2.
 _PART = re.compile(r"(?:[0-9)}]\s{0,3}/\s{0,3}|[0-9]:|\}\{|\\(?:sqrt|[dt]?frac)\{?|\^\{?|[0-9][eE][-+]?)$")
 _LONGEST_PART = 10  # characters
 
@@ -34,17 +34,17 @@ def last_number(
     answer: Sequence[str | int | float],
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the last number in the completion equals the answer, else 0.0.
+    """1.0 if the last number in the completion equals the answer, else 0.0.
 
-    Signs, decimals and separators of thousands (commas, spaces that do not break, those of LaTeX) are understood and
-    compared by value: 1,200.0 is 1200. Fractions, ratios, times, roots, powers and exponents are not: a text whose last
-    number is part of one has none. `math_verify` reads most of them.
+    Numbers are compared by value: 1,200.0 equals 1200. Signs, decimals and separators of thousands (commas, no-break
+    spaces, LaTeX spaces) are read. Fractions, ratios, times, roots, powers and exponents are not read: if the last
+    number of a text is part of such an expression, the text has no number. `math_verify` reads most of them.
 
     Args:
         prompts: Not read.
         completions: B texts.
         completion_ids: Not read.
-        answer: B numbers, or texts of which the last number counts (such as GSM8K's "… #### 72").
+        answer: B numbers, or texts. The last number of a text is the answer, as in GSM8K's "… #### 72".
         **columns: Not read.
 
     Returns:
@@ -69,7 +69,7 @@ def exact_match(
     answer: Sequence[str],
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the completion equals the answer, apart from white space at the ends, else 0.0.
+    """1.0 if the completion equals the answer, apart from white space at the ends, else 0.0.
 
     Args:
         prompts: Not read.
@@ -94,10 +94,10 @@ def regex_match(
     pattern: Sequence[str],
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the regular expression of the column `pattern` is found in the completion, else 0.0.
+    """1.0 if the regular expression in the column `pattern` matches a part of the completion, else 0.0.
 
     Raises:
-        ValueError: a pattern is no regular expression.
+        ValueError: A pattern is no regular expression.
     """
     rewards: list[float | None] = []
     for i, (completion, expression) in enumerate(zip(completions, pattern, strict=True)):
@@ -111,7 +111,7 @@ def regex_match(
 def response_length(
     prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
 ) -> list[float | None]:
-    """Tokens of each completion. With a negative weight a cost of length beside another reward."""
+    """Number of tokens of each completion. With a negative weight, it is a cost of length beside another reward."""
     return [float(len(ids)) for ids in completion_ids]
 
 
@@ -122,11 +122,12 @@ def math_verify(
     answer: Sequence[str | int | float],
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the completion's final answer equals the column `answer` mathematically, else 0.0.
+    """1.0 if the completion's final answer is mathematically equal to the column `answer`, else 0.0.
 
-    Both are read by math-verify (https://github.com/huggingface/Math-Verify): LaTeX, fractions, sets, intervals. An
-    answer that is missing, or that it cannot read, leaves its sample out. Its own time limits (5 seconds each to read
-    and to compare, then it is 0.0) need the main thread: elsewhere there are none, and 10^{10^{10}} never ends.
+    math-verify (https://github.com/huggingface/Math-Verify) reads both texts: LaTeX, fractions, sets, intervals. The
+    reward is None if the answer is missing, or if math-verify cannot read it. math-verify has time limits, 5 seconds to
+    read and 5 seconds to compare; over time the reward is 0.0. The limits work only in the main thread: in another
+    thread there are none, and 10^{10^{10}} never ends.
 
     Raises:
         ImportError: math_verify is not installed.
@@ -140,10 +141,10 @@ def math_verify(
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
-        if expected is None or expected != expected:  # as text they would be products of letters
+        if expected is None or expected != expected:  # None and NaN would be read as products of letters
             rewards.append(None)
             continue
-        # A bare 1/2 is read as text; between dollar signs it is mathematics.
+        # math-verify reads a bare 1/2 as text, and $1/2$ as mathematics.
         gold = parse(f"${expected}$", parsing_timeout=limit) or parse(str(expected), parsing_timeout=limit)
         found = parse(completion, parsing_timeout=limit)
         rewards.append(float(verify(gold, found, timeout_seconds=limit)) if gold else None)
@@ -151,20 +152,20 @@ def math_verify(
 
 
 def reasoning_gym_reward(task_name: str) -> RewardFunction:
-    """Builds the reward function of a reasoning-gym task (https://github.com/open-thought/reasoning-gym).
+    """Makes the reward function of a reasoning-gym task (https://github.com/open-thought/reasoning-gym).
 
-    What is scored is the text within the last `<answer>…</answer>`, or the whole completion where there is none. Many
-    tasks give part of the reward to an answer that merely contains the right one.
+    The function scores the text within the last `<answer>…</answer>`, or the whole completion if it has no such tags.
+    Many tasks give a part of the reward to a text that merely contains the right answer.
 
     Args:
         task_name: Name of a task, such as "chain_sum".
 
     Returns:
-        A reward function that reads the column `entry`: B data set entries of that task, as dicts or JSON texts.
+        A reward function that reads the column `entry`: B data set entries of the task, as dicts or JSON texts.
 
     Raises:
         ImportError: reasoning_gym is not installed.
-        ValueError: There is no such task; close names are suggested.
+        ValueError: There is no such task. The message suggests close names.
     """
     try:
         from reasoning_gym.factory import DATASETS, get_score_answer_fn
@@ -173,9 +174,8 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
             raise
         raise ImportError("reasoning_gym is not installed: pip install rlft_fast[demo]") from error
     if task_name not in DATASETS:
-        close = difflib.get_close_matches(task_name, list(DATASETS))
-        raise ValueError(f"reasoning_gym has no task {task_name!r}; close names: {', '.join(close) or 'none'}")
-    # Its annotation there says that it takes no arguments.
+        raise ValueError(f"reasoning_gym has no task {task_name!r}{suggestion(task_name, DATASETS)}")
+    # reasoning_gym annotates the scoring function as one without arguments.
     score_answer = cast(Callable[[str, dict[str, Any]], float], get_score_answer_fn(task_name))
 
     def reward(
@@ -196,7 +196,7 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
 
 
 def _number(answer: Any) -> Decimal | None:
-    """The number that an answer is, or the last one in its text; None where there is none, as in a missing answer."""
+    """The answer as a number, or the last number in its text; None if there is none, as in a missing answer."""
     if isinstance(answer, str):
         return _last_number(answer)
     try:
@@ -211,13 +211,13 @@ def _last_number(text: str) -> Decimal | None:
     if last is None or _PART.search(text[max(last.start() - _LONGEST_PART, 0) : last.start()]):
         return None
     number = Decimal(_SEPARATOR.sub("", last["digits"]))
-    return number if last["sign"] in (None, "+") else number.copy_negate()  # unlike a minus, exact
+    return number if last["sign"] in (None, "+") else number.copy_negate()  # exact; the minus operator rounds
 
 
 def _tagged_answer(completion: str) -> str:
-    """The text within the last <answer>…</answer>, or all of it.
+    """The text within the last <answer>…</answer>, or the whole completion.
 
-    Searched from the end: a regular expression takes quadratic time where a model opens tag after tag.
+    The search begins at the end: a regular expression takes quadratic time if a model opens tag after tag.
     """
     before, _, _ = completion.rpartition("</answer>")
     _, opened, inside = before.rpartition("<answer>")

@@ -1,9 +1,9 @@
-"""A process that ends the trainer's workers when the trainer has ended, also by SIGKILL.
+"""A guard process that kills the trainer's workers after the trainer has ended, also after a SIGKILL.
 
-It reads lines from a pipe whose other end only the trainer has: ``+PID`` when a worker starts, ``-PID`` when it has
-ended. At the pipe's end it kills the workers that are left, with everything in their process groups. A worker cannot do
-that itself, since a function that is busy in C keeps every thread of it from running; and a parent-death signal, which
-the kernel would send, does not reach the processes that a function began.
+The guard reads lines from a pipe whose other end only the trainer holds: ``+PID`` when a worker has started, ``-PID``
+when it has been killed. When the pipe ends, the guard kills the process groups of the remaining workers. A worker
+cannot watch the trainer itself: a function that is busy in C stops every Python thread of the worker. A parent-death
+signal from the kernel would not reach the processes that a function started.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import IO
 
 
 class Guard:
-    """The trainer's side. It starts the process with the first worker."""
+    """The trainer's side of the pipe. The first worker starts the guard process."""
 
     def __init__(self) -> None:
         self._pids: set[int] = set()
@@ -25,19 +25,19 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, pid: int) -> None:
-        """To be called when a worker has been started."""
+        """Call this when a worker has been started."""
         with self._lock:
             self._pids.add(pid)
             self._tell(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """To be called when a worker has been killed, before its number is free for another process."""
+        """Call this when a worker has been killed, before `join` frees its number for another process."""
         with self._lock:
             self._pids.discard(pid)
             self._tell(f"-{pid}\n")
 
     def _tell(self, line: str) -> None:
-        if self._process is None or self._process.poll() is not None:  # somebody has killed it
+        if self._process is None or self._process.poll() is not None:  # the guard may have been killed
             self._process = self._start()
             line = "".join(f"+{pid}\n" for pid in self._pids)
         assert self._process.stdin is not None
@@ -46,7 +46,7 @@ class Guard:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", __file__]
         process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, start_new_session=True)
-        util.Finalize(process, _close, (process,), exitpriority=0)  # before multiprocessing waits for the workers
+        util.Finalize(process, _close, (process,), exitpriority=0)  # runs before multiprocessing waits for workers
         return process
 
 
@@ -57,19 +57,19 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 GUARD = Guard()
-"""Of this process."""
+"""The guard of this process."""
 
 
 def end_worker(pid: int) -> None:
-    """Kills a worker with its group, which it may not have come to have yet."""
+    """Kills the process group of a worker, and the worker itself, which may not have made its group yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
 
 
 def main(lines: IO[str]) -> None:
-    """The guard's side."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what ends it is the end of the trainer
+    """Main loop of the guard process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only the end of the trainer ends it
         signal.signal(number, signal.SIG_IGN)
     pids: set[int] = set()
     for line in lines:

@@ -1,4 +1,8 @@
-"""Reward functions in worker processes: one that hangs or crashes costs a sample, not the run."""
+"""Reward functions in worker processes: a function that hangs or crashes costs a sample, not the run.
+
+pebble's ProcessPool is not as safe: the trainer would unpickle, and so run, what a worker sends; workers survive a
+SIGKILL of the trainer; processes that a function started survive its timeout. Here an answer is JSON of bounded length.
+"""
 
 import contextlib
 import functools
@@ -8,6 +12,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,24 +23,25 @@ from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import RewardError, compute_rewards
 
-_START_SECONDS = 120.0  # for imports, which are not the function's own time
-_SHOWN = 1000  # characters of an error
+_START_S = 120.0  # imports at the start of a worker do not count as time of the function
+_LONGEST_ERROR = 1000  # characters
+_LONGEST_ANSWER = 100_000  # bytes; JSON writes a character in at most 12
 
 
 class IsolatedReward:
-    """A reward function in worker processes, asked for one sample at a time; looks like the function itself.
+    """A reward function that runs in worker processes, one sample per call; called like the function itself.
 
     Args:
-        spec: see `load_reward`.
-        timeout_s: seconds for one sample; a function that takes longer, raises, or takes its process down gives None.
-        num_workers: processes, each with one sample at a time.
+        spec: name of the function, as in `load_reward`.
+        timeout_s: seconds for one sample. The reward is None if the function takes longer, raises, or ends its process.
+        num_workers: number of processes. Each process scores one sample at a time.
 
     Raises:
         ValueError: there is no such function.
     """
 
     def __init__(self, spec: str, timeout_s: float, num_workers: int = 1) -> None:
-        function = load_reward(spec)  # an unknown one is refused here
+        function = load_reward(spec)  # refuses an unknown function before the first sample
         self.__qualname__ = getattr(function, "__qualname__", spec)
         with contextlib.suppress(ValueError):  # compiled functions may have none
             self.__signature__ = inspect.signature(function, follow_wrapped=False)
@@ -54,7 +60,7 @@ class IsolatedReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """B rewards, None where the function failed, of which a warning says how."""
+        """B rewards. A reward is None if the function failed; a warning counts the failures and quotes the first."""
         samples = [
             ([prompt], [completion], [ids], {name: [values[i]] for name, values in columns.items()})
             for i, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True))
@@ -68,9 +74,9 @@ class IsolatedReward:
         return [answer.get("reward") for answer in answers]
 
     def close(self) -> None:
-        """Ends the workers, also in the middle of a sample; the next call starts new ones."""
+        """Kills the workers, also in the middle of a sample. The next call starts new workers."""
         for worker in list(self._busy):
-            end_worker(worker.pid)  # the thread that waits for it does the rest
+            end_worker(worker.pid)  # the thread that waits for its answer cleans up
         for _ in range(self._idle.qsize()):
             if (worker := self._idle.get()) is not None:
                 worker.kill()
@@ -79,7 +85,7 @@ class IsolatedReward:
     def _ask(self, sample: tuple[Any, ...]) -> dict[str, Any]:
         worker = self._idle.get()
         try:
-            if worker is not None and not worker.process.is_alive():  # what a function leaves behind may have ended it
+            if worker is not None and not worker.process.is_alive():  # a thread of the function may have ended it since
                 worker.kill()
                 worker = None
             worker = worker or _Worker(self.spec)
@@ -91,15 +97,18 @@ class IsolatedReward:
             self._idle.put(worker if worker is not None and worker.is_usable else None)
 
 
+_NO_ANSWER = "it wrote something that is no answer"
+
+
 class _Worker:
-    """One process, which answers one question after the other until it fails to."""
+    """One worker process. It scores sample after sample; after its first failure to answer it is killed."""
 
     def __init__(self, spec: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(spec, other), daemon=True)
         self.process.start()
-        other.close()  # so that the end of the process is the end of the pipe
+        other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
         assert self.process.pid is not None
         self.pid = self.process.pid
         GUARD.watch(self.pid)
@@ -108,39 +117,50 @@ class _Worker:
 
     def ask(self, sample: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
         if not self.is_ready:
-            ready = self._receive(_START_SECONDS)
+            ready = self._receive(_START_S)
             if not self.is_usable:
                 return ready
             self.is_ready = True
         return self._receive(timeout_s, sample)
 
     def _receive(self, timeout_s: float, sample: tuple[Any, ...] | None = None) -> dict[str, Any]:
-        """What the process answers, to a sample if one is given.
+        """Sends the sample, if there is one, and returns the answer: {"reward": ...} or {"failure": ...}.
 
-        JSON, not a pickle: a function may have run what a model wrote.
+        The answer is JSON, not a pickle: the function may have run code that a model wrote.
         """
         try:
             if sample is not None:
                 self.connection.send(sample)
             if self.connection.poll(timeout_s):
-                answer = json.loads(self.connection.recv_bytes())
+                answer = json.loads(self._read(timeout_s))
                 if isinstance(answer, dict):
                     return answer
-                failure = "it wrote something that is no answer"
+                failure = _NO_ANSWER
             else:
                 failure = f"no answer within {timeout_s:g} s"
         except ValueError:
-            failure = "it wrote something that is no answer"
-        except (EOFError, OSError):
+            failure = _NO_ANSWER
+        except (EOFError, OSError):  # the pipe has ended, or the message is too long
             self.process.join(1.0)
-            failure = f"its process ended with exit code {self.process.exitcode}"
+            exit_code = self.process.exitcode
+            failure = _NO_ANSWER if exit_code is None else f"its process ended with exit code {exit_code}"
         self.kill()
         return {"failure": failure}
 
+    def _read(self, timeout_s: float) -> bytes:
+        """One message. The worker is killed if the message has begun but is not complete in time."""
+        timer = threading.Timer(timeout_s, end_worker, (self.pid,))
+        timer.start()
+        try:
+            return self.connection.recv_bytes(_LONGEST_ANSWER)
+        finally:
+            timer.cancel()
+            timer.join()
+
     def kill(self) -> None:
-        """Ends the process, and with it those that the function began."""
+        """Kills the process, and the processes that the function started."""
         self.is_usable = False
-        with contextlib.suppress(ProcessLookupError):  # it may not have come to have a group yet
+        with contextlib.suppress(ProcessLookupError):  # the worker may not have made its group yet
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
         GUARD.forget(self.pid)
@@ -149,8 +169,8 @@ class _Worker:
 
 
 def _serve(spec: str, connection: Connection) -> None:
-    """The worker's main loop."""
-    os.setsid()  # a group of its own, of everything that a function may begin
+    """Main loop of a worker."""
+    os.setsid()  # a process group of its own, which also holds the processes that the function starts
     pid = os.getpid()
     _outlive_requests_to_stop()
     function = load_reward(spec)
@@ -161,16 +181,17 @@ def _serve(spec: str, connection: Connection) -> None:
         except EOFError:
             return
         answer = _score(function, prompts, completions, completion_ids, columns)
-        if os.getpid() != pid:  # forked by the function: a second answer would be taken for that to the next sample
+        if os.getpid() != pid:  # a fork by the function: its answer would be read as the answer to the next sample
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
 
 
 def _outlive_requests_to_stop() -> None:
-    """The trainer finishes its step, which needs rewards; schedulers send their signals to all processes of a job.
+    """Ignores signals that ask a job to stop: the trainer finishes its step first, and the step needs rewards.
 
-    A function's own processes can be terminated: `exec` resets a handler, and so does `fork` here. The signal is
-    blocked during a fork, because Python drops signals that arrive in the child before it is set up.
+    Schedulers send such signals to all processes of a job. Processes that the function starts can still be terminated:
+    `exec` resets a handler, and the fork hooks here do the same. SIGTERM is blocked during a fork, because Python drops
+    signals that arrive in the child before it is set up.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -191,4 +212,4 @@ def _score(
     try:
         return {"reward": compute_rewards(function, prompts, completions, ids, columns)[0]}
     except RewardError as error:
-        return {"failure": str(error)[:_SHOWN]}
+        return {"failure": str(error)[:_LONGEST_ERROR]}

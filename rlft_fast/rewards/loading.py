@@ -1,4 +1,4 @@
-"""Finding a reward function by the text that a configuration gives for it."""
+"""Loads a reward function by its name in the configuration."""
 
 from rlft_fast.plugins import load_function
 from rlft_fast.rewards.scoring import RewardFunction
@@ -12,6 +12,6 @@ def load_reward(spec: str) -> RewardFunction:
             "path/to/file.py:function" for a file, relative to the working directory.
 
     Raises:
-        ValueError: there is no such function, see `rlft_fast.plugins.load_function`.
+        ValueError: there is no such function; see `rlft_fast.plugins.load_function`.
     """
     return load_function("reward", spec)

@@ -1,4 +1,4 @@
-"""Calling a reward function for a batch, and refusing results that would poison the update."""
+"""Calls a reward function on a batch, and refuses results that would spoil the update."""
 
 import asyncio
 import copy
@@ -15,7 +15,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(ValueError):
-    """A reward function failed or returned something that is not a reward."""
+    """A reward function raised an error, or returned something that is no reward."""
 
 
 def compute_rewards(
@@ -25,27 +25,29 @@ def compute_rewards(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> list[float | None]:
-    """Rewards of a batch of samples from one call of `function`, which gets copies of all that it is called with.
+    """Rewards of a batch from one call of `function`. The function gets copies: it may change its arguments.
 
     Args:
         function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async.
         prompts: B prompts.
         completions: B completions.
         completion_ids: B lists of token ids.
-        columns: The other columns of the data set, each B long; a function takes those it wants and swallows the
-            rest with `**columns`.
+        columns: The other columns of the data set, each of B values. A function names the columns that it reads, and
+            collects the rest in `**columns`.
 
     Returns:
-        B finite rewards; None for a sample that the function leaves out.
+        B rewards, finite numbers. None leaves the sample out.
 
     Raises:
-        ValueError: The arguments differ in length, or a column has the name of an argument.
-        RewardError: The function raised, or returned another number of rewards, or something that is not a finite
-            number or None; the message names the function and the sample.
+        ValueError: The arguments differ in length, or a column is named like an argument.
+        RewardError: The function raised an error, returned another number of rewards, or returned a value that is
+            neither a finite number nor None. The message names the function and the sample.
     """
     _check_arguments(prompts, completions, completion_ids, columns)
     name = _name(function)
-    copies = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}  # no two share one
+    copies = {
+        name: [copy.deepcopy(value) for value in values] for name, values in columns.items()
+    }  # one copy per sample
     copies |= {"prompts": [*prompts], "completions": [*completions], "completion_ids": [[*x] for x in completion_ids]}
     try:
         result = function(**copies)
@@ -66,35 +68,40 @@ def compute_rewards(
 
 
 def check_columns(function: RewardFunction, columns: Collection[str], what: str) -> None:
-    """Refuses data that the function cannot be called with, before there is anything to score.
+    """Checks before the run that the function can be called with the columns of a data set.
 
     Args:
-        function: as in `compute_rewards`.
-        columns: names of the data's other columns.
-        what: the data, for messages.
+        function: a reward function, as in `compute_rewards`.
+        columns: names of the other columns of the data set.
+        what: name of the data set in messages.
 
     Raises:
-        ValueError: the function needs a column that is missing, takes none of a name that is there, or a column has
-            the name of an argument.
+        ValueError: the function needs a column that is missing, or does not accept a column, or a column is named like
+            an argument.
     """
     _check_names(columns)
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may fill in what the inner one needs
-    except ValueError:  # compiled functions may have none
+        signature = inspect.signature(
+            function, follow_wrapped=False
+        )  # a wrapper may fill in an argument of the inner function
+    except ValueError:  # a compiled function may have no signature
         return
     try:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
     except TypeError as error:
         raise ValueError(
             f"reward function {_name(function)} cannot be called with {', '.join(ARGUMENTS)} and the columns of "
-            f"{what}, {sorted(columns)}: {error} (**columns takes those that it has no use for)"
+            f"{what}, {sorted(columns)}: {error} (a parameter **columns collects unused columns)"
         ) from error
 
 
 def _check_names(columns: Collection[str]) -> None:
     taken = sorted(set(columns) & set(ARGUMENTS))
     if taken:
-        raise ValueError(f"the data set has a column named {taken[0]!r}, which reward functions receive: rename it")
+        raise ValueError(
+            f"the data set has a column named {taken[0]!r}, but reward functions have an argument of this name: "
+            "rename the column"
+        )
 
 
 def _check_arguments(
@@ -114,7 +121,7 @@ async def _finish(result: Awaitable[Any]) -> Any:
 
 
 def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
-    """The returned list, tuple, array or tensor as a list of `num_samples` entries."""
+    """The result of a reward function (list, tuple, array or tensor) as a list of `num_samples` values."""
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, (list, tuple)):
         raise RewardError(f"reward function {name} returned {type(result).__name__}, expected a list of numbers")
@@ -126,7 +133,7 @@ def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
 def _is_finite(value: Any) -> bool:
     try:
         return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer larger than any float
         return False
 
 
@@ -135,5 +142,5 @@ def _name(function: RewardFunction) -> str:
 
 
 def _shorten(text: str, limit: int = 80) -> str:
-    """Both ends of a text: a prompt is known by its beginning, an answer stands at the end."""
+    """Both ends of a text: a prompt is recognised by its beginning, and an answer stands at the end."""
     return repr(text) if len(text) <= limit else repr(f"{text[: limit // 2]} … {text[-limit // 2 :]}")

@@ -1,4 +1,4 @@
-"""The reward of a sample as a weighted sum of parts, each from a function of its own."""
+"""The reward of a sample is a weighted sum of parts. Each part comes from one reward function."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ class WeightedRewards:
     """Several reward functions with weights.
 
     Args:
-        functions: by name.
-        weights: of the same names.
+        functions: reward functions by name.
+        weights: weight of each function, under the same names.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
@@ -28,7 +28,7 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[Parts]:
-        """What each function says of each sample; arguments and errors as in `compute_rewards`."""
+        """B samples' rewards by function name. Arguments and errors are those of `compute_rewards`."""
         scored = {
             name: compute_rewards(function, prompts, completions, completion_ids, columns)
             for name, function in self.functions.items()
@@ -37,7 +37,7 @@ class WeightedRewards:
 
 
 def weighted_sum(parts: Parts, weights: Mapping[str, float]) -> float | None:
-    """Σ weight·part; None, which leaves the sample out, where a part is None."""
+    """Σ weight·part. The sum is None if a part is None; None leaves the sample out."""
     total = 0.0
     for name, value in parts.items():
         if value is None:
@@ -46,6 +46,11 @@ def weighted_sum(parts: Parts, weights: Mapping[str, float]) -> float | None:
     return total
 
 
-def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """How far a completion reaches into the last `buffer` of `max_tokens` tokens, from 0 to 1 (arXiv 2503.14476)."""
-    return min(max(num_tokens - (max_tokens - buffer), 0) / buffer, 1.0) if buffer else 0.0
+def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer_tokens: int) -> float:
+    """Soft penalty of a long completion (arXiv 2503.14476), from 0 to 1.
+
+    clamp((num_tokens - (max_new_tokens - buffer_tokens)) / buffer_tokens, 0, 1); 0 if `buffer_tokens` is 0.
+    """
+    if not buffer_tokens:
+        return 0.0
+    return min(max(num_tokens - (max_new_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)

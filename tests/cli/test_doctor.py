@@ -11,7 +11,7 @@ from rlft_fast.cli.doctor import linear_logprob_error
 
 @pytest.fixture
 def report(capsys, monkeypatch) -> dict[str, tuple[str, str]]:
-    """What ``rlft-fast doctor`` prints: name -> (yes or no, detail)."""
+    """The output of ``rlft-fast doctor``: name -> (yes or no, detail)."""
     monkeypatch.setenv("COLUMNS", "250")
     assert main(["doctor"]) == 0
     lines = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""The program itself, in its own process: how fast it answers, what it loads, how it ends."""
+"""The program in a process of its own: its help, the modules it loads, its messages and exit status."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ROOT = Path(rlft_fast.__file__).parents[1]
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    # pytest-benchmark measures nothing where it finds itself among xdist's processes.
+    # pytest-benchmark measures nothing in a process of xdist.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "rlft_fast", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -50,7 +50,7 @@ def test_every_command_has_help(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: rlft-fast {command}")
 
 
-# Nothing; a misspelt command; a command without what it needs.
+# No command; a misspelt command; commands without their arguments.
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["export"], ["plan"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
@@ -132,7 +132,7 @@ def test_bench_reports_a_failed_benchmark(installed_without_source):
 
 
 def test_a_missing_dependency_is_one_message(tmp_path):
-    """As with a wheel installed by --no-deps, which is enough for the ops."""
+    """A wheel installed with --no-deps has no other packages; its ops still work."""
     for name in ("pydantic", "rich"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -152,7 +152,7 @@ def test_plot_into_a_folder_that_does_not_exist(tmp_path, capsys):
     assert f"cannot be written: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
-# A folder, and a name to which matplotlib would add a suffix: neither is the file that would be written.
+# A folder, and a name without a suffix: matplotlib would add one, and write another file.
 @pytest.mark.parametrize("name", ["", "curve"])
 def test_plot_needs_the_name_of_a_picture(name, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')

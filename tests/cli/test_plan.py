@@ -1,4 +1,4 @@
-"""``rlft-fast plan`` says what is needed, and its exit status whether it fits."""
+"""``rlft-fast plan`` prints what a run needs; its exit status says whether the run fits."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_plan_that_does_not_fit(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
     output = capsys.readouterr().out
     assert output.count("does not fit into 0.0") == 3
-    assert "largest max_tokens             0  below a sequence's 64" in output
+    assert "largest max_tokens             0  below the longest sequence, 64" in output
 
 
 @pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])
@@ -84,8 +84,8 @@ def test_plan_takes_configuration_keys(config_file, capsys):
     assert "at most 16 micro-batches of 64 tokens" in capsys.readouterr().out
 
 
-# 16 sequences of at most 64 tokens: two in a micro-batch of 128, one in one of 127; a rank without one still steps. Two
-# ranks that share a micro-batch get the same ones.
+# 16 sequences of at most 64 tokens: a micro-batch of 128 tokens holds two, a micro-batch of 127 holds one. A rank
+# without sequences still steps. Two ranks that share a micro-batch get the same sequences.
 @pytest.mark.parametrize(
     ("max_tokens", "world_size", "sequence_parallel", "expected"),
     [(128, 1, 1, 8), (127, 1, 1, 16), (128, 3, 1, 3), (64, 99, 1, 1), (128, 4, 2, 4), (128, 4, 4, 8)],
@@ -96,7 +96,7 @@ def test_num_micro_batches(max_tokens, world_size, sequence_parallel, expected):
     assert most_micro_batches(config, world_size) == expected
 
 
-# A field of another type, fields that contradict each other, and values that a configuration class stumbles over.
+# A field of the wrong type, fields that contradict each other, and values that raise errors in a configuration class.
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

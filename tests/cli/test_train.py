@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from rlft_fast.cli import main
-from rlft_fast.cli.train import key_reference, split_overrides
+from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
 from tests.trainer.toy import toy_values
 
@@ -57,7 +57,7 @@ def test_overrides(arguments, key, value, config_file, capsys):
         (["--steps", "0"], "steps: Input should be greater than 0, got 0"),
         (["--rollout.temperature"], "--rollout.temperature needs a value"),
         (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
-        (["--data.system_prompt", "[x"], "--data.system_prompt: '[x' is no YAML"),
+        (["--data.system_prompt", "[x"], "data.system_prompt: '[x' is no YAML"),
     ],
 )
 def test_bad_options_are_status_2_and_one_message(arguments, message, config_file, capsys):
@@ -116,15 +116,31 @@ def test_help_shows_types_bounds_and_defaults():
     assert meaning["--actor.optimizer.max_grad_norm"].endswith("(number >= 0 or null; default 1.0)")
 
 
-# 80: the narrowest terminal in use; 120: the widest that is filled.
+# 80: the narrowest terminal in use; 120: the longest line of the help.
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_terminal(width):
     assert max(map(len, key_reference(width).splitlines())) <= width
 
 
+@pytest.mark.parametrize("arguments", [["--help", "rollout"], ["--help=rollout"]])
+def test_help_of_one_section(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", *arguments])
+    assert exit_info.value.code == 0
+    keys = [line.split()[0][2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert set(keys) == {key for key, _ in sections(Config) if key.startswith("rollout.")} - {"rollout.vllm"}
+
+
+def test_help_of_an_unknown_section(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", "--help", "rolout"])
+    assert exit_info.value.code == 2
+    assert "there is no section rolout: give one of data, reward, rollout, " in capsys.readouterr().err
+
+
 @pytest.fixture
 def too_large(tiny_model, tmp_path):
-    """A run whose token cap is far more than any machine has memory for."""
+    """A run with a token cap that needs more memory than any machine has."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=50_000_000)))
     return str(path)
@@ -148,7 +164,7 @@ def test_without_the_memory_check_a_warning_remains(too_large, tmp_path, capsys)
 
 @pytest.fixture
 def toy_file(tiny_model, tmp_path):
-    """A run that could start, in the folder `tmp_path`."""
+    """The configuration file of a run that can start; everything is in the folder `tmp_path`."""
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path)))
     return str(path)

@@ -1,4 +1,4 @@
-"""Reward functions for worker processes, which import nothing that takes long; one does what the completion says."""
+"""Reward functions that misbehave in worker processes. Imports here are quick: each worker repeats them."""
 
 import os
 import re
@@ -10,6 +10,7 @@ import time
 
 
 def obey(prompts, completions, completion_ids, answer, **columns):
+    """Does what the completion says."""
     (what,) = completions  # one sample at a time
     print("what a function prints must not get in the way")
     if what == "hang":
@@ -31,7 +32,7 @@ def obey(prompts, completions, completion_ids, answer, **columns):
 
 
 def meet(completions, **columns):
-    """Waits for the other one."""
+    """Waits until two calls have begun."""
     folder = os.path.dirname(completions[0])
     open(completions[0], "w").close()
     deadline = time.monotonic() + 30
@@ -62,7 +63,7 @@ def scribble(completions, **columns):
 
 
 def start_others(completions, **columns):
-    """Begins one process that outlives the answer, and waits for one that outlives the time limit."""
+    """Starts two processes that sleep for a minute, and waits for the second."""
     for wait in (False, True):
         child = subprocess.Popen(["sleep", "60"])
         with open(completions[0], "a") as pids:
@@ -72,7 +73,7 @@ def start_others(completions, **columns):
 
 
 def never_rest(completions, **columns):
-    """Begins a process, and then is busy in C, where no thread of Python's comes to run."""
+    """Starts a process, and is then busy in C, which stops all Python threads."""
     child = subprocess.Popen(["sleep", "60"])
     with open(completions[0], "w") as pids:
         pids.write(f"{os.getpid()} {child.pid}")
@@ -80,7 +81,7 @@ def never_rest(completions, **columns):
 
 
 def terminate_a_child(completions, **columns):
-    """How long a process that would sleep for a minute takes to end."""
+    """Seconds until SIGTERM ends a child that sleeps for a minute."""
     if (child := os.fork()) == 0:
         time.sleep(60)
         os._exit(0)

@@ -21,7 +21,7 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
     return function([""] * len(completions), completions, [[]] * len(completions), **columns)
 
 
-# What language models write around a number, and numbers that look like another one.
+# Texts that language models write around a number, and texts that look like another number.
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [
@@ -42,7 +42,7 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("it is .5", "0.5", 1.0),
         ("version 1.2.3", "3", 1.0),
         ("0.1", 0.1, 1.0),
-        ("-1" + 30 * "0", "-1" + 29 * "0" + "1", 0.0),  # more digits than a sum of decimals keeps
+        ("-1" + 30 * "0", "-1" + 29 * "0" + "1", 0.0),  # more digits than arithmetic on Decimal keeps
         ("I do not know", "0", 0.0),
         ("", "0", 0.0),
         ("so 72", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
@@ -63,7 +63,7 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("1e5", "5", 0.0),
         ("2.5E-3", "3", 0.0),
         ("10^2 = 100", "100", 1.0),
-        # Thousands apart: by spaces that do not break, in LaTeX, and as the MATH data set writes them.
+        # Separators of thousands: no-break spaces, LaTeX, and the spelling of the MATH data set.
         ("1\u00a0000", "1000", 1.0),
         ("-12\u202f345.5", "-12345.5", 1.0),
         ("1\u2009234\u2009567", "1234567", 1.0),
@@ -80,7 +80,7 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("x2 100", "100", 1.0),
         ("1.5 300", "300", 1.0),
         ("1\n000", "0", 1.0),
-        # Ratios and times, but not a colon that ends a phrase.
+        # Ratios and times have no number; a colon that ends a phrase changes nothing.
         ("2:30", "30", 0.0),
         ("day 2: 30", "30", 1.0),
         ("answer:30", "30", 1.0),
@@ -94,14 +94,14 @@ def test_last_number_scores_each_sample():
     assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
 
 
-# The last two: what is missing in a data set.
+# The last two are missing values of a data set.
 @pytest.mark.parametrize("answer", ["seven", "", "1/2", "2:30", None, math.nan])
 def test_last_number_refuses_an_answer_without_a_number(answer):
     with pytest.raises(ValueError, match=f"answer {answer!r} of sample 1 holds no number"):
         score(last_number, ["7", "7"], answer=["7", answer])
 
 
-# What a model may repeat until it is cut off. Some of these would take minutes if a search began again at every one.
+# A model may repeat a text until it is cut off. Some texts would take minutes if a search restarted at each repetition.
 @pytest.mark.parametrize(
     "text",
     ["1", "1,", "111,", "111\u00a0", "1\\,", "1:", "1.", ".1", "-", "-1", "a", "\u2212", "<answer>", "</answer>"],
@@ -140,7 +140,7 @@ def test_reasoning_gym_reward(task, convert):
 
 
 def test_unknown_reasoning_gym_task_suggests_names():
-    with pytest.raises(ValueError, match=r"no task 'chain_sums'; close names: chain_sum"):
+    with pytest.raises(ValueError, match=r"no task 'chain_sums' \(did you mean chain_sum"):
         reasoning_gym_reward("chain_sums")
 
 
@@ -186,7 +186,7 @@ def test_math_verify():
         (r"\boxed{3}", "", None),
         (r"\boxed{3}", None, None),
         (r"\boxed{3}", math.nan, None),
-        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # never ends: math-verify's own limit, of 5 seconds
+        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # would never end; math-verify stops it after 5 seconds
     ],
 )
 def test_math_verify_reads_what_models_write(completion, answer, expected):

@@ -1,4 +1,4 @@
-"""Functions in worker processes: whatever one does to a sample, the others have their rewards."""
+"""Functions in worker processes: a failure costs its own sample, and all other samples have rewards."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def ask(reward: IsolatedReward, completions: list[str]) -> list[float | None]:
     return reward(prompts=prompts, completions=completions, completion_ids=[[1, 2]] * len(prompts), answer=[5] * 10)
 
 
-# A pair of workers, so that the sleeping one does not keep the others waiting.
+# Two workers: while one hangs, the other scores.
 def test_a_failure_costs_its_sample_alone(isolated):
     reward = isolated("obey", timeout_s=2.0, num_workers=2)
     started = time.perf_counter()
@@ -108,7 +108,7 @@ if __name__ == "__main__":
 
 
 def start_trainer(tmp_path: Path, name: str, completion: str) -> subprocess.Popen[bytes]:
-    """A process that asks a function once, and leaves its worker behind."""
+    """Starts a process that scores one sample and does not close its worker."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     command = [sys.executable, str(tmp_path / "trainer.py"), f"{HERE}:{name}", completion]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -139,7 +139,7 @@ def test_a_busy_worker_ends_with_its_killed_trainer(tmp_path):
 
 
 def test_a_trainer_that_closes_nothing_ends(tmp_path):
-    """Its workers ignore what multiprocessing would end them with."""
+    """The workers ignore SIGTERM, by which multiprocessing would end them at the exit of the trainer."""
     trainer = start_trainer(tmp_path, "obey", "a")
     assert trainer.communicate(timeout=60)[0].endswith(b"[6.2]\n")
     assert trainer.returncode == 0
@@ -163,17 +163,27 @@ def test_a_function_can_terminate_its_processes(isolated):
 
 
 def is_running(pid: int) -> bool:
-    """What has ended may stay in the table until its new parent asks for it."""
+    """A zombie counts as ended: it stays in the process table until its new parent reaps it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-@pytest.mark.parametrize("text", ["\0\0\0\2[]", "\0\0\0\2zz"])  # messages of two bytes: a list, and no JSON
-def test_what_is_no_answer_costs_its_sample_alone(text, isolated):
+# Two messages of two bytes: a list, and no JSON. The header of a message of 2 GB. The header of a message of 127 bytes,
+# which never becomes complete: only the next answer follows.
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("\0\0\0\2[]", "it wrote something that is no answer"),
+        ("\0\0\0\2zz", "it wrote something that is no answer"),
+        ("\x7f\x7f\x7f\x7f", "it wrote something that is no answer"),
+        ("\0\0\0\x7f", "its process ended with exit code -9"),
+    ],
+)
+def test_what_is_no_answer_costs_its_sample_alone(text, failure, isolated):
     reward = isolated("scribble", timeout_s=5.0)
-    with pytest.warns(UserWarning, match="wrote something that is no answer"):
+    with pytest.warns(UserWarning, match=failure):
         assert ask(reward, [text]) == [None]
     assert ask(reward, [""]) == [1.0]
 

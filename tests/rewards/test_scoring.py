@@ -33,7 +33,7 @@ def test_function_receives_the_batch_and_the_columns():
     assert compute(last_number, answer=["2", "4"]) == [1.0, 0.0]
 
 
-# Everything that user code plausibly returns for "one number per sample".
+# Types that user code plausibly returns for "one number per sample".
 @pytest.mark.parametrize(
     "result",
     [[1, None], (True, None), [np.float32(1), None], [Fraction(1), None]],
@@ -71,7 +71,7 @@ def test_an_exception_is_chained():
     assert isinstance(error.value.__cause__, TypeError)
 
 
-# One number for the batch, none at all, a text, and a generator that was not turned into a list.
+# One number for the batch, nothing, a text, and a generator instead of a list.
 @pytest.mark.parametrize("result", [1.0, None, "11", (x for x in [1.0, 1.0]), torch.tensor(1.0)])
 def test_other_types_are_refused(result):
     with pytest.raises(RewardError, match=r"made_reward returned \w+, expected a list"):

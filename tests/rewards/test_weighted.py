@@ -33,7 +33,7 @@ def test_overlong_penalty(num_tokens, expected):
 
 
 def test_functions_get_copies():
-    """What a function does to its arguments reaches neither the trainer nor another function or sample."""
+    """A function that changes its arguments changes them for no one else: trainer, other functions, other samples."""
 
     def spoil(prompts, completions, completion_ids, answer, **_):
         for ids, notes in zip(completion_ids, answer, strict=True):

@@ -219,7 +219,7 @@ def test_reasoning_gym_task(run, tmp_path):
 def test_unknown_reasoning_gym_task(run):
     code, _, error = run(data={"task": "chain_summ"}, reward={})
     assert code == 1
-    assert "no task 'chain_summ'; close names: chain_sum" in error
+    assert "no task 'chain_summ' (did you mean chain_sum" in error
 
 
 # ---- reward functions -----------------------------------------------------------------------------------------------
