@@ -9,7 +9,7 @@ from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
 if TYPE_CHECKING:
-    from rlft_fast.engine.memory import RunPlan
+    from rlft_fast.engine.memory import MemoryPlan
 
 
 def run(arguments: list[str]) -> int:
@@ -50,10 +50,10 @@ def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
 
 def report(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> bool:
     """Prints the plan of one mesh; returns whether it fits."""
-    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_run
+    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_memory
 
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
-    plan = plan_run(config, world_size, memory_bytes)
+    plan = plan_memory(config, world_size, memory_bytes)
     fits = plan.fits(memory_bytes)
     print()
     for name, engine in plan.engines.items():
@@ -70,19 +70,19 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
         print(f"  {printable(plan.refusal)}")
     largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
     print(f"  largest max_tokens    {largest:>10}" + f"  below a sequence's {longest}" * (largest < longest))
-    sent = sum(engine.sent for engine in plan.engines.values())
+    sent = sum(engine.sent_bytes for engine in plan.engines.values())
     print(f"  sent per step         {sent / 1e9:>10.2f} GB by each GPU", flush=True)
     return fits
 
 
-def print_parts(plan: "RunPlan") -> None:
+def print_parts(plan: "MemoryPlan") -> None:
     """What each model that trains needs for its update."""
     print(_row("GB of an update", *plan.engines))
     for part in next(iter(plan.engines.values())).memory:
         print(_row(part, *(engine.memory[part] for engine in plan.engines.values())))
 
 
-def print_phases(plan: "RunPlan", memory_bytes: float) -> None:
+def print_phases(plan: "MemoryPlan", memory_bytes: float) -> None:
     """What each model, and vLLM, has on the device in each phase."""
     print(_row("GB of a phase", *plan.phases[0].memory, "in all"))
     for phase in plan.phases:

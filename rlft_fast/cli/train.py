@@ -60,7 +60,7 @@ def require_writable(output_dir: Path) -> None:
 
 def _check_memory(config: Config, *, refuse: bool) -> None:
     """Says before the run, not in it, that it needs more memory than there is: by ValueError, or by a warning."""
-    from rlft_fast.engine.memory import DoesNotFitError, PlanError, check_run
+    from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run
     from rlft_fast.engine.sharding import device_memory, host_memory
     from rlft_fast.world import get_device
 
@@ -71,7 +71,7 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
         if refuse:
             raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error
         warning = str(error)
-    except PlanError as error:
+    except MemoryPlanError as error:
         warning = f"it is not known whether the run fits into memory: {error}"
     else:
         return

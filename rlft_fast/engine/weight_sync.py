@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlft_fast.engine.sharding import shard_numel
-from rlft_fast.models import Part, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
+from rlft_fast.models import CheckpointPart, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
 from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
@@ -100,7 +100,7 @@ def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.de
         yield from bucket.flush()
 
 
-def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> Iterator[Piece]:
+def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPart]]) -> Iterator[Piece]:
     """The same elements as pieces of the parts that a checkpoint has.
 
     Args:
@@ -118,12 +118,14 @@ def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> It
             yield Piece(part.name, part.shape, first - part.start, data, piece.borrowed)
 
 
-def join_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]] | None = None) -> Iterator[tuple[str, Tensor]]:
+def join_pieces(
+    pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPart]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Whole weights, or the parts that a checkpoint has of them, by name in their order; no two share elements."""
     joiner = PieceJoiner()
     for piece in pieces:
         for name, whole in joiner.add(piece):
-            for part in [Part(name, whole.shape, 0)] if parts is None else parts[name]:
+            for part in [CheckpointPart(name, whole.shape, 0)] if parts is None else parts[name]:
                 yield part.name, whole.view(-1)[part.start : part.start + math.prod(part.shape)].view(part.shape)
     joiner.finish()
 
@@ -201,10 +203,10 @@ class _Bucket:
 
     def __init__(self, example: DTensor, num_bytes: int, device: torch.device) -> None:
         mesh = example.device_mesh
-        (dim,) = (i for i, placement in enumerate(example.placements) if isinstance(placement, Shard))
-        self.group = mesh.get_group(dim)
-        self.num_ranks = mesh.size(dim)
-        self.rank = mesh.get_local_rank(dim)
+        (axis,) = (i for i, placement in enumerate(example.placements) if isinstance(placement, Shard))
+        self.group = mesh.get_group(axis)
+        self.num_ranks = mesh.size(axis)
+        self.rank = mesh.get_local_rank(axis)
         share = max(num_bytes // self.num_ranks // _ALIGNMENT, 1) * _ALIGNMENT
         self.buffer = torch.empty(self.num_ranks, share, dtype=torch.uint8, device=device)
         self.entries: list[_Entry | Piece] = []  # whole weights wait for their turn

@@ -29,7 +29,7 @@ from rlft_fast.models.vision import (
     rope_positions,
 )
 from rlft_fast.models.weights import (
-    Part,
+    CheckpointPart,
     checkpoint_parts,
     checkpoint_tensors,
     load_weights,
@@ -40,10 +40,10 @@ from rlft_fast.models.weights import (
 
 __all__ = [
     "PACKED_ATTENTION",
+    "CheckpointPart",
     "ImageInputs",
     "LogprobHead",
     "ModelInputs",
-    "Part",
     "PolicyModel",
     "RLModel",
     "RewardModel",

@@ -129,7 +129,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if "lora_" not in name}
 
 
-class Part(NamedTuple):
+class CheckpointPart(NamedTuple):
     """A tensor of a checkpoint that is a run of consecutive elements of one of the model's."""
 
     name: str
@@ -138,7 +138,7 @@ class Part(NamedTuple):
     """Of the first element, in the model's tensor flattened."""
 
 
-def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[Part]:
+def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[CheckpointPart]:
     """What a checkpoint in the model's original format has of a tensor: the weights of each expert, for instance.
 
     Readers other than transformers 5 know only that format. Whole, under its own name, where it has none there that is
@@ -149,7 +149,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
         name: of one of its `checkpoint_tensors`.
         shape: its whole shape.
     """
-    whole = [Part(name, tuple(shape), 0)]
+    whole = [CheckpointPart(name, tuple(shape), 0)]
     if not math.prod(shape):
         return whole
     # Numbers instead of weights show what becomes of each row; two of them, since converters squeeze dimensions of one.
@@ -165,7 +165,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
         if part.shape[-1:] != (2,) or not torch.equal(part.flatten(), torch.arange(first, first + part.numel())):
             return whole
         start = first // 2 * (shape[-1] if shape else 1)
-        parts.append(Part(stored_name, (*part.shape[:-1], *shape[-1:]), start))
+        parts.append(CheckpointPart(stored_name, (*part.shape[:-1], *shape[-1:]), start))
     complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
     return sorted(parts, key=lambda part: part.start) if complete else whole
 

@@ -12,7 +12,7 @@ from rlft_fast.rollout.vllm import VLLMRollout
 
 
 def build_rollout(
-    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_tokens: int
+    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
 ) -> Rollout:
     """The rollout that ``config.backend`` names, of a policy.
 
@@ -20,13 +20,13 @@ def build_rollout(
         engine: the policy.
         tokenizer: names the end tokens.
         config: how to sample.
-        max_tokens: most tokens of a sequence, prompt and completion.
+        max_sequence_tokens: most tokens of a sequence, prompt and completion.
 
     Raises:
         ValueError: see `split_stop` and `VLLMRollout`.
     """
     split_stop(config.stop, tokenizer)  # before anything runs
     if config.backend == "vllm":
-        return VLLMRollout(engine, tokenizer, config, max_tokens)
+        return VLLMRollout(engine, tokenizer, config, max_sequence_tokens)
     assert isinstance(engine.model, PolicyModel)
     return HFRollout(engine.model, tokenizer, config.batch_size, engine.eval_mode)

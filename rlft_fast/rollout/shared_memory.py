@@ -59,7 +59,7 @@ class EngineSource(WeightSource):
         return join_pieces(self.pieces, self.engine.checkpoint_parts)
 
 
-class Content(NamedTuple):
+class Slot(NamedTuple):
     """What a run of bytes in the file is; the runs follow each other."""
 
     name: str
@@ -110,14 +110,14 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
         assert isinstance(self.source, EngineSource)
         self.client.start_weight_update()
         pieces = split_pieces(self.source.pieces, self.source.engine.checkpoint_parts)
-        for contents in fill(pieces, self.buffer):
-            self.client.update_weights({"contents": [list(content) for content in contents]})
+        for slots in fill(pieces, self.buffer):
+            self.client.update_weights({"slots": [list(slot) for slot in slots]})
         self.client.finish_weight_update()
 
 
-def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Content]]:
+def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Slot]]:
     """Writes the pieces into the buffer; says what is in it each time that it is full, and at the end."""
-    contents: list[Content] = []
+    slots: list[Slot] = []
     used = 0
     for piece in pieces:
         start = 0
@@ -126,14 +126,14 @@ def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Content]]:
             part = piece.data[start : start + count]
             buffer[used : used + part.nbytes].view(piece.data.dtype).copy_(part)
             dtype = str(piece.data.dtype).removeprefix("torch.")
-            contents.append(Content(piece.name, dtype, list(piece.shape), piece.offset + start, count))
-            used += contents[-1].num_bytes
+            slots.append(Slot(piece.name, dtype, list(piece.shape), piece.offset + start, count))
+            used += slots[-1].num_bytes
             start += count
             if used >= len(buffer):
-                yield contents
-                contents, used = [], 0
-    if contents:
-        yield contents
+                yield slots
+                slots, used = [], 0
+    if slots:
+        yield slots
 
 
 def _map(path: str, num_bytes: int) -> Tensor:
@@ -154,9 +154,9 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """What is in the file now: the fields of `Content`, for each run of bytes."""
+    """What is in the file now: the fields of `Slot`, for each run of bytes."""
 
-    contents: list[list[Any]]
+    slots: list[list[Any]]
 
 
 class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -182,13 +182,13 @@ class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         position = 0
-        for fields in update_info.contents:
-            content = Content(*fields)
-            dtype = getattr(torch, content.dtype)
-            data = self.buffer[position : position + content.numel * dtype.itemsize].view(dtype)
-            piece = Piece(content.name, torch.Size(content.shape), content.offset, data, borrowed=True)
+        for fields in update_info.slots:
+            slot = Slot(*fields)
+            dtype = getattr(torch, slot.dtype)
+            data = self.buffer[position : position + slot.numel * dtype.itemsize].view(dtype)
+            piece = Piece(slot.name, torch.Size(slot.shape), slot.offset, data, borrowed=True)
             self._load(self.joiner.add(piece))
-            position += content.num_bytes
+            position += slot.num_bytes
 
     def _load(self, weights: list[tuple[str, Tensor]]) -> None:
         if not weights:

@@ -38,7 +38,7 @@ class VLLMRollout:
         engine: the policy; its weights are sent in ``compute_dtype``.
         tokenizer: names the end tokens.
         config: how to sample, and the settings of vLLM.
-        max_tokens: most tokens of a sequence, prompt and completion.
+        max_sequence_tokens: most tokens of a sequence, prompt and completion.
 
     Attributes:
         weight_version: of the weights that it samples from; every `sync` adds 1.
@@ -49,13 +49,13 @@ class VLLMRollout:
     """
 
     def __init__(
-        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_tokens: int
+        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
     ) -> None:
         check_vllm(config.vllm, engine.device)
         assert isinstance(engine.model, PolicyModel)
         self.engine = engine
         self.config = config
-        self.max_tokens = max_tokens
+        self.max_sequence_tokens = max_sequence_tokens
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
         self.weight_version = 0
@@ -65,7 +65,7 @@ class VLLMRollout:
     def _start(self) -> None:
         start = ColocatedEngine if self.config.vllm.process == "colocated" else SeparateEngine
         try:
-            self.server = start(self.engine, self.config, self.max_tokens)
+            self.server = start(self.engine, self.config, self.max_sequence_tokens)
         except Exception as error:  # pydantic's, torch's and vLLM's own
             raise RolloutError(
                 f"vLLM could not start with {self.engine.path}: {error}\n"
@@ -128,7 +128,7 @@ class VLLMRollout:
             ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
             RolloutError: vLLM failed twice, or the policy's logits are not finite.
         """
-        check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
+        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
         sample = partial(self._generate, prompts, seeds, params)
         groups, failure = _together_or_leave(sample)
@@ -180,20 +180,22 @@ class VLLMRollout:
         return min(with_ties(params.support_size), vocab_size)
 
 
-def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tokens: int, has_weights: bool) -> None:
+def check_request(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
+) -> None:
     """Raises ValueError on all ranks if it does on one, so that no rank waits for another that has given up.
 
     Args:
         prompts: this rank's own.
         max_new_tokens: most tokens of a completion.
-        max_tokens: most tokens of a sequence that vLLM was started for.
+        max_sequence_tokens: most tokens of a sequence that vLLM was started for.
         has_weights: whether there was a sync.
     """
     problem = None
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    if longest > max_tokens:
+    if longest > max_sequence_tokens:
         problem = (
-            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_tokens}: raise "
+            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
             "rollout.max_prompt_tokens or rollout.max_new_tokens"
         )
     if not has_weights:

@@ -171,17 +171,17 @@ class ColocatedEngine(VLLMEngine):
     Args:
         engine: the policy.
         config: of the rollout.
-        max_tokens: most tokens of a sequence.
+        max_sequence_tokens: most tokens of a sequence.
     """
 
-    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int) -> None:
         super().__init__(engine, config)
         ensure_process_group()
         os.environ.setdefault("RANK", str(get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(engine.device.index or 0))
         with _undisturbed():
             self.llm = start_llm(
-                engine, config, max_tokens,
+                engine, config, max_sequence_tokens,
                 distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
             )  # fmt: skip
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
@@ -214,7 +214,7 @@ class ColocatedEngine(VLLMEngine):
             torch.cuda.empty_cache()
 
 
-def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **options: Any) -> Any:
+def start_llm(engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int, **options: Any) -> Any:
     set_environment()
     from vllm import LLM
 
@@ -227,7 +227,7 @@ def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **opti
         engine.path,
         dtype=engine.config.compute_dtype,
         load_format="dummy",  # the first sync brings the weights, and what it left out would show at once
-        max_model_len=max_tokens,
+        max_model_len=max_sequence_tokens,
         max_num_seqs=config.batch_size,
         tensor_parallel_size=config.vllm.tensor_parallel,
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k

@@ -21,17 +21,17 @@ class SeparateEngine(VLLMEngine):
     Args:
         engine: the policy.
         config: of the rollout.
-        max_tokens: most tokens of a sequence.
+        max_sequence_tokens: most tokens of a sequence.
     """
 
-    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int) -> None:
         super().__init__(engine, config)
         backend = transfer_backend(config.vllm, engine.device)
         with _environment(_process_environment(engine.device, config.vllm, backend)):
             from vllm.config import WeightTransferConfig
 
             self.llm = start_llm(
-                engine, config, max_tokens,
+                engine, config, max_sequence_tokens,
                 weight_transfer_config=WeightTransferConfig(backend=backend), enable_sleep_mode=self.sleeps,
                 worker_extension_cls="rlft_fast.rollout.shared_memory.WorkerExtension",
             )  # fmt: skip

@@ -23,12 +23,12 @@ class LostRankError(RunError):
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(store: dist.Store | None, patience: float = 10.0) -> Iterator[None]:
+def naming_lost_ranks(store: dist.Store | None, patience_s: float = 10.0) -> Iterator[None]:
     """An error inside that comes from the end of another rank becomes a `LostRankError` that names it.
 
     Args:
         store: where ranks leave their reasons, from `init_distributed`; None: a single process.
-        patience: seconds to wait for the others' reasons.
+        patience_s: seconds to wait for the others' reasons.
 
     Raises:
         LostRankError: a collective failed because of other ranks.
@@ -42,7 +42,7 @@ def naming_lost_ranks(store: dist.Store | None, patience: float = 10.0) -> Itera
         _leave_reason(store, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
         if not consequence:
             raise
-        raise LostRankError(_describe(_read_reasons(store, patience))) from error
+        raise LostRankError(_describe(_read_reasons(store, patience_s))) from error
 
 
 def _is_collective_failure(error: Exception) -> bool:
@@ -57,10 +57,10 @@ def _leave_reason(store: dist.Store, reason: str) -> None:
         store.set(f"end/{get_rank()}", reason[:500])
 
 
-def _read_reasons(store: dist.Store, patience: float) -> dict[int, str | None]:
+def _read_reasons(store: dist.Store, patience_s: float) -> dict[int, str | None]:
     """By rank, why it ended; None for those that left nothing in time."""
     reasons: dict[int, str | None] = {}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + patience_s
     for rank in range(get_world_size()):
         left = max(deadline - time.monotonic(), 0.01)
         try:
@@ -68,16 +68,16 @@ def _read_reasons(store: dist.Store, patience: float) -> dict[int, str | None]:
             reasons[rank] = store.get(f"end/{rank}").decode(errors="replace")
         except RuntimeError:
             reasons[rank] = None
-    _wait_for_readers(store, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience)
+    _wait_for_readers(store, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience_s)
     return reasons
 
 
-def _wait_for_readers(store: dist.Store, ranks: list[int], patience: float) -> None:
+def _wait_for_readers(store: dist.Store, ranks: list[int], patience_s: float) -> None:
     """The store may live in rank 0, which therefore goes last."""
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{get_rank()}", "yes")
         if get_rank() == 0:
-            store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience))
+            store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience_s))
 
 
 def _describe(reasons: dict[int, str | None]) -> str:

@@ -27,7 +27,7 @@ SCRIPT = """
 
     store = init_distributed(timeout_minutes=1)
     try:
-        with naming_lost_ranks(store, patience=5.0):
+        with naming_lost_ranks(store, patience_s=5.0):
             for step in range(100):
                 if get_rank() == 1 and step == 3:
                     {end}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlft_fast.engine.checkpoint.manifest import describe_file, describe_model, find_differences
-from rlft_fast.engine.checkpoint.storage import Part, Snapshot, load_tensors, local_parts, save_parts, whole
+from rlft_fast.engine.checkpoint.storage import LocalPart, Snapshot, load_tensors, local_parts, save_parts, whole
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import write_text
 from rlft_fast.world import get_rank, get_world_size
@@ -30,7 +30,7 @@ class Content:
         models: description of every engine, for the manifest.
     """
 
-    parts: dict[str, dict[str, Part]]
+    parts: dict[str, dict[str, LocalPart]]
     texts: dict[str, str]
     models: dict[str, Any]
 
@@ -39,7 +39,7 @@ class Content:
         live = {(file, name): part.data for file, named in self.parts.items() for name, part in named.items()}
         copies = snapshot.take(live)
         parts = {
-            file: {name: Part(copies[file, name], part.offsets) for name, part in named.items()}
+            file: {name: LocalPart(copies[file, name], part.offsets) for name, part in named.items()}
             for file, named in self.parts.items()
         }
         return replace(self, parts=parts)

@@ -28,7 +28,7 @@ from rlft_fast.world import get_rank, get_world_size
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalPart:
     """What one process holds of a tensor.
 
     Args:
@@ -40,12 +40,12 @@ class Part:
     offsets: tuple[int, ...]
 
 
-def whole(tensor: Tensor) -> Part:
+def whole(tensor: Tensor) -> LocalPart:
     """A tensor that is one part."""
-    return Part(tensor.detach(), (0,) * tensor.dim())
+    return LocalPart(tensor.detach(), (0,) * tensor.dim())
 
 
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, LocalPart]:
     """The parts that this process has to write; together, all processes write every element once.
 
     Args:
@@ -56,7 +56,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         local, region = local_part(tensor)
         is_empty_shard = local.numel() == 0 and tensor.numel() > 0  # the last ranks may have no rows
         if _writes(name, tensor) and not is_empty_shard:
-            parts[name] = Part(local.detach(), tuple(along.start for along in region))
+            parts[name] = LocalPart(local.detach(), tuple(along.start for along in region))
     return parts
 
 
@@ -92,7 +92,7 @@ class Snapshot:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def save_parts(parts: Mapping[str, Part], path: Path) -> None:
+def save_parts(parts: Mapping[str, LocalPart], path: Path) -> None:
     """Writes one process's parts, durably, where `load_tensors` finds them.
 
     Raises:

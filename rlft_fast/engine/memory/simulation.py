@@ -25,7 +25,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
-from rlft_fast.engine.sharding import Head, build_model, reduce_gradients, shard
+from rlft_fast.engine.sharding import HeadKind, build_model, reduce_gradients, shard
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -43,7 +43,7 @@ from rlft_fast.world import sequence_group
 WHOLE_SEQUENCE, WHOLE_IMAGE = "rlft_whole_sequence", "rlft_whole_image_as_flash"
 
 
-class PlanError(ValueError):
+class MemoryPlanError(ValueError):
     """A model that cannot be planned, which says nothing about whether it fits."""
 
 
@@ -66,7 +66,7 @@ class Workload:
     path: str
     config: EngineConfig
     world_size: int
-    head: Head = "logprob"
+    head: HeadKind = "logprob"
     trains: bool = True
     num_tokens: int
     num_micro_batches: int = 1
@@ -92,7 +92,7 @@ def simulate(workload: Workload) -> Peaks:
 
     Raises:
         ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or a group was joined.
-        PlanError: the model has an operator that does not run on tensors without data.
+        MemoryPlanError: the model has an operator that does not run on tensors without data.
     """
     return _simulate(workload, (Path(workload.path) / "config.json").read_text())
 
@@ -103,7 +103,7 @@ def _simulate(workload: Workload, _model_config: str) -> Peaks:
         try:
             return _with_few_blocks(workload)
         except RuntimeError as error:
-            raise PlanError(
+            raise MemoryPlanError(
                 f"the model in {workload.path} cannot be planned, since it does not run without data: {error}"
             ) from error
 

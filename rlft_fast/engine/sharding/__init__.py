@@ -1,7 +1,7 @@
 """A model built without memory, wrapped and sharded over the ranks."""
 
 from rlft_fast.engine.sharding.build import (
-    Head,
+    HeadKind,
     build_model,
     require_own_numbers,
     require_same_model,
@@ -20,7 +20,7 @@ from rlft_fast.engine.sharding.wrap import (
 )
 
 __all__ = [
-    "Head",
+    "HeadKind",
     "build_model",
     "decoder_blocks",
     "describe_units",

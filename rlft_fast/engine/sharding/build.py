@@ -27,13 +27,13 @@ from rlft_fast.models import (
 )
 from rlft_fast.world import get_world_size, require_agreement
 
-Head = Literal["logprob", "value", "score"]
+HeadKind = Literal["logprob", "value", "score"]
 
 _MOST_DEVIATION = 0.01  # of log-probabilities: TF32 rounds so far
 _MOST_DEVIATION_IN_BFLOAT16 = 0.5
 
 
-def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) -> RLModel:
+def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool) -> RLModel:
     """The model on the meta device, with adapters, activation checkpointing and compilation as configured.
 
     Args:
@@ -122,7 +122,7 @@ def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
     warnings.warn(f"{message}, more than rounding explains: compare with float32", stacklevel=2)
 
 
-def require_same_model(path: str, config: EngineConfig, head: Head, num_training_steps: int | None) -> None:
+def require_same_model(path: str, config: EngineConfig, head: HeadKind, num_training_steps: int | None) -> None:
     """Raises ValueError on every rank, naming what differs, if ranks were given different models or settings."""
     file = Path(path) / "config.json"
     model = json.loads(file.read_text()) if file.is_file() else {}

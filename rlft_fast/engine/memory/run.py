@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.engine.memory.generator_plan import GeneratorPlan
-from rlft_fast.engine.memory.plan import (
+from rlft_fast.engine.memory.engine import (
     USABLE,
-    EnginePlan,
+    EngineMemory,
     head_scratch_bytes,
     inference_bytes,
     largest_max_tokens,
     local_numel,
-    plan_engine,
+    plan_engine_memory,
     prepare,
     state_by_part,
 )
-from rlft_fast.engine.sharding import Head, build_model, state_bytes
+from rlft_fast.engine.memory.generator import GeneratorMemory
+from rlft_fast.engine.sharding import HeadKind, build_model, state_bytes
 from rlft_fast.models import PolicyModel
 
 _GENERATOR = "vLLM"
@@ -36,7 +36,7 @@ class ModelRole:
 
     path: str
     config: EngineConfig
-    head: Head
+    head: HeadKind
     trains: bool
 
 
@@ -47,12 +47,12 @@ class Phase:
     Attributes:
         name: what is done.
         memory: bytes on the device by owner: a model of the run, or the generator.
-        host: bytes in the CPU's memory, of models that are not on a GPU.
+        host_bytes: bytes in the CPU's memory, of models that are not on a GPU.
     """
 
     name: str
     memory: dict[str, int]
-    host: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
+class MemoryPlan:
     """A run on each rank.
 
     Attributes:
@@ -74,14 +74,14 @@ class RunPlan:
         refusal: why the generator could not start, if so.
     """
 
-    engines: dict[str, EnginePlan]
+    engines: dict[str, EngineMemory]
     phases: list[Phase]
     refusal: str = ""
 
     @property
     def host_bytes(self) -> int:
         """In the CPU's memory at most."""
-        return max(phase.host for phase in self.phases)
+        return max(phase.host_bytes for phase in self.phases)
 
     def worst(self, memory_bytes: float) -> Phase:
         """The phase with the least memory to spare."""
@@ -94,7 +94,7 @@ class RunPlan:
         return on_device and self.host_bytes <= USABLE * host_bytes
 
 
-def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> RunPlan:
+def plan_memory(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> MemoryPlan:
     """Plans all models of a run. To be called in a process that has joined no process group.
 
     Args:
@@ -105,11 +105,11 @@ def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: 
 
     Raises:
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used, or a group was joined.
-        PlanError: a model does not run on tensors without data.
+        MemoryPlanError: a model does not run on tensors without data.
     """
     roles = run_models(config)
     engines = {
-        name: plan_engine(
+        name: plan_engine_memory(
             role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
             head=role.head, memory_bytes=int(memory_bytes),
         )
@@ -119,9 +119,9 @@ def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: 
     residents = {name: _Resident(role, world_size, memory_bytes, device_type) for name, role in roles.items()}
     policy = residents["actor"].model
     assert isinstance(policy, PolicyModel)
-    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
+    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
     phases = list(_phases(residents, engines, generator))
-    return RunPlan(engines=engines, phases=phases, refusal=generator.refusal())
+    return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
 
 
 def run_models(config: Config) -> dict[str, ModelRole]:
@@ -159,7 +159,7 @@ def longest_sequence(config: Config) -> int:
 
 
 def largest_actor_max_tokens(
-    config: Config, plan: RunPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
+    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
 ) -> int:
     """The largest token cap with which the policy's update fits beside what else is there; 0 if nothing does."""
     update = next(phase for phase in plan.phases if phase.name == "update actor")
@@ -188,9 +188,9 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         total, state = total + kept + taken, state + kept
     policy = build_model(config.model, config.actor, "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
-    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
-    most = generator.bucket if generator.in_vllm else generator.beside_policy
-    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake})
+    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
+    most = generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes
+    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake_bytes})
     on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
 
@@ -251,14 +251,14 @@ class _Resident:
 
 
 def _phases(
-    residents: dict[str, _Resident], engines: dict[str, EnginePlan], generator: GeneratorPlan
+    residents: dict[str, _Resident], engines: dict[str, EngineMemory], generator: GeneratorMemory
 ) -> Iterator[Phase]:
     """In the order of a step; the rewards of a model come before vLLM sleeps."""
 
     def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
         memory = {owner: x.waiting for owner, x in residents.items()} | ({active: active_bytes} if active else {})
         host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
-        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host=host)
+        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host_bytes=host)
 
     def infers(name: str, vllm: int) -> Phase:
         resident = residents[name]
@@ -267,16 +267,16 @@ def _phases(
 
     actor = residents["actor"]
     if generator.in_vllm:
-        yield phase("generate", "", "", 0, generator.awake)
+        yield phase("generate", "", "", 0, generator.awake_bytes)
     else:
-        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy, 0)
+        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy_bytes, 0)
     if "reward" in residents:
-        yield infers("reward", generator.awake)
+        yield infers("reward", generator.awake_bytes)
     for name in ("actor", "reference", "critic"):
         if name in residents:
-            yield infers(name, generator.asleep)
+            yield infers(name, generator.asleep_bytes)
     for name in ("critic", "actor"):
         if name in engines:
-            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep)
+            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep_bytes)
     if generator.in_vllm:
-        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket, generator.loading)
+        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket_bytes, generator.loading_bytes)

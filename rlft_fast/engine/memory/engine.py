@@ -2,7 +2,7 @@
 
 Weights and what belongs to them follow from shapes and the mesh. The rest comes from running one optimizer step on
 tensors without data (`simulation`). Everything follows from ``config.json``; no weights are read.
-`rlft_fast.engine.memory.run_plan` puts the engines of a run together.
+`rlft_fast.engine.memory.run` puts the engines of a run together.
 """
 
 from bisect import bisect_right
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from rlft_fast.config import EngineConfig
-from rlft_fast.engine.memory.simulation import PlanError, Workload, simulate
-from rlft_fast.engine.sharding import Head, build_model, find_units, resolve_shard_size, shard_numel, state_bytes
+from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, simulate
+from rlft_fast.engine.sharding import HeadKind, build_model, find_units, resolve_shard_size, shard_numel, state_bytes
 from rlft_fast.models import PolicyModel, RLModel
 from rlft_fast.ops.logprob import scratch_bytes
 
-__all__ = ["USABLE", "EnginePlan", "PlanError", "largest_max_tokens", "plan_engine"]
+__all__ = ["USABLE", "EngineMemory", "MemoryPlanError", "largest_max_tokens", "plan_engine_memory"]
 
 USABLE = 0.9  # of a device's memory: the rest is the CUDA context, communication buffers, and holes between tensors
 _FLOAT = 4  # bytes: moments, masters, and gradients until they are reduced are float32
@@ -26,7 +26,7 @@ _FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # between which the largest cap is 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EnginePlan:
+class EngineMemory:
     """One model that trains, on each rank: bytes when most is needed, and bytes sent per optimizer step.
 
     Attributes:
@@ -40,7 +40,7 @@ class EnginePlan:
             gradients of units that are whole at that time, with their buffers; "logits workspace" what the head's loss
             takes for itself, with the float32 sum of its weight's gradient, and 0 where most is needed at another time.
         host: bytes in the CPU's memory by part, with ``cpu_offload`` on GPUs. On CPUs they are in `memory`.
-        sent: bytes that each rank sends in a step for weights and gradients, where collectives run in rings.
+        sent_bytes: bytes that each rank sends in a step for weights and gradients, where collectives run in rings.
     """
 
     num_parameters: int
@@ -50,7 +50,7 @@ class EnginePlan:
     max_tokens: int
     memory: dict[str, int]
     host: dict[str, int]
-    sent: int
+    sent_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -58,10 +58,10 @@ class EnginePlan:
         return sum(self.memory.values())
 
 
-def plan_engine(
+def plan_engine_memory(
     path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1, device_type: str = "cuda", *,
-    head: Head = "logprob", num_patches: int = 0, memory_bytes: int = 1 << 62,
-) -> EnginePlan:  # fmt: skip
+    head: HeadKind = "logprob", num_patches: int = 0, memory_bytes: int = 1 << 62,
+) -> EngineMemory:  # fmt: skip
     """Plans a model that trains, on the mesh that the engine would make.
 
     To be called in a process that has joined no process group.
@@ -79,7 +79,7 @@ def plan_engine(
     Raises:
         ValueError: the shard size or `sequence_parallel` does not divide the ranks, the folder cannot be used, or a
             group was joined.
-        PlanError: the model does not run on tensors without data.
+        MemoryPlanError: the model does not run on tensors without data.
     """
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     work = replace(work, num_micro_batches=num_micro_batches, num_patches=num_patches)
@@ -105,7 +105,7 @@ def plan_engine(
     rest = peak - sum(memory.values())
     memory["gradients that wait" if work.offloaded else "gradients"] += min(rest, 0)  # not all are there at the peak
     memory["gathered units"] = max(rest, 0) + (copied_bytes(model, config, shard_size) if work.offloaded else 0)
-    return EnginePlan(
+    return EngineMemory(
         num_parameters=local_numel(model.parameters(), 1),
         replicate_size=world_size // shard_size,
         shard_size=shard_size,
@@ -113,14 +113,14 @@ def plan_engine(
         max_tokens=config.max_tokens,
         memory=memory,
         host=state if work.offloaded else {},
-        sent=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
+        sent_bytes=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
     )
 
 
 def inference_bytes(
-    path: str, config: EngineConfig, world_size: int, device_type: str, head: Head, memory_bytes: int = 1 << 62
+    path: str, config: EngineConfig, world_size: int, device_type: str, head: HeadKind, memory_bytes: int = 1 << 62
 ) -> int:
-    """What a model takes on the device while it infers, beside its weights. Arguments as in `plan_engine`."""
+    """What a model takes on the device while it infers, beside its weights. Arguments as in `plan_engine_memory`."""
     model, work = prepare(path, config, world_size, device_type, head, trains=False, memory_bytes=memory_bytes)
     needed = needed_bytes(model, work, device_type)
     weights = state_by_part(model, config, int(work.config.shard_size))["parameters"]
@@ -129,7 +129,14 @@ def inference_bytes(
 
 
 def prepare(
-    path: str, config: EngineConfig, world_size: int, device_type: str, head: Head, *, trains: bool, memory_bytes: int
+    path: str,
+    config: EngineConfig,
+    world_size: int,
+    device_type: str,
+    head: HeadKind,
+    *,
+    trains: bool,
+    memory_bytes: int,
 ) -> tuple[RLModel, Workload]:
     """The model without memory, and the workload of one micro-batch on the mesh that the engine would make."""
     model = build_model(path, config, head, trains=trains)
@@ -187,7 +194,7 @@ def largest_max_tokens(
     num_micro_batches: int,
     memory_bytes: float,
     device_type: str = "cuda",
-    beside: float = 0,
+    other_bytes: float = 0,
 ) -> int:
     """The largest token cap of a policy that fits into `USABLE` of a rank's memory; 0 if nothing does.
 
@@ -202,12 +209,12 @@ def largest_max_tokens(
         num_micro_batches: micro-batches of an optimizer step.
         memory_bytes: of each rank's device.
         device_type: of the ranks.
-        beside: bytes that others hold on the device meanwhile.
+        other_bytes: bytes that others hold on the device meanwhile.
     """
     model, work = prepare(path, config, world_size, device_type, "logprob", trains=True, memory_bytes=int(memory_bytes))
     work = replace(work, num_micro_batches=num_micro_batches)
     copied = copied_bytes(model, config, int(work.config.shard_size)) if work.offloaded else 0
-    limit = USABLE * memory_bytes - beside - copied
+    limit = USABLE * memory_bytes - other_bytes - copied
     low, high = min(config.max_tokens, _MOST_TOKENS // 2), _MOST_TOKENS
     if needed_bytes(model, work, device_type) > limit:
         low = _FEWEST_TOKENS

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlft_fast.config import Config, set_key
-from rlft_fast.engine.memory.plan import USABLE, PlanError
-from rlft_fast.engine.memory.run_plan import (
+from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
+from rlft_fast.engine.memory.run import (
+    MemoryPlan,
     ModelRole,
     Phase,
-    RunPlan,
     largest_actor_max_tokens,
     longest_sequence,
-    plan_run,
+    plan_memory,
     run_models,
     surely_fits,
 )
@@ -28,7 +28,7 @@ class DoesNotFitError(ValueError):
 
 def check_run(
     config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
-) -> RunPlan | None:
+) -> MemoryPlan | None:
     """To be called before a run, and before its process group is joined: does it fit into memory?
 
     Args:
@@ -44,12 +44,12 @@ def check_run(
     Raises:
         DoesNotFitError: it needs more than `USABLE` of the memory; with the numbers, and changes of the configuration
             with which it fits.
-        PlanError: a model cannot be planned.
+        MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
     if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
         return None
-    plan = plan_run(config, world_size, memory_bytes, device_type)
+    plan = plan_memory(config, world_size, memory_bytes, device_type)
     if plan.fits(memory_bytes, host_bytes):
         return plan
 
@@ -58,8 +58,8 @@ def check_run(
 
     def fits(changes: dict[str, Any]) -> bool:
         try:
-            other = plan_run(changed(config, changes), world_size, memory_bytes, device_type)
-        except PlanError:
+            other = plan_memory(changed(config, changes), world_size, memory_bytes, device_type)
+        except MemoryPlanError:
             raise
         except ValueError:  # a setting that this run cannot have
             return False
@@ -85,7 +85,7 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     return Config.parse(values)
 
 
-def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
+def _reason(plan: MemoryPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
     worst = plan.worst(memory_bytes)
     if worst.total_bytes <= worst.limit(memory_bytes):
         return (
@@ -99,7 +99,7 @@ def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: flo
     )
 
 
-def _parts(plan: RunPlan, phase: Phase) -> str:
+def _parts(plan: MemoryPlan, phase: Phase) -> str:
     """Owners, and what most of the memory of the one that trains is for."""
     owners = [f"{owner} {size / _GIB:.2f}" for owner, size in phase.memory.items() if size]
     kind, _, name = phase.name.partition(" ")

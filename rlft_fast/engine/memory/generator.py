@@ -5,14 +5,14 @@ import math
 import torch
 
 from rlft_fast.config import Config
-from rlft_fast.engine.memory.plan import is_wrapped, local_numel
+from rlft_fast.engine.memory.engine import is_wrapped, local_numel
 from rlft_fast.engine.weight_sync import BUCKET_BYTES
 from rlft_fast.models import PolicyModel
 
 _LOGIT_COPIES = 4  # of the last position's logits in float32: as they come, scaled, as probabilities, as scores
 
 
-class GeneratorPlan:
+class GeneratorMemory:
     """What generation takes on each rank: vLLM's memory, or what transformers' ``generate`` needs beside the policy.
 
     Args:
@@ -24,10 +24,10 @@ class GeneratorPlan:
 
     Attributes:
         in_vllm: vLLM generates.
-        awake: bytes that vLLM has on the device while it generates.
-        asleep: bytes that it keeps in between; on CPUs all.
-        loading: bytes that it has while it takes new weights.
-        beside_policy: bytes that ``generate`` takes: gathered weights, key-value cache and logits; 0 with vLLM.
+        awake_bytes: bytes that vLLM has on the device while it generates.
+        asleep_bytes: bytes that it keeps in between; on CPUs all.
+        loading_bytes: bytes that it has while it takes new weights.
+        beside_policy_bytes: bytes that ``generate`` takes: gathered weights, key-value cache and logits; 0 with vLLM.
     """
 
     def __init__(
@@ -42,24 +42,26 @@ class GeneratorPlan:
         self.on_gpu = device_type == "cuda"
         colocated = vllm.process == "colocated"
         self.vllm_weights = self.whole_weights // (vllm.tensor_parallel if colocated or self.on_gpu else 1)
-        self.asleep = self.awake = self.loading = self.beside_policy = 0
+        self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
         if not self.in_vllm:
             gathered = self.whole_weights if self.wrapped else 0
-            self.beside_policy = gathered + self._cache_bytes() + self._logits_bytes()
+            self.beside_policy_bytes = gathered + self._cache_bytes() + self._logits_bytes()
         elif not self.on_gpu:  # where it never sleeps
-            self.asleep = self.awake = self.loading = self.vllm_weights + int(vllm.cpu_cache_gib * 2**30)
+            self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.vllm_weights + int(
+                vllm.cpu_cache_gib * 2**30
+            )
         elif colocated or vllm.transfer != "nccl":  # otherwise it has GPUs of its own
-            self.awake, self.loading = int(vllm.gpu_memory_utilization * memory_bytes), self.vllm_weights
+            self.awake_bytes, self.loading_bytes = int(vllm.gpu_memory_utilization * memory_bytes), self.vllm_weights
 
     def refusal(self) -> str:
         """Why vLLM could not start with its share of a GPU: no room for weights and the cache of one sequence."""
         needed = self.vllm_weights + self._sequence_bytes(self._longest) // self.rollout.vllm.tensor_parallel
-        if not (self.in_vllm and self.on_gpu and self.awake) or needed <= self.awake:
+        if not (self.in_vllm and self.on_gpu and self.awake_bytes) or needed <= self.awake_bytes:
             return ""
         return (
             f"rollout.vllm.gpu_memory_utilization {self.rollout.vllm.gpu_memory_utilization:g} gives vLLM "
-            f"{self.awake / 2**30:.2f} GiB, but its weights and the cache of one sequence take {needed / 2**30:.2f}: "
-            "raise it, or rollout.vllm.tensor_parallel"
+            f"{self.awake_bytes / 2**30:.2f} GiB, but its weights and the cache of one sequence take "
+            f"{needed / 2**30:.2f}: raise it, or rollout.vllm.tensor_parallel"
         )
 
     @property
@@ -101,6 +103,6 @@ class GeneratorPlan:
         return _LOGIT_COPIES * 4 * self._rows()[0] * self.model.head.weight.shape[0]
 
     @property
-    def bucket(self) -> int:
+    def bucket_bytes(self) -> int:
         """Through which weights are sent: it, where they are sharded, and the largest weight whole."""
         return BUCKET_BYTES * self.wrapped + self.width * max(p.numel() for p in self.model.parameters())
