@@ -1,4 +1,13 @@
-"""What a run needs per rank, from simulated engines: memory, token cap, communication."""
+"""The memory that a run needs per rank, planned before the run from simulated engines.
+
+fit           refuses a run that does not fit into memory, and says what would make it fit
+run           all models of a run and the generator, phase by phase
+engine        one model: memory by part, largest token cap, bytes sent per step
+generator     vLLM's memory, or the memory of transformers' ``generate``
+simulation    runs the real model code on tensors without data, and records the peak
+repeats       models with few blocks stand for a model with many equal blocks
+tracker       bytes that are allocated while operators run
+"""
 
 from rlft_fast.engine.memory.engine import MemoryPlanError
 from rlft_fast.engine.memory.fit import DoesNotFitError, check_run

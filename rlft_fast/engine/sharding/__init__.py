@@ -1,4 +1,10 @@
-"""A model built without memory, wrapped and sharded over the ranks."""
+"""A model is built without memory, wrapped, and sharded over the ranks.
+
+build     from a model folder and a configuration to a sharded model
+blocks    recompute the activations of repeated blocks, compile the blocks
+wrap      which modules FSDP2 shards as units, and how the units behave
+mesh      which ranks share one copy of a model
+"""
 
 from rlft_fast.engine.sharding.build import (
     HeadKind,

@@ -202,7 +202,7 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
     config = config_of(actor__cpu_offload=True)
     host = plan_memory(config, 1, GIB).host_bytes
     assert host > 0
-    with pytest.raises(DoesNotFitError, match=r"what is off the GPUs needs .* of the CPU's memory"):
+    with pytest.raises(DoesNotFitError, match=r"models off the GPUs need .* of the CPU's memory"):
         check_run(config, 1, GIB, "cuda", host)
 
 
