@@ -1,7 +1,7 @@
 """Rollouts by vLLM, with a copy of the policy's weights that every `VLLMRollout.sync` renews.
 
-colocated: one vLLM inside each training process, which takes whole weights straight from the stream.
-separate: one vLLM in a process beside each, which takes them through vLLM's weight-transfer interface.
+colocated: one vLLM inside each training process. It takes whole weights from the engine's stream.
+separate: one vLLM in a process beside each training process. It takes weights by vLLM's weight-transfer interface.
 """
 
 import warnings
@@ -30,9 +30,9 @@ T = TypeVar("T")
 class VLLMRollout:
     """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
 
-    A generator that has died is started anew with the current weights, once, and samples again with the same seeds:
-    nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which is emptied
-    with every change of the weights.
+    A vLLM that has died is started again once, with the current weights, and samples again with the same seeds: nothing
+    is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache. The cache is emptied with
+    every change of the weights.
 
     Args:
         engine: the policy; its weights are sent in ``compute_dtype``.
@@ -209,7 +209,7 @@ def gather_prompts(
 ) -> tuple[list[tuple[list[int], int]], int]:
     """The prompts and seeds of all ranks that share one generator, and where this rank's own begin among them.
 
-    Those ranks are neighbours. Each runs its part of the model for all of their prompts.
+    Neighbouring ranks share a generator. Each of them runs its part of the model for the prompts of all of them.
     """
     own = [(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     if num_ranks == 1:
@@ -228,10 +228,10 @@ def gather_prompts(
 
 
 def completion_of(sample: Any, weight_version: int) -> Completion:
-    """From vLLM's; its token ids are the sampler's own.
+    """Converts a sample of vLLM to a completion.
 
-    It gives each token's id and log-probability, and then, if asked, those of the most likely ones; what the sampler
-    has cut off has -inf.
+    For each token vLLM returns the id and log-probability of the sampled token, then those of the most likely tokens if
+    they were requested. Tokens that the sampler has cut off have log-probability -inf.
     """
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
@@ -244,7 +244,7 @@ def completion_of(sample: Any, weight_version: int) -> Completion:
 
 
 def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Those of the most likely ids that were kept, and the sampled one, the first, where it is not among them."""
+    """The ids that the sampler has kept, with the sampled id, which is the first column, exactly once."""
     kept = ids.where(logprobs > -torch.inf, -1)
     sampled, likely = kept[:, :1], kept[:, 1:]
     is_known = (likely == sampled).any(1, keepdim=True)
@@ -252,8 +252,8 @@ def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
     share = logprobs.roll(-1, 1).exp().where(support >= 0, 0).sum(1).min()
     if share < 0.999:
         warnings.warn(
-            f"vLLM sampled a token among more equally likely ones than it was asked to tell: those it told have a "
-            f"probability of {share:.4f} together, and log-probabilities of this token are taken over them",
+            f"vLLM sampled a token among more equally likely tokens than it returned: the returned tokens have "
+            f"a probability of {share:.4f} together, and the token's log-probability is taken over these",
             stacklevel=2,
         )
     return support
@@ -267,7 +267,7 @@ def _together_or_leave(sample: Callable[[], T]) -> tuple[T | None, Exception | N
 
 
 def together(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What the function returned, or what it raised, here or on another rank: all or none can try something else."""
+    """Calls the function on all ranks; returns its result, or an error if it raised on any rank."""
     try:
         result, failure = function(), None
     except Exception as error:

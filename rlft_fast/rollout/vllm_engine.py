@@ -1,7 +1,7 @@
-"""vLLM itself: what it must have, how it is started beside a training, and how it takes weights.
+"""vLLM itself: the features that it must have, its start, and how it takes weights.
 
-A vLLM in the training process shares everything with it that a process has once. What it changes there on its start
-(the number of threads, torch's random state) is put back.
+A vLLM inside the training process changes settings of the process when it starts: the number of threads, and torch's
+random state. They are restored after the start.
 """
 
 import contextlib
@@ -111,13 +111,13 @@ def _missing_features(process: str) -> str | None:
 
 
 def set_environment() -> None:
-    """Before vLLM is imported, which reads it then. What the user has set stays."""
+    """Sets environment variables that vLLM reads on import. Variables that the user has set stay."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
 
 class VLLMEngine:
-    """What vLLM in this process and vLLM in another have in common: sampling, and a sleep that new weights end.
+    """The common part of vLLM in this process and vLLM in another: sampling, and a sleep that new weights end.
 
     Args:
         engine: the policy.
@@ -262,7 +262,7 @@ def renew_packed_weights(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back what vLLM changes in its process on its start."""
+    """Restores the number of threads and the random states, which vLLM changes on its start."""
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     with forked_rng():
         try:
@@ -274,7 +274,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def to_the_end(stream: Iterator[Any]) -> Iterator[None]:
-    """Iterates to the end whatever happens: the other ranks gather with this one."""
+    """Afterwards iterates the stream to its end, also after an error: all ranks gather together."""
     try:
         yield
     finally:
@@ -284,7 +284,7 @@ def to_the_end(stream: Iterator[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_left_out() -> Iterator[None]:
-    """vLLM only warns of weights that it was not given."""
+    """Raises if vLLM warns of weights that it was not given."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload")
     handler = _Warnings(logging.WARNING)
     level = logger.level

@@ -57,10 +57,10 @@ class SeparateEngine(VLLMEngine):
         assert self.llm.get_weight_version() == str(version)
 
     def checksums(self) -> dict[str, str]:
-        """Of each weight as it was received; all ranks together.
+        """The checksum of each weight as vLLM received it; all ranks together.
 
         Raises:
-            RuntimeError: one was not received as it was sent.
+            RuntimeError: a weight was not received as it was sent.
         """
         with self.engine.eval_mode():
             sent = {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
@@ -89,7 +89,7 @@ def _raise_when_it_dies(core: Any) -> None:
 
 
 class _Client:
-    """vLLM's trainers speak to their vLLM through these four."""
+    """The four methods through which vLLM's trainers speak to their vLLM."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
