@@ -60,8 +60,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed segment to its keys: query i of m sees the first n - m + i + 1 of n keys.
 
+    transformers calls it through its AttentionInterface, which fixes the order of the tensors and the keywords' names.
+
     Args:
-        module: the attention layer, unused.
+        module: the attention layer; only error messages name it.
         query: (1, heads, S, head_dim); S = T without a sequence_group, else this rank's T / N of all T rows.
         key: (1, kv_heads, S, head_dim); heads is a multiple of kv_heads.
         value: (1, kv_heads, S, value_dim).

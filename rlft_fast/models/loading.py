@@ -100,14 +100,14 @@ def load(
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
-    """`build_policy` and `load`: a whole policy in float32 on the CPU."""
+    """`build_policy` and `load`: a whole policy in float32 on the CPU, for scripts. `FSDPEngine` calls both itself."""
     model = build_policy(path, workspace_mib=workspace_mib)
     load(path, model)
     return model
 
 
 def load_critic(path: str | Path) -> ValueModel:
-    """`build_critic` and `load`: a whole critic in float32 on the CPU."""
+    """`build_critic` and `load`: a whole critic in float32 on the CPU, for scripts that read an exported critic."""
     model = build_critic(path)
     load(path, model)
     return model
