@@ -1,4 +1,4 @@
-"""Files and folders that a kill leaves whole: written durably, renamed when they are complete."""
+"""Files and folders that stay whole if the process is killed: written durably, and renamed when they are complete."""
 
 import os
 import shutil
@@ -17,9 +17,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def publish(temporary: Path, final: Path, replaced: Path) -> None:
-    """Gives a folder, whose files are durable, its final name. What had that name is complete until then.
+    """Renames a complete folder to its final name. An older folder of that name stays complete until then.
 
-    A kill between the two renames leaves the older one under the name ``replaced``, which must be nobody else's.
+    A kill between the two renames leaves the older folder under the name ``replaced``.
+
+    Args:
+        temporary: the new folder; its files are durable already.
+        final: the final name.
+        replaced: a name that nothing else uses, for the older folder until it is removed.
     """
     for path in (*_folders(temporary), temporary):
         fsync(path)
@@ -32,7 +37,7 @@ def publish(temporary: Path, final: Path, replaced: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, if there is one; a kill meanwhile leaves it with the name of a temporary one."""
+    """Removes a folder if it exists. A kill meanwhile leaves the rest under a temporary name."""
     if folder.exists():
         temporary = folder.with_name(folder.name + TEMPORARY)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -41,6 +46,7 @@ def remove(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
+    """Makes the content of a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

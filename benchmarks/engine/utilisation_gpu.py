@@ -33,7 +33,7 @@ from benchmarks.support.harness import DEVICE, environment, reason, synchronise
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.memory.plan import USABLE, plan_engine
+from rlft_fast.engine.memory.engine import USABLE, plan_engine_memory
 from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding.build import build_model, shard
 from rlft_fast.engine.sharding.mesh import device_memory
@@ -82,7 +82,7 @@ def layers_that_fit(folder: str, shape: str, config: EngineConfig) -> int:
     usable, num_layers = USABLE * device_memory(DEVICE), SHAPES[shape][2]
 
     def needed(layers: int) -> int:
-        return plan_engine(write_config(folder, shape, layers), config, 1, MICRO_BATCHES).total_bytes
+        return plan_engine_memory(write_config(folder, shape, layers), config, 1, MICRO_BATCHES).total_bytes
 
     whole = needed(num_layers)
     per_layer = (whole - needed(num_layers // 2)) / (num_layers - num_layers // 2)

@@ -12,7 +12,7 @@ from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
 if TYPE_CHECKING:
-    from rlft_fast.engine.memory import RunPlan
+    from rlft_fast.engine.memory import MemoryPlan
 
 
 def run(arguments: list[str]) -> int:
@@ -61,10 +61,10 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     Returns:
         Whether the run fits into `memory_bytes` per GPU.
     """
-    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_run
+    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_memory
 
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
-    plan = plan_run(config, world_size, memory_bytes)
+    plan = plan_memory(config, world_size, memory_bytes)
     fits = plan.fits(memory_bytes)
     print()
     for name, engine in plan.engines.items():
@@ -81,19 +81,19 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
         print(f"  {printable(plan.refusal)}")
     largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
     print(f"  largest max_tokens    {largest:>10}" + f"  below the longest sequence, {longest}" * (largest < longest))
-    sent = sum(engine.sent for engine in plan.engines.values())
+    sent = sum(engine.sent_bytes for engine in plan.engines.values())
     print(f"  sent per step         {sent / 1e9:>10.2f} GB by every GPU", flush=True)
     return fits
 
 
-def print_parts(plan: "RunPlan") -> None:
+def print_parts(plan: "MemoryPlan") -> None:
     """Prints the memory of an update: one row per part, one column per trained model."""
     print(_row("GB of an update", *plan.engines))
     for part in next(iter(plan.engines.values())).memory:
         print(_row(part, *(engine.memory[part] for engine in plan.engines.values())))
 
 
-def print_phases(plan: "RunPlan", memory_bytes: float) -> None:
+def print_phases(plan: "MemoryPlan", memory_bytes: float) -> None:
     """Prints the memory of each phase: one row per phase, one column per model and for vLLM."""
     print(_row("GB of a phase", *plan.phases[0].memory, "in all"))
     for phase in plan.phases:

@@ -57,7 +57,7 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
     Raises:
         ValueError: the run does not fit, and `refuse` is set.
     """
-    from rlft_fast.engine.memory import DoesNotFitError, PlanError, check_run
+    from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run
     from rlft_fast.engine.sharding import device_memory, host_memory
     from rlft_fast.world import get_device
 
@@ -68,7 +68,7 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
         if refuse:
             raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error
         warning = str(error)
-    except PlanError as error:
+    except MemoryPlanError as error:
         warning = f"it is not known whether the run fits into memory: {error}"
     else:
         return

@@ -28,7 +28,7 @@ from rlft_fast.engine.forward import (
 )
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
 from rlft_fast.engine.sharding import (
-    Head,
+    HeadKind,
     build_model,
     describe_units,
     no_leftovers,
@@ -40,8 +40,8 @@ from rlft_fast.engine.sharding import (
 )
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.models import (
+    CheckpointPart,
     ModelInputs,
-    Part,
     PolicyModel,
     RLModel,
     ValueModel,
@@ -66,7 +66,7 @@ from rlft_fast.world import (
 )
 
 Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
-_OUTPUTS: dict[Head, tuple[Output, ...]] = {
+_OUTPUTS: dict[HeadKind, tuple[Output, ...]] = {
     "logprob": ("logprob", "entropy", "sum_prob_squared"), "value": ("value",), "score": ("score",),
 }  # fmt: skip
 
@@ -111,7 +111,7 @@ class FSDPEngine:
         path: str,
         config: EngineConfig,
         *,
-        head: Head = "logprob",
+        head: HeadKind = "logprob",
         num_training_steps: int | None = None,
         temperature: float = 1.0,
     ) -> None:
@@ -404,7 +404,7 @@ class FSDPEngine:
         return [(part.name, s.dtype, part.shape) for s in sources for part in self.checkpoint_parts[s.name]]
 
     @cached_property
-    def checkpoint_parts(self) -> dict[str, list[Part]]:
+    def checkpoint_parts(self) -> dict[str, list[CheckpointPart]]:
         """What the model's checkpoint has of each of its tensors, by their names in the model."""
         model = self.model.pretrained
         parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}

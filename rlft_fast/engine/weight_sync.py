@@ -1,12 +1,12 @@
-"""Whole weights out of sharded ones, for the rollout and for export: a stream, one collective per bucket.
+"""A stream of whole weights out of shards, for the rollout and for export, with one collective per bucket.
 
     shards -> cast into one flat buffer -> one all-gather -> pieces -> joined to whole weights, or sent as they are
 
-Names and shapes are those of the model's original checkpoint, which every reader knows: where the model has the experts
-of a layer in one tensor, the checkpoint has a few tensors for each expert, and pieces are cut between them.
+Names and shapes are those of the model's original checkpoint, which every reader knows. Where the model holds the
+experts of a layer in one tensor, the checkpoint holds a few tensors per expert, and pieces are cut between experts.
 
-A bucket ends where it is full, be it inside a weight; so a stream of pieces needs one bucket of memory however large a
-weight is (gloo takes another for itself), and a stream of whole weights needs the weights at hand besides.
+A bucket ends when it is full, even inside a weight. So a stream of pieces needs the memory of one bucket, however large
+a weight is (gloo needs a second bucket). A stream of whole weights also needs memory for the weight being joined.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlft_fast.engine.sharding import shard_numel
-from rlft_fast.models import Part, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
+from rlft_fast.models import CheckpointPart, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
 from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
@@ -31,7 +31,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Source(NamedTuple):
-    """A weight to stream, sharded or not, in the dtype that it has at the other end."""
+    """A weight to stream, sharded or not, and the dtype in which it is sent."""
 
     name: str
     tensor: Tensor
@@ -44,21 +44,21 @@ class Piece(NamedTuple):
     name: str
     shape: tuple[int, ...]
     offset: int
-    """Of the first element, in the flattened weight."""
+    """Position of the first element in the flattened weight."""
     data: Tensor
-    """(N,) in the dtype that was asked for. Of a sharded weight it is valid until the next piece is asked for."""
+    """(N,) elements in the source's dtype."""
     borrowed: bool
-    """Whether ``data`` lies in the bucket."""
+    """Whether ``data`` lies in the bucket: then it is valid only until the next piece is asked for."""
 
 
 @torch.no_grad()
 def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
-    """A model's weights by its own names, still in shards: tied ones once, adapters merged.
+    """A model's weights by the model's own names, still sharded. Tied weights come once; adapters are merged.
 
     Args:
-        model: not gathered.
-        optimizer: its float32 masters stand for the weights that have one.
-        dtype: of the parameters at the other end; None: as they are kept. Buffers keep theirs.
+        model: its weights must not be gathered.
+        optimizer: where a weight has a float32 master in the optimizer, the master is taken.
+        dtype: dtype in which parameters are sent; None: their own dtype. Buffers always keep their dtype.
     """
     factors = low_rank_factors(model)
     seen: set[int] = set()
@@ -75,14 +75,14 @@ def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dt
 
 
 def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.device) -> Iterator[Piece]:
-    """Every element of every weight once, weights in the order of the sources; all ranks must iterate to the end.
+    """Yields every element of every weight once, in the order of the sources. All ranks must iterate to the end.
 
-    Weights that this process holds whole come as they are, without a copy if their dtype is the right one.
+    A weight that this process holds whole is one piece. It is not copied if its dtype is the dtype to send.
 
     Args:
-        sources: the same names, shapes and placements on all ranks. Sharded ones are split along their first dimension.
+        sources: the same names, shapes and placements on all ranks. Shards are split along the first dimension.
         bucket_bytes: memory of the bucket.
-        device: where the bucket is.
+        device: device of the bucket.
     """
     bucket: _Bucket | None = None
     for source in sources:
@@ -92,7 +92,7 @@ def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.de
             if bucket is None:
                 yield piece
             else:
-                bucket.entries.append(piece)  # after those that are in it
+                bucket.entries.append(piece)  # keeps the order: the bucket's earlier weights come out first
             continue
         bucket = bucket or _Bucket(source.tensor, bucket_bytes, device)
         yield from bucket.add(source)
@@ -100,12 +100,12 @@ def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.de
         yield from bucket.flush()
 
 
-def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> Iterator[Piece]:
-    """The same elements as pieces of the parts that a checkpoint has.
+def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPart]]) -> Iterator[Piece]:
+    """Cuts pieces of the model's weights into pieces of the checkpoint's tensors.
 
     Args:
-        pieces: of the model's weights.
-        parts: of each of them by name, in their order; together they are all of it.
+        pieces: pieces of the model's weights.
+        parts: for each of the model's weights, the checkpoint's parts in order. They cover the whole weight.
     """
     for piece in pieces:
         own = parts[piece.name]
@@ -118,24 +118,31 @@ def split_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]]) -> It
             yield Piece(part.name, part.shape, first - part.start, data, piece.borrowed)
 
 
-def join_pieces(pieces: Iterable[Piece], parts: Mapping[str, list[Part]] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights, or the parts that a checkpoint has of them, by name in their order; no two share elements."""
+def join_pieces(
+    pieces: Iterable[Piece], parts: Mapping[str, list[CheckpointPart]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Joins pieces to whole tensors, and yields each with its name. No two tensors share elements.
+
+    Args:
+        pieces: pieces of the model's weights.
+        parts: yield these parts of a checkpoint, by the name of the model's weight; None: the model's own weights.
+    """
     joiner = PieceJoiner()
     for piece in pieces:
         for name, whole in joiner.add(piece):
-            for part in [Part(name, whole.shape, 0)] if parts is None else parts[name]:
+            for part in [CheckpointPart(name, whole.shape, 0)] if parts is None else parts[name]:
                 yield part.name, whole.view(-1)[part.start : part.start + math.prod(part.shape)].view(part.shape)
     joiner.finish()
 
 
 class PieceJoiner:
-    """Puts pieces together as they come."""
+    """Joins pieces to whole weights as the pieces come."""
 
     def __init__(self) -> None:
-        self.incomplete: dict[str, tuple[Tensor, int]] = {}  # flat weight, elements missing
+        self.incomplete: dict[str, tuple[Tensor, int]] = {}  # flat weight, number of missing elements
 
     def add(self, piece: Piece) -> list[tuple[str, Tensor]]:
-        """The piece's weight by its name, if it is complete now."""
+        """Name and whole weight of the piece, if the piece completes the weight; otherwise nothing."""
         size, numel = piece.data.numel(), math.prod(piece.shape)
         if size == numel and not piece.borrowed:
             return [(piece.name, piece.data.view(piece.shape))]
@@ -157,7 +164,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """W + scale * B A. Rows of W and B are sharded alike, so each rank needs only all of A, the smaller factor."""
+    """W + scale * B A. The rows of W and B are sharded alike, so each rank gathers only A, the smaller factor."""
     if not isinstance(weight, DTensor):
         return weight + (scale * (up.float() @ down.float())).to(weight.dtype)
     assert isinstance(up, DTensor)
@@ -170,17 +177,17 @@ def _merged(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A run of elements that every rank has put at the same place of its share of the bucket."""
+    """Consecutive elements of a weight, which every rank has written to the same place of its share of the bucket."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    start: int  # of the run in each rank's shard, in elements
+    start: int  # first element in each rank's shard
     count: int
-    position: int  # in the rank's share of the bucket, in bytes
+    position: int  # first byte in each rank's share of the bucket
 
     def piece(self, rank: int, num_ranks: int, share: Tensor) -> Piece | None:
-        """What of the weight is in a rank's share: shards are equal but for the last ones, which may be empty."""
+        """The piece in a rank's share. Shards have equal sizes but for the last ones, which may be empty: then None."""
         numel = math.prod(self.shape)
         offset = rank * shard_numel(self.shape, num_ranks) + self.start
         size = min(self.count, numel - offset)
@@ -191,27 +198,27 @@ class _Entry:
 
 
 class _Bucket:
-    """One flat buffer of bytes, (ranks, bytes per rank). Each rank writes its own row and an all-gather the others.
+    """One flat buffer of bytes, (ranks, bytes per rank). Each rank writes its own row; an all-gather fills the others.
 
     Args:
-        example: any of the weights; all are sharded over the same ranks.
+        example: any of the weights; all weights are sharded over the same ranks.
         num_bytes: size of the buffer.
-        device: where it is.
+        device: device of the buffer.
     """
 
     def __init__(self, example: DTensor, num_bytes: int, device: torch.device) -> None:
         mesh = example.device_mesh
-        (dim,) = (i for i, placement in enumerate(example.placements) if isinstance(placement, Shard))
-        self.group = mesh.get_group(dim)
-        self.num_ranks = mesh.size(dim)
-        self.rank = mesh.get_local_rank(dim)
+        (axis,) = (i for i, placement in enumerate(example.placements) if isinstance(placement, Shard))
+        self.group = mesh.get_group(axis)
+        self.num_ranks = mesh.size(axis)
+        self.rank = mesh.get_local_rank(axis)
         share = max(num_bytes // self.num_ranks // _ALIGNMENT, 1) * _ALIGNMENT
         self.buffer = torch.empty(self.num_ranks, share, dtype=torch.uint8, device=device)
-        self.entries: list[_Entry | Piece] = []  # whole weights wait for their turn
+        self.entries: list[_Entry | Piece] = []  # a Piece is a whole weight that waits for its turn
         self.used = 0  # bytes of each row
 
     def add(self, source: Source) -> Iterator[Piece]:
-        """Puts a weight in; what the bucket holds comes out each time that it is full."""
+        """Writes a weight into the bucket. Each time the bucket is full, yields its pieces and starts anew."""
         assert isinstance(source.tensor, DTensor)
         assert all(placement.is_replicate() or placement.is_shard(0) for placement in source.tensor.placements)
         own, shape = source.tensor.to_local().detach().reshape(-1), source.tensor.shape
@@ -230,8 +237,9 @@ class _Bucket:
         target.view(dtype).copy_(own)
 
     def flush(self) -> Iterator[Piece]:
+        """Gathers the bucket from all ranks and yields its pieces."""
         used = self.buffer.view(-1)[: self.num_ranks * self.used].view(self.num_ranks, self.used)
-        if self.used < self.buffer.shape[1]:  # rows must follow each other: the own one moves to where it belongs
+        if self.used < self.buffer.shape[1]:  # the used parts of the rows must be contiguous: this rank's part moves
             used[self.rank] = self.buffer[self.rank, : self.used].clone()
         if self.used:
             _all_gather(used.view(-1), used[self.rank], group=self.group)

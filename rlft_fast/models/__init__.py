@@ -1,4 +1,17 @@
-"""Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic with values."""
+"""Models that reinforcement fine-tuning trains: a policy with log-probabilities, a critic, and a reward model.
+
+heads            the log-probability head, and the three models around packed sequences
+loading          builds a model from a Hugging Face folder and loads its weights
+weights          reads safetensors into the shards of a model, and names a checkpoint's tensors
+value_head       a critic's head in model folders
+packed           the inputs of a packed forward
+attention        attention over packed sequences, and for generation
+architectures    which models can be packed
+probe            finds what a model does between its backbone and its logits
+vision           images of vision-language models
+lora             low-rank adapters
+patch            log-probabilities inside any trainer: patch_lm_head
+"""
 
 from rlft_fast.models.architectures import (
     padded_attention,
@@ -29,7 +42,7 @@ from rlft_fast.models.vision import (
     rope_positions,
 )
 from rlft_fast.models.weights import (
-    Part,
+    CheckpointPart,
     checkpoint_parts,
     checkpoint_tensors,
     load_weights,
@@ -40,10 +53,10 @@ from rlft_fast.models.weights import (
 
 __all__ = [
     "PACKED_ATTENTION",
+    "CheckpointPart",
     "ImageInputs",
     "LogprobHead",
     "ModelInputs",
-    "Part",
     "PolicyModel",
     "RLModel",
     "RewardModel",

@@ -1,7 +1,7 @@
-"""Which models can be packed, and how transformers is to be told.
+"""Which models can be packed, and the name of the attention that transformers is given.
 
-Refusals are by class, configuration and names alone, before anything runs. tests/models/test_every_architecture.py
-holds them against every causal language model of the installed transformers.
+A model is refused by its class, configuration and names alone, before anything runs. The test
+tests/models/test_every_architecture.py checks the refusals with every causal language model of transformers.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ _EXCEPTIONS = {
 
 
 def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
-    """What transformers is to be told as ``attn_implementation`` for a model of this configuration.
+    """The ``attn_implementation`` for packed sequences with a model of this configuration.
 
-    A vision tower cuts its images apart itself and attends both ways, by SDPA.
+    A vision tower separates its images itself and attends in both directions, so it uses SDPA.
     """
     return _except_in_towers(PACKED_ATTENTION, config)
 
 
 def padded_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
-    """The same for padded batches and generation: SDPA, unless scores are soft-capped, which it does not know."""
+    """The ``attn_implementation`` for padded batches and generation: SDPA, or "eager" if scores are soft-capped."""
     softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if softcapped else _except_in_towers(GROUPED_ATTENTION, config)
 
 
 @contextlib.contextmanager
 def padded_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends as `padded_implementation` says, and as `packed_implementation` says again afterwards."""
+    """Inside, the model attends by `padded_implementation`; afterwards by `packed_implementation` again."""
     model.set_attn_implementation(padded_implementation(model.config))
     try:
         yield
@@ -50,10 +50,10 @@ def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, st
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
-    """Refuses a model whose packed forward would be wrong; reads its class, configuration and names, no weights.
+    """Refuses a model whose packed forward would be wrong. Reads class, configuration and names, but no weights.
 
     Raises:
-        ValueError: naming the model, and what it has that packed sequences cannot go through.
+        ValueError: the model cannot be packed; the message has the model's class and the reasons.
     """
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or [])}
@@ -82,7 +82,11 @@ def require_packed_attention(model: PreTrainedModel) -> None:
 
 
 def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int) -> None:
-    """Raises ValueError, with both numbers, if so many ranks cannot share the model's attention heads evenly."""
+    """Requires that `sequence_parallel` ranks can share the model's attention heads evenly.
+
+    Raises:
+        ValueError: the number of heads is no multiple of `sequence_parallel`.
+    """
     num_heads = backbone.config.get_text_config().num_attention_heads
     if num_heads % sequence_parallel:
         raise ValueError(
@@ -92,16 +96,16 @@ def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int) -
 
 
 def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
-    """Refuses sequences for which the model's rotary embedding depends on what else is in the pass.
+    """Refuses sequences whose rotary embeddings would depend on the other sequences of the pass.
 
-    Some (Phi-4-mini's longrope, dynamic NTK) look for the last position of all and rotate every sequence accordingly.
+    Some embeddings (Phi-4-mini's longrope, dynamic NTK) rotate all sequences by the largest position in the pass.
 
     Args:
         backbone: the model.
         longest: tokens of the longest sequence.
 
     Raises:
-        ValueError: with the length up to which such a model can be packed.
+        ValueError: a sequence is too long; the message has the length up to which the model can be packed.
     """
     config = backbone.config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -111,5 +115,5 @@ def require_fixed_rope(backbone: PreTrainedModel, longest: int) -> None:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the {rope['rope_type']} rotary embeddings of "
                 f"{type(backbone).__name__} change beyond {limit} tokens, for all sequences packed together: limit "
-                "prompts and completions to that"
+                f"prompt and completion to {limit} tokens"
             )

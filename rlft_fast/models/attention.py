@@ -60,8 +60,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed segment to its keys: query i of m sees the first n - m + i + 1 of n keys.
 
+    transformers calls it through its AttentionInterface, which fixes the order of the tensors and the keywords' names.
+
     Args:
-        module: the attention layer, unused.
+        module: the attention layer; only error messages name it.
         query: (1, heads, S, head_dim); S = T without a sequence_group, else this rank's T / N of all T rows.
         key: (1, kv_heads, S, head_dim); heads is a multiple of kv_heads.
         value: (1, kv_heads, S, value_dim).
@@ -116,10 +118,10 @@ def packed_attention(
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """SDPA of transformers; but where each sequence has one query, its heads that share a key are queries of that key.
+    """transformers' SDPA. If each sequence has one query, the heads that share a key become several queries of the key.
 
-    transformers repeats keys and values for every head instead, as its masks keep it from `enable_gqa`. On a CPU
-    core (64 sequences of 60 to 100 tokens, 9 heads, 3 of them with keys) that is 2.3 to 3.7 ms against 0.4 to 0.6.
+    transformers would repeat keys and values for every head, because its masks rule out `enable_gqa`. On a CPU core
+    (64 sequences of 60 to 100 tokens, 9 heads, 3 key heads) repeating takes 2.3 to 3.7 ms; grouping takes 0.4 to 0.6.
 
     Args:
         module: the attention layer.
@@ -174,9 +176,9 @@ def _take(x: Tensor, row_index: Tensor) -> Tensor:
 
 
 def _take_exactly(x: Tensor, row_index: Tensor) -> Tensor:
-    """The same on a GPU, with a backward that adds the gradients of a row in a fixed order, many at a time in float32.
+    """`_take` on a GPU, with a backward that adds the gradients of a row in a fixed order and in float32.
 
-    That of `index_select` adds them by atomics in any order, and rounds to x's dtype after each completion of a prompt.
+    The backward of `index_select` adds them by atomics in any order, and rounds to x's dtype after every addition.
     """
     rows = x[0].transpose(0, 1)  # (T, heads, d)
     return embedding(row_index, rows.flatten(1)).unflatten(1, rows.shape[1:]).transpose(0, 1).unsqueeze(0)
@@ -206,7 +208,7 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether torch's flash attention, which is the kernel behind `varlen_attn`, takes such queries."""
+    """Whether torch's flash attention, the kernel behind `varlen_attn`, takes these queries."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and query.shape[-1] <= _WIDEST_HEAD and _is_ampere_or_later(query.device)
 
@@ -233,7 +235,11 @@ def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None)
 
 
 def grouped_heads(parameters: Collection[str]) -> dict[str, Any]:
-    """How `varlen_attn`, which has these parameters, is told that key heads are fewer: torch 2.11 takes it unsaid."""
+    """Keywords that tell `varlen_attn` of fewer key heads than query heads. torch 2.11 has no such keyword.
+
+    Args:
+        parameters: names of the parameters of `varlen_attn`.
+    """
     return {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
 

@@ -1,7 +1,7 @@
-"""The two heads of reinforcement fine-tuning, and the models that end in them.
+"""The heads of reinforcement fine-tuning, and the models that end in them.
 
-A head is always *called*: FSDP2's hooks then gather its weight before and reshard it after, whether it is tied to the
-embedding or not. Reading ``lm_head.weight`` from outside would find a shard.
+A head is always *called*. FSDP2's hooks then gather its weight before the call and reshard it afterwards, whether the
+weight is tied to the embedding or not. Code that reads ``lm_head.weight`` from outside would find a shard.
 
 Shapes: T packed tokens, A active positions (those whose next token was sampled), D hidden, V vocabulary.
 """
@@ -23,7 +23,7 @@ from rlft_fast.ops.logprob import LossFunction, check_losses
 
 
 class LogprobHead(nn.Module):
-    """An ``lm_head`` that answers with log-probabilities when it is told the targets, and with logits otherwise.
+    """An ``lm_head`` that returns log-probabilities if the call has targets, and logits otherwise.
 
     Args:
         weight: (V, D) projection, shared, not copied (so tied weights stay tied).
@@ -50,7 +50,7 @@ class LogprobHead(nn.Module):
         self.lora_enabled = True
 
     def add_lora(self, rank: int, alpha: float) -> None:
-        """A low-rank adapter of the weight, without values yet; see `rlft_fast.models.lora`."""
+        """Adds a low-rank adapter of the weight. `rlft_fast.models.lora` gives it values later."""
         options: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         self.lora_A = nn.Parameter(torch.empty(rank, self.weight.shape[1], **options))
         self.lora_B = nn.Parameter(torch.empty(self.weight.shape[0], rank, **options))
@@ -60,10 +60,10 @@ class LogprobHead(nn.Module):
         self.lora_enabled = enabled
 
     def _adapted(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states and the weight to multiply, longer by the rank of the adapter.
+        """The hidden states and the weight to multiply, both extended by the rank of the adapter.
 
-        [x, s A x] [W, B]^T is W x + s B A x without rounding a sum of W and B A, in which small updates would be lost.
-        B is trained, so the longer weight is: the GEMMs are those of a trained head, and compute dW for nobody.
+        [x, s A x] [W, B]^T is W x + s B A x. It avoids the rounded sum of W and B A, in which small updates would be
+        lost. The price: every forward copies W, and the backward computes the gradient of W, which nothing uses.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
             return hidden, self.weight
@@ -143,7 +143,7 @@ class LogprobHead(nn.Module):
 def _check_rows(
     hidden: Tensor, target: Tensor, temperature: float | Tensor, per_token: tuple[Tensor, ...], support: Tensor | None
 ) -> None:
-    """Raises where flattening would put the values of one token beside those of another."""
+    """Requires shapes that agree token by token, since flattening would hide a difference."""
     if hidden.dim() < 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}, expected (*, D): unsqueeze a single hidden state")
     if isinstance(per_token, Tensor):
@@ -164,16 +164,16 @@ def _check_rows(
 def _support_logprob_loss(
     hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, loss_fn: LossFunction, *per_token: Tensor, **options: Any
 ) -> LinearLogprobLoss:
-    """`linear_logprob_loss` over a support, whose few logits can wait for the backward pass."""
+    """`linear_logprob_loss` over a support. Its few logits are kept for the backward pass."""
     logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
     loss_T = loss_fn(logprob, entropy, *per_token)
-    check_losses(loss_T, logprob)  # `where` would count a reduced one once for every token
+    check_losses(loss_T, logprob)  # `where` would count a loss that is reduced already once per token
     loss_T = loss_T.where(target_T != IGNORE_INDEX, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
 
 def _reshaped(values: Tensor, like: Tensor) -> Tensor:
-    """No view: an in-place operation on one would make FSDP2 lose its hook for the backward pass."""
+    """A copy in another shape. On a view, an in-place operation would make FSDP2 lose its backward hook."""
     return values if values.shape == like.shape else values.view(like.shape).clone()
 
 
@@ -223,7 +223,8 @@ class PolicyModel(nn.Module):
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
         hidden_TD = packed_hidden(self.backbone, inputs)
-        everything = torch.arange(len(inputs.target), device=inputs.target.device)  # all are active: no need to look
+        # All A rows are active. Passing this index spares the op a search for them.
+        everything = torch.arange(len(inputs.target), device=inputs.target.device)
         hidden_AD = hidden_TD.index_select(0, inputs.active_index)
         if self.hidden_scale != 1.0:
             hidden_AD = self.hidden_scale * hidden_AD
@@ -231,9 +232,9 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def deviation(self) -> Tensor:
-        """The largest difference between log-probabilities of the model's own forward and of the packed one.
+        """The largest difference of log-probabilities between the model's own forward and the packed forward.
 
-        Both run on eight tokens, so that whatever this class does not know of an architecture shows.
+        Both run on eight tokens. A difference shows that the model does something that the packed forward leaves out.
         """
         vocab, device = self.head.weight.shape[0], self.head.weight.device
         input_ids = torch.linspace(0, vocab - 1, 8, device=device).long()[None]
@@ -259,7 +260,7 @@ class PolicyModel(nn.Module):
         """
         position_ids, cache = (attention_mask.cumsum(1) - 1).clamp(min=0), None
         if prompt_ids.shape[1] > 1:
-            # generate() itself runs the last prompt token, and with it whatever the cache does not hold.
+            # generate() itself runs the tokens that the cache lacks, which here is the last token of the prompt.
             prefill = self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
                 position_ids=position_ids[:, :-1], use_cache=True,
@@ -269,7 +270,7 @@ class PolicyModel(nn.Module):
         sequences = cast(Any, self.model).generate(
             prompt_ids.repeat_interleave(num_samples, 0),
             attention_mask=attention_mask.repeat_interleave(num_samples, 0),
-            # Qwen2-VL would take its own from the batch before, of another size.
+            # Without position_ids, Qwen2-VL would reuse the ones of the previous batch, which has another size.
             position_ids=position_ids.repeat_interleave(num_samples, 0),
             past_key_values=cache,
             **options,

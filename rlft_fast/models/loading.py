@@ -1,4 +1,4 @@
-"""Loading from local Hugging Face folders: safetensors only, nothing is unpickled and no hub is asked."""
+"""Loading from local Hugging Face folders. Only safetensors are read: nothing is unpickled, and no hub is asked."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -29,10 +29,10 @@ from rlft_fast.models.weights import build_on_meta, load_weights, materialize
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
-    """A causal language model with packed attention and a ``LogprobHead``, whose parameters have no memory yet.
+    """A causal language model with packed attention and a ``LogprobHead``. Its parameters have no memory yet.
 
-    It is in eval mode and is trained so: with dropout the policy of an update would be another one than that which
-    sampled and inferred, and the ratio between them not 1.
+    The model is in eval mode and is trained in eval mode. With dropout, the policy of an update would differ from the
+    policy that sampled, and their ratio would not be 1.
 
     Raises:
         ValueError: the folder is missing or unreadable, its model has no lm_head, or its sequences cannot be packed.
@@ -80,17 +80,17 @@ def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> 
 def load(
     path: str | Path, model: RLModel, device: torch.device | str = "cpu", buffer_device: torch.device | None = None
 ) -> None:
-    """Gives a built model memory on a device (for this rank's shards, if it is sharded) and the weights of a folder.
+    """Gives a built model memory on a device, for this rank's shards if it is sharded, and loads a folder's weights.
 
     Args:
         path: the folder.
         model: from one of the functions above.
-        device: where the weights are kept.
-        buffer_device: where buffers are, if not there: FSDP copies offloaded weights to where they compute, but these
-            not.
+        device: device of the weights.
+        buffer_device: device of the buffers; None: the same device. FSDP copies offloaded weights to the device that
+            computes, but not buffers.
 
     Raises:
-        ValueError: weights are damaged, missing, of other shapes, or more than the model has a place for.
+        ValueError: weights are damaged, missing, of other shapes, or the model has no place for some of them.
     """
     materialize(model, torch.device(device), buffer_device)
     if isinstance(model, ValueModel):
@@ -100,14 +100,14 @@ def load(
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:
-    """`build_policy` and `load`: a whole policy in float32 on the CPU."""
+    """`build_policy` and `load`: a whole policy in float32 on the CPU, for scripts. `FSDPEngine` calls both itself."""
     model = build_policy(path, workspace_mib=workspace_mib)
     load(path, model)
     return model
 
 
 def load_critic(path: str | Path) -> ValueModel:
-    """`build_critic` and `load`: a whole critic in float32 on the CPU."""
+    """`build_critic` and `load`: a whole critic in float32 on the CPU, for scripts that read an exported critic."""
     model = build_critic(path)
     load(path, model)
     return model

@@ -1,7 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen and B = 0 at first.
 
-peft puts them into the blocks. The head has its own (`LogprobHead.add_lora`), since its product is never formed whole.
-There is no dropout: with it the policy of an update would not be the one that sampled.
+peft adds the adapters of the blocks. The head has its own adapter (`LogprobHead.add_lora`), because the head never
+forms its logits whole. There is no dropout: with dropout the policy of an update would differ from the policy that
+sampled.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ _HEAD = "lm_head"
 
 
 def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str]) -> None:
-    """Puts adapters beside the named linear layers, in place, and freezes everything else.
+    """Adds adapters to the named linear layers, in place, and freezes all other parameters.
 
-    The adapters get their values from `initialize_lora`.
+    `initialize_lora` gives the adapters their values.
 
     Args:
         model: before sharding.
@@ -95,7 +96,7 @@ def _check_adapted(model: RLModel, targets: list[str]) -> None:
 
 
 def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:
-    """What training with adapters changes: they, and a critic's head, which no adapter could move from 0."""
+    """The parameters that train: all adapters, and a critic's head, which starts at 0 and needs to train itself."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -110,7 +111,7 @@ def _is_tied(model: RLModel) -> bool:
 
 @torch.no_grad()
 def initialize_lora(model: nn.Module) -> None:
-    """A from its name's own random numbers, so that every sharding starts alike; B = 0."""
+    """Sets A to random numbers seeded by its name, so that every sharding starts alike, and B to 0."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.zero_()
@@ -124,7 +125,7 @@ def initialize_lora(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled_lora(model: PolicyModel) -> Iterator[None]:
-    """The model as it was before its adapters."""
+    """Inside, the model computes without its adapters."""
     layers = [*_layers(model), model.head]
     for layer in layers:
         layer.enable_adapters(False)

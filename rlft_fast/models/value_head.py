@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from rlft_fast.models.heads import RLModel, ValueModel
-from rlft_fast.models.weights import Part, build_on_meta, stored_names
+from rlft_fast.models.weights import CheckpointPart, build_on_meta, stored_names
 
 
 def head_parameters(model: RLModel) -> dict[str, Tensor]:
@@ -55,13 +55,13 @@ class TokenClassifier(NamedTuple):
         """What ``config.json`` says of it."""
         return {"architectures": [self.architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
-    def parts(self, backbone: dict[str, list[Part]], model: ValueModel) -> dict[str, list[Part]]:
+    def parts(self, backbone: dict[str, list[CheckpointPart]], model: ValueModel) -> dict[str, list[CheckpointPart]]:
         """The parts of all tensors by the critic's names, from those of its backbone."""
         named = {
             name: [part._replace(name=self.prefix + part.name) for part in parts] for name, parts in backbone.items()
         }
         for name, parameter in head_parameters(model).items():
-            named[name] = [Part(f"{self.head}.{name.removeprefix('head.')}", tuple(parameter.shape), 0)]
+            named[name] = [CheckpointPart(f"{self.head}.{name.removeprefix('head.')}", tuple(parameter.shape), 0)]
         return named
 
 

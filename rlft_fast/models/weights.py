@@ -2,8 +2,8 @@
 
     build_on_meta -> wrap by FSDP -> materialize: memory for this rank's shards -> load_weights: slices of files
 
-No rank ever holds a whole model. What a checkpoint calls its tensors, and which of them a parameter is made of (the
-experts of a layer become one tensor), transformers' own conversion mapping knows.
+No rank ever holds a whole model. transformers' conversion mapping has the names of a checkpoint's tensors, and says
+which tensors make up a parameter: the experts of a layer become one tensor.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """A transformers model whose parameters have no memory, but whose buffers (rotary frequencies, ...) are real."""
     with _parameters_on_meta(), no_init_weights():  # parameters that nobody writes to never cost memory
         model = build()
-    model.tie_weights()  # which no_init_weights left out, too
+    model.tie_weights()  # no_init_weights skips tying, too
     return model.eval()
 
 
@@ -62,14 +62,14 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
-    """Memory on a device for all parameters, or this rank's shards of them; buffers move there. Values are undefined.
+    """Gives all parameters, or this rank's shards, undefined values on a device. Moves the buffers.
 
     Tied parameters stay tied.
 
     Args:
         model: built on the meta device.
-        device: of the parameters.
-        buffer_device: where the model computes; None: there, too.
+        device: device of the parameters.
+        buffer_device: device of the buffers; None: the same device.
     """
     created: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -83,7 +83,7 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
             module._buffers[name] = None if buffer is None else buffer.to(buffer_device or device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module._apply(lambda tensor: tensor, recurse=False)  # has FSDP look at its parameters again
+            module._apply(lambda tensor: tensor, recurse=False)  # makes FSDP read its parameters anew
 
 
 def load_weights(
@@ -129,27 +129,28 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if "lora_" not in name}
 
 
-class Part(NamedTuple):
-    """A tensor of a checkpoint that is a run of consecutive elements of one of the model's."""
+class CheckpointPart(NamedTuple):
+    """A tensor of a checkpoint that holds consecutive elements of one tensor of the model."""
 
     name: str
     shape: tuple[int, ...]
     start: int
-    """Of the first element, in the model's tensor flattened."""
+    """Position of the first element in the flattened tensor of the model."""
 
 
-def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[Part]:
-    """What a checkpoint in the model's original format has of a tensor: the weights of each expert, for instance.
+def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[CheckpointPart]:
+    """The tensors of the model's original checkpoint format that make up one tensor of the model.
 
-    Readers other than transformers 5 know only that format. Whole, under its own name, where it has none there that is
-    a run of elements: transposed, or made of several of the model's tensors.
+    The weights of each expert are an example. Readers other than transformers 5 know only the original format. A tensor
+    stays whole, under the model's name, if the original tensors are no runs of its elements: if they are transposed, or
+    made of several tensors of the model.
 
     Args:
         model: on any device; only its class and configuration matter.
-        name: of one of its `checkpoint_tensors`.
-        shape: its whole shape.
+        name: name of one of the model's `checkpoint_tensors`.
+        shape: unsharded shape of the tensor.
     """
-    whole = [Part(name, tuple(shape), 0)]
+    whole = [CheckpointPart(name, tuple(shape), 0)]
     if not math.prod(shape):
         return whole
     # Numbers instead of weights show what becomes of each row; two of them, since converters squeeze dimensions of one.
@@ -165,7 +166,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
         if part.shape[-1:] != (2,) or not torch.equal(part.flatten(), torch.arange(first, first + part.numel())):
             return whole
         start = first // 2 * (shape[-1] if shape else 1)
-        parts.append(Part(stored_name, (*part.shape[:-1], *shape[-1:]), start))
+        parts.append(CheckpointPart(stored_name, (*part.shape[:-1], *shape[-1:]), start))
     complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
     return sorted(parts, key=lambda part: part.start) if complete else whole
 
@@ -182,13 +183,13 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a tensor of the model is made of: one stored tensor, or several by a converter, each with its pattern."""
+    """The stored tensors, each with its pattern, that make one tensor of the model; several need a converter."""
 
     converter: WeightConverter | None
     parts: list[tuple[str, _Stored]] = field(default_factory=list)
 
     def names(self, first: str) -> list[str]:
-        """All tensors that it makes; a converter may split one into several."""
+        """The names of all tensors that the source makes: a converter may split a stored tensor into several."""
         if self.converter is None:
             return [first]
         patterns = self.converter.target_patterns
@@ -347,7 +348,7 @@ def _read(
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a tensor, and the region of the whole that it is."""
+    """This rank's part of a tensor, and the region of the whole tensor that the part covers."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

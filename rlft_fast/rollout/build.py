@@ -1,4 +1,4 @@
-"""Which rollout a configuration asks for."""
+"""Builds the rollout that a configuration names."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,21 +12,21 @@ from rlft_fast.rollout.vllm import VLLMRollout
 
 
 def build_rollout(
-    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_tokens: int
+    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
 ) -> Rollout:
-    """The rollout that ``config.backend`` names, of a policy.
+    """Builds the rollout that ``config.backend`` names.
 
     Args:
         engine: the policy.
         tokenizer: names the end tokens.
-        config: how to sample.
-        max_tokens: most tokens of a sequence, prompt and completion.
+        config: settings of the rollout.
+        max_sequence_tokens: most tokens of a prompt and its completion together.
 
     Raises:
         ValueError: see `split_stop` and `VLLMRollout`.
     """
-    split_stop(config.stop, tokenizer)  # before anything runs
+    split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs
     if config.backend == "vllm":
-        return VLLMRollout(engine, tokenizer, config, max_tokens)
+        return VLLMRollout(engine, tokenizer, config, max_sequence_tokens)
     assert isinstance(engine.model, PolicyModel)
     return HFRollout(engine.model, tokenizer, config.batch_size, engine.eval_mode)

@@ -1,13 +1,13 @@
-"""What ends a completion: end tokens and stop texts."""
+"""End tokens and stop texts, which end a completion."""
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All end tokens of the model's generation defaults, and the tokenizer's.
+    """The end tokens of the model's generation defaults, and the end token of the tokenizer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: neither names an end token.
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
@@ -18,16 +18,16 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def split_stop(stop: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], tuple[str, ...]]:
-    """The ids of those that are special tokens, and the texts to look for.
+    """Splits ``stop`` into the ids of special tokens, and texts to search in the decoded completion.
 
-    A completion is decoded without its special tokens, so that no text with one is ever found in it.
+    A completion is decoded without special tokens, so a text that contains a special token would never be found.
 
     Args:
-        stop: what shall end a completion.
-        tokenizer: of the policy.
+        stop: special tokens by name, and texts.
+        tokenizer: tokenizer of the policy.
 
     Raises:
-        ValueError: a special token and other text in one, or a text that is empty.
+        ValueError: a text is empty, or contains a special token beside other text.
     """
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     texts = tuple(text for text in stop if text not in special)

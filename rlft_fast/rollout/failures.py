@@ -1,4 +1,4 @@
-"""What can go wrong with a generator, on all ranks at once."""
+"""Errors of a generator. They are raised on all ranks together."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rlft_fast.world import any_rank
 
 
 class RolloutError(RunError):
-    """The generator failed: it died again after a restart, or has nothing to sample from."""
+    """The generator failed: it died again after a restart, or the policy's logits are not finite."""
 
 
 class NonFiniteLogitsError(RolloutError):
@@ -17,13 +17,13 @@ class NonFiniteLogitsError(RolloutError):
 
 
 def require_finite(groups: Sequence[Sequence[Completion]]) -> None:
-    """Raises on all ranks if the log-probability of a sampled token is not finite on one: some of its logits are not.
+    """Requires finite log-probabilities of all sampled tokens, on all ranks.
 
     Args:
         groups: this rank's completions.
 
     Raises:
-        NonFiniteLogitsError: as above.
+        NonFiniteLogitsError: a log-probability is not finite on some rank; raised on all ranks.
     """
     finite = all(math.isfinite(x) for group in groups for completion in group for x in completion.logprobs)
     if any_rank(not finite):

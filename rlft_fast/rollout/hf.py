@@ -1,4 +1,4 @@
-"""Rollouts by transformers' ``generate``, with the policy itself: no second copy of the weights, nothing to sync."""
+"""Rollouts by transformers' ``generate`` with the policy itself. There is no second copy of the weights to sync."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +23,20 @@ from rlft_fast.rollout.failures import require_finite
 from rlft_fast.rollout.types import Completion, SamplingParams
 from rlft_fast.world import STOP, LeftEarlyError
 
-_PAD_TOKEN_ID = 0  # never attended to, never read; a tokenizer's own may have been added without an embedding
+_PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding
 
 
 class HFRollout:
     """Samples from a policy on its own device.
 
-    Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. This is the only
-    place where sequences are padded, on the left.
+    Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. Prompts are
+    padded on the left; nowhere else are sequences padded.
 
     Args:
         model: the policy.
-        tokenizer: names an end token, and finds stop texts.
-        batch_size: completions generated at once.
-        phase: gives the context in which the policy is on its device.
+        tokenizer: names an end token, and decodes completions to find stop texts.
+        batch_size: number of completions generated at once.
+        phase: returns a context in which the policy is on its device.
     """
 
     def __init__(
@@ -57,12 +57,8 @@ class HFRollout:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each prompt.
 
-        Args:
-            prompts: token ids.
-            params: number and length of the completions, and what they are sampled from.
-
         Returns:
-            For each prompt its ``params.n`` completions.
+            For each prompt, its ``params.n`` completions.
 
         Raises:
             RolloutError: the policy's logits are not finite.
@@ -78,14 +74,14 @@ class HFRollout:
         return completions
 
     def sync(self) -> None:
-        """The weights are the policy's own."""
+        """Only counts the version: the weights are the policy's own."""
         self.weight_version += 1
 
     def sleep(self) -> None:
-        """Holds no memory between calls."""
+        """Does nothing: no memory is held between calls."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: nothing is held."""
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
         sampler = _Sampler(params)
@@ -101,7 +97,7 @@ class HFRollout:
                 max_new_tokens=params.max_new_tokens,
                 eos_token_id=end_ids,
                 pad_token_id=_PAD_TOKEN_ID,
-                do_sample=False,  # the sampler has chosen
+                do_sample=False,  # `_Sampler` has chosen already
             ),
         )
         tokens_BL, logprobs_BL, support_BLK = sequences[:, prompt_length:].tolist(), *sampler.results()
@@ -136,21 +132,21 @@ class HFRollout:
 
 
 class _StopTexts(StoppingCriteria):
-    """Stops a row when a text is complete in what was generated; transformers' own looks into the prompt, too.
+    """Stops a row when its completion contains a stop text. transformers' own criterion also searches the prompt.
 
-    It looks at the last tokens, since decoding all of them after each one would be quadratic in their number. A text
-    that special tokens stretch further is missed, and `_completion` cuts there later.
+    Only the last tokens are decoded first: decoding the whole row after each token would be quadratic in its length. A
+    stop text that special tokens stretch beyond the last tokens is missed here, and `_completion` cuts the row later.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
-        self.span = 8 + max(len(text.encode()) for text in stop)  # a token is a byte at least; some before them
+        self.span = 8 + max(len(text.encode()) for text in stop)  # a token has at least one byte; 8 tokens of context
         self.prompt_length: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # pyrefly: ignore
         if self.prompt_length is None:
-            self.prompt_length = input_ids.shape[1] - 1  # it is asked after every token, first after the first
+            self.prompt_length = input_ids.shape[1] - 1  # the first call comes after the first new token
         rows = input_ids[:, self.prompt_length :].tolist()
         return torch.tensor([self._ends(row) for row in rows], device=input_ids.device)
 
@@ -164,14 +160,14 @@ def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens:
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses the tokens, and keeps the log-probability of each and the ids it was drawn among: not (B, V) numbers.
+    """Chooses each token, and keeps its log-probability and the ids that it was drawn among instead of (B, V) scores.
 
-    Draws one uniform number per row. torch.multinomial, with which ``generate`` would sample, draws one exponential
-    number per row and vocabulary entry: on two CPU cores that was a quarter of a rollout (128 rows, V = 49152). The
-    choice reaches ``generate`` as the only largest score.
+    Draws one uniform number per row. ``generate`` would sample by torch.multinomial, which draws one exponential number
+    per row and vocabulary entry: on two CPU cores that took a quarter of a rollout (128 rows, V = 49152). The sampler
+    passes its choice to ``generate`` as the only largest score.
 
     Args:
-        params: temperature, top-k and top-p; at temperature 0 the most likely token is taken, of all.
+        params: temperature, top-k and top-p. At temperature 0 the most likely token of the vocabulary is taken.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -192,57 +188,57 @@ class _Sampler(LogitsProcessor):
         return z_BV.zero_().scatter_(1, chosen if ids is None else ids.gather(1, chosen), 1.0)
 
     def results(self) -> tuple[Tensor, Tensor | None]:
-        """(B, N) log-probabilities of N new tokens and (B, N, K) ids they were drawn among, once generation is over."""
+        """(B, N) log-probabilities of all N new tokens, and the (B, N, K) ids that they were drawn among."""
         supports = torch.stack(self.supports, dim=1) if self.supports else None
         return torch.stack(self.logprobs, dim=1), supports
 
 
 def most_likely(z_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """What top-k and then top-p keep, most likely first.
+    """The tokens that top-k and then top-p keep, most likely first.
 
-    Of equal logits at the cut of top-k some are kept and some are not: no more than ``top_k`` ever are.
+    Never more than ``top_k`` tokens are kept: of equal logits at the cut, some are dropped.
 
     Args:
         z_BV: logits, after the temperature.
         top_k: most tokens to keep.
-        top_p: least probability that they keep together, of what top-k has kept.
+        top_p: keep the fewest tokens with at least this probability, relative to the tokens that top-k has kept.
 
     Returns:
-        (B, K) logits, -inf where top-p has cut, and (B, K) ids.
+        (B, K) logits, -inf for tokens that top-p has dropped, and (B, K) ids.
     """
     z_BK, ids_BK = z_BV.topk(min(top_k, z_BV.shape[1]))
     if top_p == 1:
         return z_BK, ids_BK
-    left_BK = z_BK.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of each token and of those behind it
+    left_BK = z_BK.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # probability of each token and all less likely ones
     is_cut = left_BK <= 1 - top_p
     is_cut[:, 0] = False
     return z_BK.masked_fill(is_cut, -torch.inf), ids_BK
 
 
 def _draw(probability_BV: Tensor, width: int = 256) -> Tensor:
-    """(B, 1) tokens, one per row: the block of columns that a uniform number falls into, then the token within it.
+    """Draws (B, 1) tokens, one per row. A uniform number selects a block of columns, then a token in the block.
 
-    Sums run in float64: one running float32 sum would lose the probabilities of 50,000 unlikely tokens.
+    Running sums are float64: a single float32 sum would lose the probabilities of 50,000 unlikely tokens.
     """
     batch, vocab = probability_BV.shape
     blocks = pad(probability_BV, (0, -vocab % width)).view(batch, -1, width)
     ends = blocks.sum(-1).double().cumsum(-1)
     point = torch.rand(batch, 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
     block = torch.searchsorted(ends, point, right=True)  # right: never a block, or a token, of probability 0
-    block = block.clamp(max=ends.shape[1] - 1)  # a NaN has no place; `require_finite` tells of it
+    block = block.clamp(max=ends.shape[1] - 1)  # NaN is beyond all blocks; `require_finite` reports it
     inside = blocks[torch.arange(batch, device=ends.device), block.squeeze(1)].double().cumsum(-1)
     size = inside[:, -1:]
     rest = point - ends.gather(1, block) + size
     token = torch.searchsorted(inside, rest.clamp(min=0), right=True)
-    last = (inside < size).sum(-1, keepdim=True)  # where rounding puts the point on the block's very end
+    last = (inside < size).sum(-1, keepdim=True)  # bounds a point that rounding puts on the end of the block
     return block * width + token.minimum(last)
 
 
 @contextmanager
 def _generation_mode(model: PolicyModel) -> Iterator[None]:
-    """Padded attention while generating, without the sampling defaults that come with the model; then all as before.
+    """Inside, the model attends to padded sequences and has no sampling defaults. Both are restored afterwards.
 
-    A repetition penalty or a temperature among these defaults would change the distribution that is sampled from.
+    A repetition penalty or temperature among the model's defaults would change the distribution that is sampled from.
     """
     defaults, model.model.generation_config = model.model.generation_config, GenerationConfig()
     try:

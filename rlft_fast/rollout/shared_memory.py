@@ -1,9 +1,9 @@
 """A backend of vLLM's weight-transfer interface for CPUs: pieces of weights pass through a file in shared memory.
 
-    trainer: fills the file -> update_weights(what is where in it) -> fills it again -> ...
-    worker:  copies the pieces out, and loads each weight that is complete
+    trainer: fills the file -> update_weights(slots of the file) -> fills the file again -> ...
+    worker:  copies the pieces out of the slots, and loads each weight that is complete
 
-vLLM's workers import this module for `WorkerExtension`; that registers the backend in their process.
+vLLM's workers import this module for `WorkerExtension`. The import registers the backend in the worker's process.
 """
 
 import os
@@ -36,11 +36,11 @@ _ALIGNMENT = 16  # bytes
 
 
 class EngineSource(WeightSource):
-    """The weights of an engine, as vLLM's trainers want them.
+    """The weights of an engine in the form that vLLM's trainers take.
 
     Args:
         engine: the policy.
-        dtype: of the parameters.
+        dtype: dtype in which parameters are sent.
     """
 
     def __init__(self, engine: FSDPEngine, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ class EngineSource(WeightSource):
         return [ParamMeta(*fields) for fields in self.engine.weight_metadata(self.dtype)]
 
     def renew(self) -> Iterator[Piece]:
-        """The stream of the weights as they are now, of which the others take; who fails to can still end it."""
+        """Starts a new stream of the present weights. All ranks must iterate the returned stream to its end."""
         self.pieces = self.engine.weight_pieces(self.dtype)
         return self.pieces
 
@@ -59,8 +59,8 @@ class EngineSource(WeightSource):
         return join_pieces(self.pieces, self.engine.checkpoint_parts)
 
 
-class Content(NamedTuple):
-    """What a run of bytes in the file is; the runs follow each other."""
+class Slot(NamedTuple):
+    """A run of bytes in the file with consecutive elements of one weight. Slots follow each other."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class Content(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Up to where the next one begins."""
+        """Bytes up to the beginning of the next slot."""
         return -(-self.numel * getattr(torch, self.dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -79,7 +79,7 @@ class Content(NamedTuple):
 
 @dataclass
 class SharedMemoryTrainerInitInfo(TrainerInitInfo):
-    """What the trainer's side is made with. Each process sends to the vLLM beside it, so each is rank 0."""
+    """Settings of the trainer's side. Each process sends to the vLLM beside it, so each process is rank 0."""
 
     backend: ClassVar[str] = BACKEND
     rank: int = 0
@@ -104,20 +104,20 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
             sender.buffer = _map(file.name, init_info.num_bytes)
             info = {"path": file.name, "num_bytes": init_info.num_bytes, "check": init_info.check}
             client.init_weight_transfer_engine(info)
-        return sender  # the file has no name any more, and ends with the two processes that have mapped it
+        return sender  # the file has no name now, and is freed when both processes that have mapped it end
 
     def send_weights(self) -> None:
         assert isinstance(self.source, EngineSource)
         self.client.start_weight_update()
         pieces = split_pieces(self.source.pieces, self.source.engine.checkpoint_parts)
-        for contents in fill(pieces, self.buffer):
-            self.client.update_weights({"contents": [list(content) for content in contents]})
+        for slots in fill(pieces, self.buffer):
+            self.client.update_weights({"slots": [list(slot) for slot in slots]})
         self.client.finish_weight_update()
 
 
-def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Content]]:
-    """Writes the pieces into the buffer; says what is in it each time that it is full, and at the end."""
-    contents: list[Content] = []
+def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Slot]]:
+    """Writes the pieces into the buffer. Yields the buffer's slots each time that it is full, and at the end."""
+    slots: list[Slot] = []
     used = 0
     for piece in pieces:
         start = 0
@@ -126,14 +126,14 @@ def fill(pieces: Iterable[Piece], buffer: Tensor) -> Iterator[list[Content]]:
             part = piece.data[start : start + count]
             buffer[used : used + part.nbytes].view(piece.data.dtype).copy_(part)
             dtype = str(piece.data.dtype).removeprefix("torch.")
-            contents.append(Content(piece.name, dtype, list(piece.shape), piece.offset + start, count))
-            used += contents[-1].num_bytes
+            slots.append(Slot(piece.name, dtype, list(piece.shape), piece.offset + start, count))
+            used += slots[-1].num_bytes
             start += count
             if used >= len(buffer):
-                yield contents
-                contents, used = [], 0
-    if contents:
-        yield contents
+                yield slots
+                slots, used = [], 0
+    if slots:
+        yield slots
 
 
 def _map(path: str, num_bytes: int) -> Tensor:
@@ -145,7 +145,7 @@ def _map(path: str, num_bytes: int) -> Tensor:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """What the worker is told at the beginning."""
+    """Settings of the worker's side, sent once at the beginning."""
 
     path: str
     num_bytes: int
@@ -154,13 +154,13 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """What is in the file now: the fields of `Content`, for each run of bytes."""
+    """The present slots of the file, each as a list of the fields of `Slot`."""
 
-    contents: list[list[Any]]
+    slots: list[list[Any]]
 
 
 class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Takes the weights out of the file and into vLLM's model, layer by layer."""
+    """Copies weights from the file into vLLM's model, layer by layer."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -178,17 +178,17 @@ class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # vLLM's own also waits for an accelerator
+        self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for an accelerator
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         position = 0
-        for fields in update_info.contents:
-            content = Content(*fields)
-            dtype = getattr(torch, content.dtype)
-            data = self.buffer[position : position + content.numel * dtype.itemsize].view(dtype)
-            piece = Piece(content.name, torch.Size(content.shape), content.offset, data, borrowed=True)
+        for fields in update_info.slots:
+            slot = Slot(*fields)
+            dtype = getattr(torch, slot.dtype)
+            data = self.buffer[position : position + slot.numel * dtype.itemsize].view(dtype)
+            piece = Piece(slot.name, torch.Size(slot.shape), slot.offset, data, borrowed=True)
             self._load(self.joiner.add(piece))
-            position += content.num_bytes
+            position += slot.num_bytes
 
     def _load(self, weights: list[tuple[str, Tensor]]) -> None:
         if not weights:
@@ -205,11 +205,11 @@ class SharedMemoryWorker(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
             raise RuntimeError(f"vLLM did not get all weights of its model: {', '.join(sorted(missing)[:3])}, ...")
 
     def shutdown(self) -> None:
-        """The file ends with the process."""
+        """Does nothing: the file is freed with the process."""
 
 
 class WorkerExtension:
-    """What vLLM's worker can be asked beyond its own methods."""
+    """Adds methods to vLLM's worker, for ``collective_rpc``."""
 
     weight_transfer_engine: SharedMemoryWorker
 

@@ -1,4 +1,4 @@
-"""What every rollout takes and returns."""
+"""Requests to a rollout, its completions, and the methods that every rollout has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ class SamplingParams:
         n: completions per prompt.
         max_new_tokens: most tokens of a completion.
         temperature: 0 is greedy.
-        top_k: most tokens to choose among, the most likely ones; None: all.
-        top_p: of these the fewest whose probabilities, of 1 in all, add up to this. Needs a `top_k`.
-        stop: texts that end a completion, as an end token does; the tokens that make up the text are kept. One may be a
-            special token by name.
+        top_k: sample among this many most likely tokens; None: among all tokens.
+        top_p: of the `top_k` tokens keep the fewest whose probabilities, relative to the `top_k`, add up to this.
+            Needs a `top_k`.
+        stop: texts that end a completion, as an end token does. The tokens of the text are kept. A text may also be
+            the name of a special token.
 
     Raises:
         ValueError: a `top_p` without a `top_k`, or one of them out of range.
@@ -41,57 +42,59 @@ class SamplingParams:
 
     @property
     def support_size(self) -> int | None:
-        """Most tokens that one is sampled among; None: all of them. A greedy choice is the same among all."""
+        """Most tokens that a token is sampled among; None: the whole vocabulary, as in a greedy choice."""
         return self.top_k if self.temperature > 0 else None
 
 
 def with_ties(top_k: int) -> int:
-    """Most ids that a support has where a sampler keeps all tokens as likely as the last one of ``top_k``.
+    """Most ids of a support if the sampler also keeps all tokens as likely as the last of ``top_k``.
 
-    vLLM does (0.32, without Triton). bfloat16 logits are 2^-8 apart and often equal, a few per cent of ``top_k``.
+    vLLM keeps them (0.32, without Triton). bfloat16 logits are 2^-8 apart, so a few per cent of ``top_k`` are equal.
     """
     return top_k + top_k // 4 + 8
 
 
 class Completion(NamedTuple):
-    """One sampled answer. Its tokens are the sampler's own; they are never made again from text."""
+    """One sampled answer. The tokens are the sampler's own and never come from tokenizing text."""
 
     token_ids: list[int]
     """Sampled tokens, the end token included where it was sampled."""
     logprobs: list[float]
-    """Log-probability of each under the distribution it was sampled from: over `support`, where there is one."""
+    """Log-probability of each token under the distribution that it was sampled from: over `support`, if given."""
     finish_reason: Literal["stop", "length"]
     """stop: an end token or a stop text was sampled; length: cut off at ``max_new_tokens``."""
     weight_version: int = 0
-    """Of the weights that it was sampled from."""
+    """Version of the weights that sampled the answer."""
     support: Tensor | None = None
-    """(tokens, K) int32 ids that each token was sampled among, -1 fills up; None: the whole vocabulary."""
+    """(tokens, K) int32 ids that each token was sampled among, padded by -1; None: the whole vocabulary."""
 
 
 class Rollout(Protocol):
-    """Samples from the policy as it was at the last `sync`. Every method is to be called by all ranks together.
+    """Samples from the policy as it was at the last `sync`. All ranks must call every method together.
 
     Attributes:
-        weight_version: of the weights that it samples from; every `sync` adds 1.
+        weight_version: version of the weights to sample from; every `sync` adds 1.
     """
 
     weight_version: int
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each of this rank's prompts, which are token ids.
+        """Samples ``params.n`` completions of each of this rank's prompts. Torch's random state decides the draws.
 
-        The draws follow from torch's random state.
+        Args:
+            prompts: token ids.
+            params: how to sample.
         """
         ...
 
     def sync(self) -> None:
-        """Takes over the policy's weights as they are now."""
+        """Takes over the policy's present weights."""
         ...
 
     def sleep(self) -> None:
-        """Gives its device memory to the training; the next `sync` takes it back."""
+        """Frees device memory for the training until the next `sync`."""
         ...
 
     def close(self) -> None:
-        """Ends it for good."""
+        """Ends the generator for good."""
         ...

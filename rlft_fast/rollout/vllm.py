@@ -1,7 +1,7 @@
 """Rollouts by vLLM, with a copy of the policy's weights that every `VLLMRollout.sync` renews.
 
-colocated: one vLLM inside each training process, which takes whole weights straight from the stream.
-separate: one vLLM in a process beside each, which takes them through vLLM's weight-transfer interface.
+colocated: one vLLM inside each training process. It takes whole weights from the engine's stream.
+separate: one vLLM in a process beside each training process. It takes weights by vLLM's weight-transfer interface.
 """
 
 import warnings
@@ -30,15 +30,15 @@ T = TypeVar("T")
 class VLLMRollout:
     """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
 
-    A generator that has died is started anew with the current weights, once, and samples again with the same seeds:
-    nothing is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache, which is emptied
-    with every change of the weights.
+    A vLLM that has died is started again once, with the current weights, and samples again with the same seeds: nothing
+    is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache. The cache is emptied with
+    every change of the weights.
 
     Args:
         engine: the policy; its weights are sent in ``compute_dtype``.
         tokenizer: names the end tokens.
         config: how to sample, and the settings of vLLM.
-        max_tokens: most tokens of a sequence, prompt and completion.
+        max_sequence_tokens: most tokens of a sequence, prompt and completion.
 
     Attributes:
         weight_version: of the weights that it samples from; every `sync` adds 1.
@@ -49,13 +49,13 @@ class VLLMRollout:
     """
 
     def __init__(
-        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_tokens: int
+        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
     ) -> None:
         check_vllm(config.vllm, engine.device)
         assert isinstance(engine.model, PolicyModel)
         self.engine = engine
         self.config = config
-        self.max_tokens = max_tokens
+        self.max_sequence_tokens = max_sequence_tokens
         self.tokenizer = tokenizer
         self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
         self.weight_version = 0
@@ -65,7 +65,7 @@ class VLLMRollout:
     def _start(self) -> None:
         start = ColocatedEngine if self.config.vllm.process == "colocated" else SeparateEngine
         try:
-            self.server = start(self.engine, self.config, self.max_tokens)
+            self.server = start(self.engine, self.config, self.max_sequence_tokens)
         except Exception as error:  # pydantic's, torch's and vLLM's own
             raise RolloutError(
                 f"vLLM could not start with {self.engine.path}: {error}\n"
@@ -128,7 +128,7 @@ class VLLMRollout:
             ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
             RolloutError: vLLM failed twice, or the policy's logits are not finite.
         """
-        check_request(prompts, params.max_new_tokens, self.max_tokens, self.has_weights)
+        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.has_weights)
         seeds = torch.randint(2**62, (len(prompts),)).tolist()
         sample = partial(self._generate, prompts, seeds, params)
         groups, failure = _together_or_leave(sample)
@@ -180,20 +180,22 @@ class VLLMRollout:
         return min(with_ties(params.support_size), vocab_size)
 
 
-def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_tokens: int, has_weights: bool) -> None:
+def check_request(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
+) -> None:
     """Raises ValueError on all ranks if it does on one, so that no rank waits for another that has given up.
 
     Args:
         prompts: this rank's own.
         max_new_tokens: most tokens of a completion.
-        max_tokens: most tokens of a sequence that vLLM was started for.
+        max_sequence_tokens: most tokens of a sequence that vLLM was started for.
         has_weights: whether there was a sync.
     """
     problem = None
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    if longest > max_tokens:
+    if longest > max_sequence_tokens:
         problem = (
-            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_tokens}: raise "
+            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
             "rollout.max_prompt_tokens or rollout.max_new_tokens"
         )
     if not has_weights:
@@ -207,7 +209,7 @@ def gather_prompts(
 ) -> tuple[list[tuple[list[int], int]], int]:
     """The prompts and seeds of all ranks that share one generator, and where this rank's own begin among them.
 
-    Those ranks are neighbours. Each runs its part of the model for all of their prompts.
+    Neighbouring ranks share a generator. Each of them runs its part of the model for the prompts of all of them.
     """
     own = [(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     if num_ranks == 1:
@@ -226,10 +228,10 @@ def gather_prompts(
 
 
 def completion_of(sample: Any, weight_version: int) -> Completion:
-    """From vLLM's; its token ids are the sampler's own.
+    """Converts a sample of vLLM to a completion.
 
-    It gives each token's id and log-probability, and then, if asked, those of the most likely ones; what the sampler
-    has cut off has -inf.
+    For each token vLLM returns the id and log-probability of the sampled token, then those of the most likely tokens if
+    they were requested. Tokens that the sampler has cut off have log-probability -inf.
     """
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
@@ -242,7 +244,7 @@ def completion_of(sample: Any, weight_version: int) -> Completion:
 
 
 def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """Those of the most likely ids that were kept, and the sampled one, the first, where it is not among them."""
+    """The ids that the sampler has kept, with the sampled id, which is the first column, exactly once."""
     kept = ids.where(logprobs > -torch.inf, -1)
     sampled, likely = kept[:, :1], kept[:, 1:]
     is_known = (likely == sampled).any(1, keepdim=True)
@@ -250,8 +252,8 @@ def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
     share = logprobs.roll(-1, 1).exp().where(support >= 0, 0).sum(1).min()
     if share < 0.999:
         warnings.warn(
-            f"vLLM sampled a token among more equally likely ones than it was asked to tell: those it told have a "
-            f"probability of {share:.4f} together, and log-probabilities of this token are taken over them",
+            f"vLLM sampled a token among more equally likely tokens than it returned: the returned tokens have "
+            f"a probability of {share:.4f} together, and the token's log-probability is taken over these",
             stacklevel=2,
         )
     return support
@@ -265,7 +267,7 @@ def _together_or_leave(sample: Callable[[], T]) -> tuple[T | None, Exception | N
 
 
 def together(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What the function returned, or what it raised, here or on another rank: all or none can try something else."""
+    """Calls the function on all ranks; returns its result, or an error if it raised on any rank."""
     try:
         result, failure = function(), None
     except Exception as error:

@@ -1,7 +1,7 @@
-"""vLLM itself: what it must have, how it is started beside a training, and how it takes weights.
+"""vLLM itself: the features that it must have, its start, and how it takes weights.
 
-A vLLM in the training process shares everything with it that a process has once. What it changes there on its start
-(the number of threads, torch's random state) is put back.
+A vLLM inside the training process changes settings of the process when it starts: the number of threads, and torch's
+random state. They are restored after the start.
 """
 
 import contextlib
@@ -111,13 +111,13 @@ def _missing_features(process: str) -> str | None:
 
 
 def set_environment() -> None:
-    """Before vLLM is imported, which reads it then. What the user has set stays."""
+    """Sets environment variables that vLLM reads on import. Variables that the user has set stay."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
 
 class VLLMEngine:
-    """What vLLM in this process and vLLM in another have in common: sampling, and a sleep that new weights end.
+    """The common part of vLLM in this process and vLLM in another: sampling, and a sleep that new weights end.
 
     Args:
         engine: the policy.
@@ -171,17 +171,17 @@ class ColocatedEngine(VLLMEngine):
     Args:
         engine: the policy.
         config: of the rollout.
-        max_tokens: most tokens of a sequence.
+        max_sequence_tokens: most tokens of a sequence.
     """
 
-    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int) -> None:
         super().__init__(engine, config)
         ensure_process_group()
         os.environ.setdefault("RANK", str(get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(engine.device.index or 0))
         with _undisturbed():
             self.llm = start_llm(
-                engine, config, max_tokens,
+                engine, config, max_sequence_tokens,
                 distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
             )  # fmt: skip
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
@@ -214,7 +214,7 @@ class ColocatedEngine(VLLMEngine):
             torch.cuda.empty_cache()
 
 
-def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **options: Any) -> Any:
+def start_llm(engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int, **options: Any) -> Any:
     set_environment()
     from vllm import LLM
 
@@ -227,7 +227,7 @@ def start_llm(engine: FSDPEngine, config: RolloutConfig, max_tokens: int, **opti
         engine.path,
         dtype=engine.config.compute_dtype,
         load_format="dummy",  # the first sync brings the weights, and what it left out would show at once
-        max_model_len=max_tokens,
+        max_model_len=max_sequence_tokens,
         max_num_seqs=config.batch_size,
         tensor_parallel_size=config.vllm.tensor_parallel,
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
@@ -262,7 +262,7 @@ def renew_packed_weights(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back what vLLM changes in its process on its start."""
+    """Restores the number of threads and the random states, which vLLM changes on its start."""
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     with forked_rng():
         try:
@@ -274,7 +274,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def to_the_end(stream: Iterator[Any]) -> Iterator[None]:
-    """Iterates to the end whatever happens: the other ranks gather with this one."""
+    """Afterwards iterates the stream to its end, also after an error: all ranks gather together."""
     try:
         yield
     finally:
@@ -284,7 +284,7 @@ def to_the_end(stream: Iterator[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_left_out() -> Iterator[None]:
-    """vLLM only warns of weights that it was not given."""
+    """Raises if vLLM warns of weights that it was not given."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload")
     handler = _Warnings(logging.WARNING)
     level = logger.level

@@ -21,17 +21,17 @@ class SeparateEngine(VLLMEngine):
     Args:
         engine: the policy.
         config: of the rollout.
-        max_tokens: most tokens of a sequence.
+        max_sequence_tokens: most tokens of a sequence.
     """
 
-    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_tokens: int) -> None:
+    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int) -> None:
         super().__init__(engine, config)
         backend = transfer_backend(config.vllm, engine.device)
         with _environment(_process_environment(engine.device, config.vllm, backend)):
             from vllm.config import WeightTransferConfig
 
             self.llm = start_llm(
-                engine, config, max_tokens,
+                engine, config, max_sequence_tokens,
                 weight_transfer_config=WeightTransferConfig(backend=backend), enable_sleep_mode=self.sleeps,
                 worker_extension_cls="rlft_fast.rollout.shared_memory.WorkerExtension",
             )  # fmt: skip
@@ -57,10 +57,10 @@ class SeparateEngine(VLLMEngine):
         assert self.llm.get_weight_version() == str(version)
 
     def checksums(self) -> dict[str, str]:
-        """Of each weight as it was received; all ranks together.
+        """The checksum of each weight as vLLM received it; all ranks together.
 
         Raises:
-            RuntimeError: one was not received as it was sent.
+            RuntimeError: a weight was not received as it was sent.
         """
         with self.engine.eval_mode():
             sent = {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
@@ -89,7 +89,7 @@ def _raise_when_it_dies(core: Any) -> None:
 
 
 class _Client:
-    """vLLM's trainers speak to their vLLM through these four."""
+    """The four methods through which vLLM's trainers speak to their vLLM."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

@@ -1,4 +1,9 @@
-"""The processes of a run: their collectives, signals that stop them, and which of them was lost."""
+"""The processes of a run.
+
+collectives    the process group, this process's rank and device, and the collectives that trainers need
+stopping       signals that ask a run to stop, and the places where all ranks leave a step together
+failures       after a rank has died, the other ranks name it
+"""
 
 from rlft_fast.world.collectives import (
     accumulate,

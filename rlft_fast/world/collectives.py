@@ -1,4 +1,4 @@
-"""The process group, and the two collectives that trainers need besides FSDP's own. One process is world size 1."""
+"""The process group, and the collectives that trainers need besides FSDP's own. A single process is world size 1."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ def init_distributed(timeout_minutes: float = 30) -> dist.Store | None:
     """Joins the process group that torchrun describes; does nothing in a single process.
 
     Args:
-        timeout_minutes: how long a collective waits for the others before it fails.
+        timeout_minutes: how long a collective waits for other ranks before it fails.
 
     Returns:
-        The store at which the processes met, for `naming_lost_ranks`.
+        The store at which the processes met, for `naming_lost_ranks`; None in a single process.
 
     Raises:
         ValueError: this machine has GPUs, but none for this process.
@@ -40,17 +40,17 @@ def init_distributed(timeout_minutes: float = 30) -> dist.Store | None:
 
 
 def ensure_process_group() -> None:
-    """A group for FSDP, which needs one even where a single process runs alone; it lives in this process's memory."""
+    """Makes a process group of one process in memory, unless there is a group: FSDP needs one in any case."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave_process_group(failed: bool = False) -> None:
-    """Ends this process's part in the group, if it has one. To be called before the interpreter shuts down.
+    """Leaves the process group, if there is one. Called before the interpreter shuts down.
 
     Args:
-        failed: an error ends it, which the other processes may not have met. NCCL ends a group together; it is aborted
-            instead, or this process would wait for the others, and they for it.
+        failed: this process ends by an error, which other processes may not have. NCCL destroys a group on all ranks
+            together, so ranks would wait for each other; the group is aborted instead.
     """
     if dist.is_initialized():
         end = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
@@ -60,7 +60,7 @@ def leave_process_group(failed: bool = False) -> None:
 
 @contextlib.contextmanager
 def leaving_process_group() -> Iterator[None]:
-    """Leaves it at the end, as what happened inside asks for."""
+    """Leaves the process group at the end, and aborts it after an error inside."""
     try:
         yield
     except BaseException:
@@ -70,23 +70,23 @@ def leaving_process_group() -> Iterator[None]:
 
 
 def _let_gloo_finish() -> None:
-    """Waits until gloo's threads rest; FSDP2's caches keep them alive (torch 2.13).
+    """Waits until gloo's threads rest. FSDP2's caches keep the threads alive after the group is gone (torch 2.13).
 
-    A collective returns before gloo's thread has dropped its tensors, for which it may need the interpreter's lock. If
-    the interpreter is already shutting down, the process aborts, after all its work is done. Sleeping gives the lock
-    away; a thread that then still has something to do is running, or ready to. Gives up after some seconds.
+    A collective returns before gloo's thread has dropped the tensors, and dropping them may need the interpreter's
+    lock. If the interpreter is shutting down by then, the process aborts although all its work is done. Sleeping frees
+    the lock, so a thread with work left is then in state running. The wait ends after five seconds in any case.
     """
     rests = 0
     for _ in range(100):
         time.sleep(0.05)
         rests = 0 if _gloo_is_running() else rests + 1
-        if rests == 2:  # at the first look a thread may have been waiting for the lock that we held
+        if rests == 2:  # at the first look a thread may have been waiting for the lock that this thread held
             return
 
 
 def _gloo_is_running() -> bool:
-    for task in Path("/proc/self/task").glob("*/stat"):  # Linux: elsewhere there are none
-        with contextlib.suppress(OSError):  # it has ended
+    for task in Path("/proc/self/task").glob("*/stat"):  # empty on systems other than Linux
+        with contextlib.suppress(OSError):  # the thread has ended
             name, _, rest = task.read_text().rpartition(") ")
             if "gloo" in name and rest.startswith("R"):
                 return True
@@ -98,7 +98,7 @@ def _backend() -> str:
 
 
 def _local_gpu(num_gpus: int) -> int:
-    """The index of this process's GPU among those that it sees."""
+    """The index of this process's GPU among the GPUs that the process sees."""
     local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
     if not 0 <= local_rank < num_gpus:
         raise ValueError(
@@ -117,27 +117,30 @@ def get_world_size() -> int:
 
 
 def get_local_world_size() -> int:
-    """The processes on this machine; all, if no launcher says so."""
+    """The number of processes on this machine; all processes, if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
 def get_device() -> torch.device:
-    """This process's device: its GPU where there is one, else the CPU."""
+    """This process's device: its GPU, or the CPU of a machine without GPUs."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def forked_rng() -> contextlib.AbstractContextManager[None]:
-    """`torch.random.fork_rng` of the CPU and this process's device; by default it starts work on every GPU."""
+    """`torch.random.fork_rng` of the CPU and this process's GPU. torch's default would initialise every GPU."""
     device = get_device()
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def require_agreement(what: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank if ranks hold different values, which would end in a hang or in nonsense.
+    """Requires the same values on all ranks. Different values would end in a hang or in nonsense.
 
     Args:
-        what: for the message.
-        values: by name, JSON values only.
+        what: name of the values in the message.
+        values: JSON values by name.
+
+    Raises:
+        ValueError: ranks hold different values; raised on every rank.
     """
     if get_world_size() == 1:
         return
@@ -154,9 +157,9 @@ def require_agreement(what: str, values: Mapping[str, Any]) -> None:
 
 
 def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """How long collectives wait for the others, in a group or among all. None: the backend does not say.
+    """The timeout of a group's collectives, by default of the group of all ranks. None: the backend does not say.
 
-    Groups get it passed on: torch would give them its own default, whatever the whole has.
+    New groups are made with the timeout of the group of all ranks: torch would give them its own default.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -168,12 +171,12 @@ _sequence_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGro
 
 
 def sequence_group(size: int) -> dist.ProcessGroup | None:
-    """This rank's group of `size` neighbours, which share their micro-batches; None where `size` is 1.
+    """This rank's group of `size` neighbouring ranks, which share micro-batches; None if `size` is 1.
 
-    To be called by all ranks. Made once: each of NCCL's groups has buffers on the device.
+    All ranks must call it. A group is made once, because each NCCL group has buffers on the device.
 
     Raises:
-        ValueError: the groups do not come out even.
+        ValueError: `size` does not divide the number of ranks.
     """
     if get_world_size() % size:
         raise ValueError(
@@ -197,7 +200,7 @@ def barrier() -> None:
 
 
 def accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Adds a micro-batch's 0-d tensors to the totals, in float32, as `all_reduce` adds those of the ranks."""
+    """Adds a micro-batch's 0-d tensors to the totals in float32; for names that end in ``_max`` keeps the maximum."""
     for name, value in values.items():
         if name not in totals:
             totals[name] = value.float()
@@ -208,7 +211,7 @@ def accumulate(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 def all_reduce(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds 0-d tensors over all ranks, two collectives in all; names that end in ``_max`` are reduced by maximum."""
+    """Adds 0-d tensors over all ranks, or takes the maximum for names that end in ``_max``: at most two collectives."""
     if get_world_size() == 1:
         return values
     reduced = dict(values)
@@ -227,11 +230,11 @@ def any_rank(flag: bool) -> bool:
 
 
 def all_gather_ragged(tensor: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
-    """Every rank's 1-D tensor, on every rank.
+    """Gathers every rank's 1-D tensor on every rank, in rank order.
 
     Args:
-        tensor: (N_rank,) on this process's device or the CPU; N may differ between ranks.
-        sizes: N of every rank, if all ranks know them; otherwise one more small collective finds them out.
+        tensor: (N_rank,) on this process's device or the CPU; N_rank may differ between ranks.
+        sizes: N_rank of every rank; None: one more small collective gathers the sizes.
     """
     if get_world_size() == 1:
         return [tensor]

@@ -1,7 +1,7 @@
-"""When a rank of a run dies, the others say which one: what a collective reports is only that somebody is gone.
+"""When a rank of a run dies, the other ranks name it. A failed collective only reports that some rank is gone.
 
-Ranks leave the reason of their end in the store that they met at. One whose collective failed reads what the others
-left; who left nothing was killed.
+A rank that ends leaves the reason in the store at which the ranks met. A rank whose collective failed reads the reasons
+of the others. A rank without a reason was killed.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from rlft_fast.errors import RunError
 from rlft_fast.world.collectives import get_rank, get_world_size
 
-_COLLECTIVE = ("gloo", "nccl", "connection", "broken pipe", "timed out", "timeout", "socket")
-_CONSEQUENCE = "lost another process"
+# gloo raises a plain RuntimeError if a peer is gone (torch 2.13). Its text is the only sign; NCCL raises DistErrors.
+_GLOO_WORDS = ("gloo", "nccl", "connection", "broken pipe", "timed out", "timeout", "socket")
+_CONSEQUENCE = "lost another process"  # left in the store by a rank whose collective failed
 
 
 class LostRankError(RunError):
@@ -23,15 +24,15 @@ class LostRankError(RunError):
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(store: dist.Store | None, patience: float = 10.0) -> Iterator[None]:
-    """An error inside that comes from the end of another rank becomes a `LostRankError` that names it.
+def naming_lost_ranks(store: dist.Store | None, patience_s: float = 10.0) -> Iterator[None]:
+    """Turns the error of a failed collective inside into a `LostRankError`, which names the rank that ended first.
 
     Args:
         store: where ranks leave their reasons, from `init_distributed`; None: a single process.
-        patience: seconds to wait for the others' reasons.
+        patience_s: seconds to wait for the reasons of other ranks.
 
     Raises:
-        LostRankError: a collective failed because of other ranks.
+        LostRankError: a collective failed because another rank ended.
     """
     try:
         yield
@@ -42,25 +43,24 @@ def naming_lost_ranks(store: dist.Store | None, patience: float = 10.0) -> Itera
         _leave_reason(store, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
         if not consequence:
             raise
-        raise LostRankError(_describe(_read_reasons(store, patience))) from error
+        raise LostRankError(_describe(_read_reasons(store, patience_s))) from error
 
 
 def _is_collective_failure(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in text for word in _COLLECTIVE)
-    )
+    if type(error) is not RuntimeError:  # its other subclasses, such as errors of a rollout, know their own cause
+        return isinstance(error, dist.DistError)
+    return any(word in str(error).lower() for word in _GLOO_WORDS)
 
 
 def _leave_reason(store: dist.Store, reason: str) -> None:
-    with contextlib.suppress(RuntimeError):  # who kept the store may be the one that is gone
+    with contextlib.suppress(RuntimeError):  # the store is gone if the rank that keeps it is gone
         store.set(f"end/{get_rank()}", reason[:500])
 
 
-def _read_reasons(store: dist.Store, patience: float) -> dict[int, str | None]:
-    """By rank, why it ended; None for those that left nothing in time."""
+def _read_reasons(store: dist.Store, patience_s: float) -> dict[int, str | None]:
+    """The reason of each rank's end; None for a rank that left no reason in time."""
     reasons: dict[int, str | None] = {}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + patience_s
     for rank in range(get_world_size()):
         left = max(deadline - time.monotonic(), 0.01)
         try:
@@ -68,16 +68,16 @@ def _read_reasons(store: dist.Store, patience: float) -> dict[int, str | None]:
             reasons[rank] = store.get(f"end/{rank}").decode(errors="replace")
         except RuntimeError:
             reasons[rank] = None
-    _wait_for_readers(store, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience)
+    _wait_for_readers(store, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience_s)
     return reasons
 
 
-def _wait_for_readers(store: dist.Store, ranks: list[int], patience: float) -> None:
-    """The store may live in rank 0, which therefore goes last."""
+def _wait_for_readers(store: dist.Store, ranks: list[int], patience_s: float) -> None:
+    """Has rank 0 wait until the other ranks have read, because rank 0 may keep the store."""
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{get_rank()}", "yes")
         if get_rank() == 0:
-            store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience))
+            store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience_s))
 
 
 def _describe(reasons: dict[int, str | None]) -> str:

@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop, and the places where a step can be left: by all ranks together or by none.
+"""Signals that ask a run to stop, and the places where all ranks leave a step together.
 
-A signal reaches the ranks at different moments, and a rank that waits in a collective cannot leave it. So a handler
-only notes the signal, and the ranks look at the notes of all of them in the same places: after every step, and between
-micro-batches until the first optimizer step of a rollout. What a rank does without the others, which is sampling and
-calling reward functions, may take minutes; there the signal raises at once.
+A signal reaches the ranks at different moments, and a rank that waits in a collective cannot leave it. So the handler
+only notes the signal. All ranks exchange their notes in the same places: after every step, and between micro-batches
+until the first optimizer step of a rollout. Sampling and reward functions run without a collective and may take
+minutes, so a signal interrupts them at once.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LeftEarlyError(RuntimeError):
-    """A signal ended the work of this rank; the other ranks do not know it yet."""
+    """A signal ended the work of this rank. The other ranks do not know it yet."""
 
 
 class _Leave(KeyboardInterrupt):
-    """Raised by the handler. No `Exception`, which a reward function might take for one of its own."""
+    """Raised by the handler. It is no `Exception`, because a reward function may catch every `Exception`."""
 
 
 class StopRequest:
-    """What signals have asked of this process.
+    """The signal that this process has received, and whether the step under way can be left.
 
     Attributes:
-        signal: number of the first signal, 0 before it.
-        can_leave: whether the step under way can be left now and lose nothing but itself; the same on all ranks.
+        signal: number of the first signal; 0 before the first signal.
+        can_leave: whether leaving now would lose only the step under way; the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, notify: Callable[[int], None]) -> Iterator[None]:
-        """Notes signals inside, and SIGHUP where it is not ignored, as under nohup.
+        """Inside, SIGINT, SIGTERM and SIGHUP are noted. An ignored SIGTERM or SIGHUP (nohup) stays ignored.
 
         Args:
             notify: called with the number of the first signal.
@@ -72,27 +72,27 @@ class StopRequest:
             raise _Leave
 
     def raise_if_asked(self) -> None:
-        """Raises `Interrupted` on all ranks if one of them has a signal; every rank must call it."""
+        """Raises `Interrupted` on all ranks if any rank has a signal. Every rank must call it."""
         numbers = all_reduce({"signal_max": torch.tensor(float(self.signal))})
         if number := int(numbers["signal_max"]):
             raise Interrupted(number)
 
     def leave_together(self) -> None:
-        """`raise_if_asked`, where the step can be left; every rank must call it."""
+        """`raise_if_asked`, but only if the step can be left. Every rank must call it."""
         if self.can_leave:
             self.raise_if_asked()
 
     def leave_or_finish(self) -> None:
-        """The last `leave_together` of a step: from here on the weights change, and the step is finished."""
+        """The last `leave_together` of a step. Afterwards weights change, so the step is finished."""
         self.leave_together()
         self.can_leave = False
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Work of this rank without a collective, which a signal ends at once where the step can be left.
+        """Work of this rank without a collective. A signal ends the work at once if the step can be left.
 
         Raises:
-            LeftEarlyError: there was a signal. The ranks have to call `leave_together` next.
+            LeftEarlyError: a signal ended the work. All ranks must call `leave_together` next.
         """
         try:
             self._is_alone = self.can_leave
@@ -106,4 +106,4 @@ class StopRequest:
 
 
 STOP = StopRequest()
-"""Of this process, as its signals are."""
+"""The stop request of this process. There is one per process, because signals are sent to processes."""

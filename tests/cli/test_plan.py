@@ -8,7 +8,7 @@ import yaml
 
 from rlft_fast.cli import main
 from rlft_fast.config import Config
-from rlft_fast.engine.memory.run_plan import most_micro_batches
+from rlft_fast.engine.memory.run import most_micro_batches
 
 CONFIG = {
     "output_dir": "runs/x", "steps": 1, "data": {"task": "chain_sum"},

@@ -63,7 +63,7 @@ def make_engine(path: Path, **options) -> FSDPEngine:
 
 def make_rollout(engine: FSDPEngine, **vllm) -> VLLMRollout:
     config = RolloutConfig(backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, stop=("XY",))
-    return VLLMRollout(engine, load_tokenizer(engine.path), config, max_tokens=256)
+    return VLLMRollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
 
 
 def update(engine: FSDPEngine, seed: int) -> None:

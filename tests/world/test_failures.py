@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from rlft_fast.engine import CheckpointManager
 from rlft_fast.engine.sharding.mesh import device_mesh
+from rlft_fast.errors import RunError
+from rlft_fast.world import naming_lost_ranks
 from rlft_fast.world.collectives import _local_gpu, collective_timeout, leave_process_group, sequence_group
 from tests.support.distributed import run_distributed
 
@@ -27,7 +29,7 @@ SCRIPT = """
 
     store = init_distributed(timeout_minutes=1)
     try:
-        with naming_lost_ranks(store, patience=5.0):
+        with naming_lost_ranks(store, patience_s=5.0):
             for step in range(100):
                 if get_rank() == 1 and step == 3:
                     {end}
@@ -73,6 +75,11 @@ def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
     assert "ValueError: no such reward" in results[1][1]
     for rank in (0, 2):
         assert "rank 1 ended with ValueError: no such reward" in results[rank][1]
+
+
+def test_error_with_a_cause_of_its_own_is_no_lost_rank():
+    with pytest.raises(RunError, match=r"^the judge: connection timed out$"), naming_lost_ranks(dist.HashStore()):
+        raise RunError("the judge: connection timed out")
 
 
 def check_abort(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: taken from engines, written by each process for itself, put back into engines."""
+"""The content of a checkpoint. It is taken from engines, written by each process for itself, and put back."""
 
 import json
 import reprlib
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlft_fast.engine.checkpoint.manifest import describe_file, describe_model, find_differences
-from rlft_fast.engine.checkpoint.storage import Part, Snapshot, load_tensors, local_parts, save_parts, whole
+from rlft_fast.engine.checkpoint.storage import LocalPart, Snapshot, load_tensors, local_parts, save_parts, whole
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import write_text
 from rlft_fast.world import get_rank, get_world_size
@@ -22,30 +22,30 @@ _CLIENT, _STATE = "client.safetensors", "state.json"
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What this process has to write.
+    """The files that this process has to write. File names are relative to the checkpoint's folder.
 
     Args:
-        parts: tensors by the name of their file, relative to the checkpoint's folder.
-        texts: likewise.
-        models: description of every engine, for the manifest.
+        parts: for each file of tensors, its tensors by name.
+        texts: for each text file, its text.
+        models: for each engine, its description for the manifest.
     """
 
-    parts: dict[str, dict[str, Part]]
+    parts: dict[str, dict[str, LocalPart]]
     texts: dict[str, str]
     models: dict[str, Any]
 
     def copied(self, snapshot: Snapshot) -> "Content":
-        """The same with copies of the tensors, which no longer change."""
+        """The same content with copies of the tensors: training may change the originals."""
         live = {(file, name): part.data for file, named in self.parts.items() for name, part in named.items()}
         copies = snapshot.take(live)
         parts = {
-            file: {name: Part(copies[file, name], part.offsets) for name, part in named.items()}
+            file: {name: LocalPart(copies[file, name], part.offsets) for name, part in named.items()}
             for file, named in self.parts.items()
         }
         return replace(self, parts=parts)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Writes everything durably; the files' descriptions by name, for the manifest."""
+        """Writes all files durably, and returns for each file its description for the manifest."""
         for name, parts in self.parts.items():
             save_parts(parts, folder / name)
         for name, text in self.texts.items():
@@ -61,10 +61,10 @@ def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any]) -> Cont
         state: tensors, and values that JSON can hold.
 
     Returns:
-        The content; its tensors alias the engines' own.
+        The content. Its tensors alias the engines' own tensors.
 
     Raises:
-        ValueError: a value of the state is neither a tensor nor restored by JSON as it is.
+        ValueError: a value of the state is no tensor, and JSON would not restore it as it is.
     """
     values = _checked({name: value for name, value in state.items() if not isinstance(value, Tensor)})
     counters = {name: engine.counters() for name, engine in engines.items()}
@@ -82,7 +82,7 @@ def check_models(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine],
     """Refuses a checkpoint of other models.
 
     Raises:
-        ValueError: naming the differences.
+        ValueError: a model differs from the saved one; the message names the differences.
     """
     saved = manifest["models"]
     for name, engine in engines.items():
@@ -91,12 +91,16 @@ def check_models(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine],
         if differences := find_differences(saved[name], describe_model(engine)):
             raise ValueError(
                 f"checkpoint {folder} is of another model than the {name}: {'; '.join(differences)}. Continue with the "
-                "configuration that the run began with, or begin a new one in another folder"
+                "configuration that the run began with, or begin a new run in another folder"
             )
 
 
 def restore(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], folder: Path) -> dict[str, Any]:
-    """Fills the engines in place, and random states if the number of processes is the same; returns the state."""
+    """Fills the engines in place, and restores random states if the number of processes is the same.
+
+    Returns:
+        The state that was saved with the engines.
+    """
     saved = json.loads((folder / _STATE).read_text())
     for name, engine in engines.items():
         load_tensors(engine.state_tensors(), folder / name)

@@ -1,4 +1,4 @@
-"""Export to Hugging Face folders, one file of weights after the other."""
+"""Export to Hugging Face folders, one file of weights after another."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from rlft_fast.models import ValueModel, token_classifier
 from rlft_fast.world import all_reduce, forked_rng, get_rank
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
-_OWN_FILES = ".export.json"  # names of the files that an export has written
+_OWN_FILES = ".export.json"  # lists the files that an export has written
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -35,31 +35,31 @@ def export_hf(
 
     A critic becomes a token classifier with one label, whose logits are the values.
 
-    Every rank must call it; rank 0 writes. Beside the engine's own memory it needs that of one file of weights, on rank
-    0, and of one weight elsewhere. Configuration and tokenizer files are those of the engine's own model. The folder
+    Every rank must call it; rank 0 writes. Beside the engine, rank 0 needs memory for one file of weights, and every
+    other rank for one weight. Configuration and tokenizer are copied from the engine's model folder. The output folder
     gets its name when it is complete.
 
     Args:
         engine: a policy or a critic, sharded or not.
-        output: the folder.
-        dtype: of the weights.
-        max_shard_bytes: a file is closed before it becomes larger than this; a larger weight has a file of its own.
-        overwrite: replace the files of an earlier export in the folder, if it exists; other files in it are kept.
+        output: the folder to write.
+        dtype: dtype of the exported weights.
+        max_shard_bytes: most bytes of a file of weights; a weight that is larger has a file of its own.
+        overwrite: replace the files of an earlier export in the folder, and keep all other files in it.
 
     Raises:
         ValueError: the folder exists and is not empty.
-        CheckpointError: it could not be written.
+        CheckpointError: the folder could not be written.
     """
     output = Path(output).absolute()
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists: choose another folder, or delete it")
     temporary = output.with_name(output.name + TEMPORARY)
-    replaced = output.with_name(temporary.name + REPLACED)  # a folder that ends in .old alone may be the user's own
+    replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
     shards = _ShardWriter(temporary, max_shard_bytes)
     model = engine.model
     own_config = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
     failure = _attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
-    for name, tensor in engine.named_weights():  # to the end, whatever fails here: the other ranks gather with this one
+    for name, tensor in engine.named_weights():  # iterates to the end after a failure, too: all ranks gather together
         failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
     failure = failure or _attempt(shards.finish) or _attempt(_keep_others_files, output, temporary)
     failure = failure or _attempt(publish, temporary, output, replaced)
@@ -69,17 +69,17 @@ def export_hf(
 
 
 def _attempt(function: Callable[..., None], *args: Any) -> Exception | None:
-    """Calls the function on rank 0; what it raised."""
+    """Calls the function on rank 0, and returns the error that it raised, if any."""
     try:
         if get_rank() == 0:
             function(*args)
-    except Exception as error:  # whatever it is, it has to wait until all ranks can hear of it
+    except Exception as error:  # is raised later, on all ranks together
         return error
     return None
 
 
 class _ShardWriter:
-    """Safetensors files of bounded size, and their index where there are several, under the names of transformers."""
+    """Writes safetensors files of bounded size, and an index if there are several, under transformers' names."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
@@ -121,7 +121,7 @@ class _ShardWriter:
 
 
 def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]) -> None:
-    """Everything but weights. A configuration that names another dtype would have the weights converted on loading."""
+    """Copies everything but weights, and sets the dtype in config.json, to which loading converts the weights."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for path in source.iterdir():
@@ -135,11 +135,11 @@ def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]
 
 
 def _keep_others_files(output: Path, temporary: Path) -> None:
-    """Copies what no export has written from the folder that is to be replaced, and notes what this one has written."""
+    """Copies files that no export has written from the old folder to the new one, and lists this export's own files."""
     own = {path.name for path in temporary.iterdir()} | {_OWN_FILES}
     try:
         earlier = set(json.loads((output / _OWN_FILES).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+    except (OSError, ValueError, KeyError, TypeError):  # older versions wrote no list
         earlier = {path.name for path in output.glob("model*.safetensors*")}
     for path in output.iterdir() if output.is_dir() else []:
         if path.name not in own | earlier:
@@ -152,15 +152,15 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
 
     Args:
         run: output folder of the run.
-        output: where to write, a folder that does not exist; None: ``hf/`` in the run's folder, which is replaced.
-        dtype: of the weights.
+        output: folder to write, which must not exist; None: ``hf/`` in the run's folder, which is replaced.
+        dtype: dtype of the exported weights.
 
     Returns:
         The folder written.
 
     Raises:
         ValueError: the folder is no run, holds no complete checkpoint, or the output exists.
-        CheckpointError: the checkpoint cannot be read, or the output not be written.
+        CheckpointError: the checkpoint cannot be read, or the output cannot be written.
     """
     run = Path(run)
     if not (run / "config.yaml").is_file():
@@ -169,12 +169,12 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
     manager = CheckpointManager(run / "checkpoints")
     if manager.latest() is None:
         raise ValueError(f"{run} has no complete checkpoint to export")
-    # float32 masters of bfloat16 weights are part of the optimizer's state.
+    # The float32 masters of bfloat16 weights are in the optimizer's state, so the engine needs an optimizer.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
-    alone = {"sequence_parallel": 1, "shard_size": -1}  # however many processes the run had
+    alone = {"sequence_parallel": 1, "shard_size": -1}  # the run may have had more processes than the export
     actor = config.actor.model_copy(update=alone)
     engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps).initialize()
-    with forked_rng():  # loading restores the run's random states
+    with forked_rng():  # loading a checkpoint would set the caller's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"
     export_hf(engine, target, dtype=dtype, overwrite=output is None)

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any moment cannot spoil, written while training goes on.
+"""Checkpoints are written while training goes on, and a kill at any moment leaves the newest complete one intact.
 
     <directory>/step_00000020/actor/rank_00000.safetensors   what this rank wrote of the parameters and optimizer state
     <directory>/step_00000020/rng/rank_00000.safetensors     states of torch's random generators
@@ -6,9 +6,9 @@
     <directory>/step_00000020/state.json                     the engines' counters and the caller's values
     <directory>/step_00000020/manifest.json                  sizes and checksums of all files, and the models' identity
 
-A save copies what this process has to write into host memory; from then on a thread writes it to a temporary folder,
-makes it durable, renames the folder, and only then removes older ones. The processes' threads agree on success over
-a process group of their own, so training is not disturbed. Nothing in a checkpoint is a pickle.
+A save copies this process's tensors into host memory. A thread then writes the copies to a temporary folder, makes them
+durable, renames the folder, and only then removes older checkpoints. The threads of all processes agree on success over
+a process group of their own, which does not disturb training. Nothing in a checkpoint is a pickle.
 """
 
 import re
@@ -36,16 +36,17 @@ _NAME = re.compile(r"step_(\d{8,})(" + re.escape(REPLACED) + ")?")
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written or read; the message says what is left."""
+    """A checkpoint could not be written or read. The message names the checkpoint that is left."""
 
 
 class CheckpointManager:
     """Saves and loads the engines of a run. As a context manager, it waits at the end for the save under way.
 
     Args:
-        directory: folder of the checkpoints, the same on all machines; what else is in it is left alone.
-        max_num: complete checkpoints to keep; the newest is never removed. One more needs room while it is written.
-        max_mem: their size in all, in GB of 10^9 bytes; None for no limit. The newest is kept if it alone is larger.
+        directory: folder of the checkpoints, the same on all machines. Other files in the folder are left alone.
+        max_num: most complete checkpoints to keep. While a checkpoint is written, the disk holds one more.
+        max_mem: most GB (10^9 bytes) of all complete checkpoints together; None for no limit. The newest checkpoint is
+            always kept.
     """
 
     def __init__(self, directory: str | Path, max_num: int = 2, max_mem: float | None = None) -> None:
@@ -67,7 +68,7 @@ class CheckpointManager:
         except CheckpointError as failure:
             if error is None:
                 raise
-            warnings.warn(str(failure), stacklevel=2)  # the first error is the one to raise
+            warnings.warn(str(failure), stacklevel=2)  # the first error is raised, not this later one
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
@@ -76,22 +77,24 @@ class CheckpointManager:
     ) -> Path:
         """Writes one checkpoint; every rank must call it.
 
-        Waits for the one before first. If that one failed, this one is written before anything is said: what was
-        learned since must not be lost to a disk that was full for a while.
+        First waits for the previous save. If the previous save failed, this checkpoint is written at once and only then
+        a warning names the failure: a disk that was full for a while must not cost the training since.
 
         Args:
-            step: number that names it.
+            step: number that names the checkpoint.
             engines: by name ("actor", "critic").
-            state: what else continues the run, the same on every rank: tensors, and what JSON can hold.
-            asynchronous: return as soon as everything is copied. The copies, as large as what this process writes, stay
-                allocated for the next save.
+            state: everything else that continues the run, the same on every rank: tensors, and values that JSON can
+                hold.
+            asynchronous: return as soon as the tensors are copied. The copies are as large as the files that this
+                process writes, and their memory is kept for the next save.
 
         Returns:
-            The checkpoint's folder, which is there after `wait`.
+            The checkpoint's folder, which exists after `wait`.
 
         Raises:
-            ValueError: a value of the state is neither a tensor nor restored by JSON as it is.
-            CheckpointError: it could not be written (a full disk, for example). Older checkpoints are untouched.
+            ValueError: a value of the state is no tensor, and JSON would not restore it as it is.
+            CheckpointError: the checkpoint could not be written (a full disk, for example). Older checkpoints are
+                untouched.
         """
         failure = self._finish_writing()
         self._connect()
@@ -117,22 +120,22 @@ class CheckpointManager:
             raise failure
 
     def _finish_writing(self) -> BaseException | None:
-        """Waits for the save under way, and gives the error that ended it."""
+        """Waits for the save under way, and returns the error that ended it, if any."""
         if (writing := self._writing) is None:
             return None
-        futures.wait([writing])  # Ctrl-C here leaves it for the next call
+        futures.wait([writing])  # after Ctrl-C here, the next call waits for the same save
         self._writing = None
         return writing.exception()
 
     def _write(self, content: Content, final: Path) -> None:
-        """All of a save that takes time. Runs in a thread: no collective but those of the manager's own group."""
+        """The slow part of a save. It runs in a thread, so it calls collectives of the manager's own group only."""
         temporary = final.with_name(final.name + TEMPORARY)
         try:
             self._together(self._remove_leftovers)
             described = self._together(lambda: content.write(temporary))
             files = {name: description for part in described for name, description in part.items()}
             self._together(lambda: self._publish(temporary, final, files, content.models))
-        except Exception as error:  # the half-written folder must go, the rest must stay
+        except Exception as error:  # the half-written folder goes, complete checkpoints stay
             shutil.rmtree(temporary, ignore_errors=True)
             kept = self.latest()
             raise CheckpointError(
@@ -141,13 +144,13 @@ class CheckpointManager:
             ) from error
 
     def clear(self) -> None:
-        """Removes all checkpoints, and nothing else. To be called by one process, while none saves."""
+        """Removes all checkpoints, and nothing else. One process calls it, while no process saves."""
         self._remove_leftovers()
         for folder in self._folders():
             remove(folder)
 
     def _remove_leftovers(self) -> None:
-        """What a kill left behind; its names are ours."""
+        """Removes temporary folders of checkpoints that a kill left behind."""
         if get_rank() == 0 and self.directory.is_dir():
             for folder in self.directory.glob(f"*{TEMPORARY}"):
                 if _NAME.fullmatch(folder.name.removesuffix(TEMPORARY)):
@@ -166,9 +169,9 @@ class CheckpointManager:
             self._rotate(final)
 
     def _rotate(self, newest: Path) -> None:
-        """Removes what is beyond the limits: damaged ones first, then the oldest, never the one just written."""
+        """Removes checkpoints beyond the limits: damaged ones first, then the oldest, never the newest."""
         others = [folder for folder in self._complete() if folder != newest]
-        others.sort(key=lambda folder: folder.name not in self._damaged)  # stable: oldest first otherwise
+        others.sort(key=lambda folder: folder.name not in self._damaged)  # a stable sort: oldest first among equals
         kept, num_bytes = 1, _num_bytes(newest)
         for folder in reversed(others):
             kept, num_bytes = kept + 1, num_bytes + _num_bytes(folder)
@@ -178,25 +181,25 @@ class CheckpointManager:
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, by its name; its files are verified by `load`."""
+        """The newest checkpoint with a manifest. Only `load` verifies its files."""
         complete = self._complete()
         return complete[-1] if complete else None
 
     def load(self, engines: Mapping[str, FSDPEngine]) -> dict[str, Any] | None:
-        """Loads the newest complete checkpoint that is intact into initialized engines, in place.
+        """Loads the newest complete and intact checkpoint into initialized engines, in place.
 
-        Every rank must call it. Any number of processes can load what any other number saved; random states are
-        restored where the number is the same. Damaged checkpoints are left out with a warning that names them.
+        Every rank must call it. The number of processes may differ from the number that saved; random states are
+        restored only if it is the same. A damaged checkpoint is skipped with a warning that names it.
 
         Args:
-            engines: by the names they were saved with; some of them are enough, and frozen ones leave the optimizer.
+            engines: engines by the names of the save; a subset is enough. Frozen engines skip the optimizer state.
 
         Returns:
-            The ``state`` it was saved with, its tensors on the CPU; None if there is no checkpoint.
+            The ``state`` of the save, with tensors on the CPU; None if there is no checkpoint.
 
         Raises:
-            ValueError: it is of other models; the message names the differences. The engines are as they were.
-            CheckpointError: there are checkpoints, and all are damaged; or reading failed.
+            ValueError: the checkpoint is of other models; the message names the differences. The engines are unchanged.
+            CheckpointError: all checkpoints are damaged, or reading failed.
         """
         self.wait()
         self._connect()
@@ -215,7 +218,7 @@ class CheckpointManager:
         return None
 
     def _find_damage(self, folder: Path) -> str | None:
-        """Every rank reads its share of the files, all get the same answer."""
+        """Describes the damage of a checkpoint, or None. Each rank reads its share; all ranks get the same answer."""
 
         def find() -> str | None:
             try:
@@ -236,7 +239,7 @@ class CheckpointManager:
             raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
 
     def _folders(self) -> list[Path]:
-        """Everything with the name of a checkpoint, oldest first."""
+        """All folders with the name of a checkpoint, oldest first."""
         if not self.directory.is_dir():
             return []
         named = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -252,10 +255,10 @@ class CheckpointManager:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=collective_timeout()))
 
     def _together(self, function: Callable[[], T]) -> list[T]:
-        """Calls the function on every rank; what each returned, in rank order. If one fails, all raise."""
+        """Calls the function on every rank, and returns all results in rank order. If one rank fails, all raise."""
         try:
             outcome = (function(), None)
-        except Exception as error:  # whatever it is, the others wait for it
+        except Exception as error:  # any error: the other ranks wait for this rank's outcome
             outcome = (None, f"{error}" or type(error).__name__)
         outcomes: list[Any] = [outcome]
         if self._group is not None:
@@ -268,14 +271,14 @@ class CheckpointManager:
 
 
 def _step(folder: Path) -> int:
-    """That a checkpoint's folder is named after."""
+    """The step in the name of a checkpoint's folder."""
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1])
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the folder has a manifest, of the step that the folder is named after."""
+    """Whether the folder has a manifest of the step in the folder's name."""
     with suppress(ValueError):
         read_manifest(folder, _step(folder))
         return True

@@ -1,6 +1,7 @@
-"""What a checkpoint says of itself: its files with their checksums, and the models that it is of.
+"""The manifest of a checkpoint: its files with their checksums, and its models with their shapes.
 
-``manifest.json`` is written last. A folder without it, or one that it does not describe, is no complete checkpoint.
+``manifest.json`` is written last. A folder without a manifest, or with files that differ from it, is no complete
+checkpoint.
 """
 
 import json
@@ -22,8 +23,11 @@ _SHOWN = 3
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and checksum. CRC-32 (IEEE 802.3) finds damage, not malice; at 5.7 GB/s it is faster than any disk here,
-    where BLAKE2b has 1.3 GB/s."""
+    """Size and checksum of a file.
+
+    The checksum is CRC-32 (IEEE 802.3), which finds damage, not malice. It reads 5.7 GB/s on one core, faster than the
+    disk; BLAKE2b reads 1.3 GB/s.
+    """
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -32,7 +36,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_model(engine: FSDPEngine) -> dict[str, Any]:
-    """Architecture, and the shapes of all that a checkpoint holds of an engine."""
+    """Architecture, and the shapes of all tensors that a checkpoint holds of an engine."""
     architectures = engine.model.pretrained.config.architectures or ["unknown"]
     shapes = {name: list(tensor.shape) for name, tensor in engine.state_tensors().items()}
     return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
@@ -58,7 +62,7 @@ def _inside(name: str) -> str:
 class _Manifest(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    step: NonNegativeInt | None = None  # checkpoints of older versions do not name it
+    step: NonNegativeInt | None = None  # older versions did not write it
     world_size: PositiveInt
     models: dict[str, _Model]
     files: Annotated[dict[Annotated[str, AfterValidator(_inside)], _File], Field(min_length=1)]
@@ -67,12 +71,12 @@ class _Manifest(BaseModel):
 def write_manifest(
     folder: Path, step: int, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Writes it durably, with a checksum of itself.
+    """Writes the manifest durably, with a checksum of the manifest itself.
 
     Args:
-        folder: the checkpoint.
-        step: that it is of.
-        world_size: processes that wrote it.
+        folder: folder of the checkpoint.
+        step: training step of the checkpoint.
+        world_size: number of processes that wrote the checkpoint.
         models: from `describe_model`, by name.
         files: from `describe_file`, by path relative to the folder.
     """
@@ -81,14 +85,14 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """What `write_manifest` wrote, by the names of its arguments.
+    """Reads the manifest, and returns a dictionary with the names of `write_manifest`'s arguments.
 
     Args:
-        folder: the checkpoint.
-        step: that it has to be of.
+        folder: folder of the checkpoint.
+        step: training step that the checkpoint must have.
 
     Raises:
-        ValueError: there is none that can be used; the message names the file and the reason.
+        ValueError: the manifest is missing or cannot be used; the message names the file and the reason.
     """
     try:
         manifest = dict(json.loads((folder / FILE_NAME).read_bytes()))
@@ -116,11 +120,11 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
-    """The first file that is not as the manifest describes it, and why; None if all are.
+    """Describes the first file that differs from the manifest; None if no file does.
 
     Args:
-        folder: the checkpoint.
-        files: from the manifest, or some of them where processes share the reading.
+        folder: folder of the checkpoint.
+        files: files of the manifest; some of them if processes share the reading.
     """
     for name, expected in files.items():
         path = folder / name
@@ -134,20 +138,20 @@ def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
 
 
 def find_extra(folder: Path, files: Mapping[str, Any]) -> str | None:
-    """A file of weights that the manifest does not name, which would be read along with those that it does."""
+    """Describes a file of weights that the manifest does not name, or None: loading would read the file, too."""
     found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.safetensors")))
     extra = next((name for name in found if name not in files), None)
     return extra and f"{extra} is not in {FILE_NAME}: remove it"
 
 
 def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """In which ways a saved model is not the one to load it into; empty if it can be loaded.
+    """Differences that keep a saved model from being loaded into another model; empty if it can be loaded.
 
-    Optimizer state in the checkpoint is no difference for a frozen engine, which has none.
+    A frozen engine has no optimizer, so optimizer state in the checkpoint is no difference for it.
 
     Args:
-        saved: from `describe_model`, by way of the manifest.
-        own: from `describe_model`.
+        saved: `describe_model` of the saved model, from the manifest.
+        own: `describe_model` of the model to fill.
     """
     there, here = saved["shapes"], own["shapes"]
     frozen = not any(name.startswith("optimizer.") for name in here)

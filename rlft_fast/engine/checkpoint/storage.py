@@ -1,9 +1,10 @@
-"""Tensors and folders on disk: each process writes its own parts, any number of them reads, renames are durable.
+"""Tensors on disk. Each process writes its own parts of the tensors, and any number of processes reads them.
 
-Files are safetensors in the layout of torch DCP's ``HuggingFaceStorageWriter``, and are read, resharded, by its
-``HuggingFaceStorageReader``. That writer itself serialises a file to bytes first, which doubles the memory and holds
-the interpreter's lock (0.4 to 0.7 s for 400 MB; ``save_file`` at most 0.01 s, and a third of the time in all). Nor is
-DCP's global plan needed: which process writes what follows from the placements, so saving tensors needs no collective.
+Files are safetensors in the layout of torch DCP's ``HuggingFaceStorageWriter``, and DCP's ``HuggingFaceStorageReader``
+reads and reshards them. DCP's writer is not used for two reasons. It serialises a file to bytes first, which doubles
+the memory and holds the interpreter's lock: 0.4 to 0.7 s for 400 MB, where ``save_file`` holds it for 0.01 s and takes
+a third of the time in all. And it makes a global plan over a collective. Here the placements alone say which process
+writes which part, so saving needs no collective.
 """
 
 import json
@@ -28,40 +29,43 @@ from rlft_fast.world import get_rank, get_world_size
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process holds of a tensor.
+class LocalPart:
+    """The part of a tensor that one process holds.
 
     Args:
-        data: the elements.
-        offsets: position of the first of them in the whole tensor, one number per dimension.
+        data: elements of the part.
+        offsets: position of the first element in the whole tensor, one number per dimension.
     """
 
     data: Tensor
     offsets: tuple[int, ...]
 
 
-def whole(tensor: Tensor) -> Part:
-    """A tensor that is one part."""
-    return Part(tensor.detach(), (0,) * tensor.dim())
+def whole(tensor: Tensor) -> LocalPart:
+    """The part that is the whole tensor."""
+    return LocalPart(tensor.detach(), (0,) * tensor.dim())
 
 
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """The parts that this process has to write; together, all processes write every element once.
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, LocalPart]:
+    """The parts that this process has to write. All processes together write every element once.
 
     Args:
-        tensors: DTensors, and plain tensors that are the same on every rank. They are aliased, not copied.
+        tensors: DTensors, and plain tensors that are the same on every rank. The parts alias them.
     """
     parts = {}
     for name, tensor in tensors.items():
         local, region = local_part(tensor)
         is_empty_shard = local.numel() == 0 and tensor.numel() > 0  # the last ranks may have no rows
         if _writes(name, tensor) and not is_empty_shard:
-            parts[name] = Part(local.detach(), tuple(along.start for along in region))
+            parts[name] = LocalPart(local.detach(), tuple(along.start for along in region))
     return parts
 
 
 def _writes(name: str, tensor: Tensor) -> bool:
-    """Whether this process, of all that hold the same part, writes it; replicas take turns, by the tensor's name."""
+    """Whether this process writes its part of the tensor.
+
+    Only one of the processes that hold the same part does. The name decides which one, so replicas share the work.
+    """
     if not isinstance(tensor, DTensor):
         return get_rank() == 0
     mesh, turn = tensor.device_mesh, zlib.crc32(name.encode())
@@ -70,13 +74,13 @@ def _writes(name: str, tensor: Tensor) -> bool:
 
 
 class Snapshot:
-    """Copies of tensors in host memory, made while nothing changes them. The memory is kept for the next copies."""
+    """Copies of tensors in host memory. The memory is kept for the next copies."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
     def take(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copies of all tensors, complete on return; valid until the next call."""
+        """Copies all tensors. The copies are complete on return, and valid until the next call."""
         buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             buffers[name].copy_(tensor, non_blocking=True)
@@ -92,11 +96,11 @@ class Snapshot:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def save_parts(parts: Mapping[str, Part], path: Path) -> None:
-    """Writes one process's parts, durably, where `load_tensors` finds them.
+def save_parts(parts: Mapping[str, LocalPart], path: Path) -> None:
+    """Writes the parts of one process durably. `load_tensors` reads them.
 
     Raises:
-        OSError, SafetensorError: the disk is full, for example.
+        OSError, SafetensorError: the file cannot be written, because the disk is full for example.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     offsets = json.dumps({name: {"saved_offsets": part.offsets} for name, part in parts.items()})
@@ -105,7 +109,7 @@ def save_parts(parts: Mapping[str, Part], path: Path) -> None:
 
 
 def save_weights(data: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file durably. Who may read it the umask says; ``save_file`` lets its owner alone."""
+    """Writes a safetensors file durably, with the permissions of the umask: ``save_file`` lets only the owner read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(data, path, metadata=metadata)
@@ -114,7 +118,7 @@ def save_weights(data: dict[str, Tensor], path: Path, metadata: dict[str, str]) 
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fills tensors of any sharding, in place, from what any number of processes saved. Every rank must call it."""
-    with warnings.catch_warnings():  # DCP warns that a single process is a single process
+    """Fills tensors of any sharding, in place, from the parts of any number of processes. Every rank must call it."""
+    with warnings.catch_warnings():  # DCP warns about loading in a single process
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=get_world_size() == 1)

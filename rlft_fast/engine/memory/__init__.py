@@ -1,15 +1,24 @@
-"""What a run needs per rank, from simulated engines: memory, token cap, communication."""
+"""The memory that a run needs per rank, planned before the run from simulated engines.
 
-from rlft_fast.engine.memory.gate import DoesNotFitError, check_run
-from rlft_fast.engine.memory.plan import PlanError
-from rlft_fast.engine.memory.run_plan import RunPlan, largest_actor_max_tokens, longest_sequence, plan_run
+fit           refuses a run that does not fit into memory, and says what would make it fit
+run           all models of a run and the generator, phase by phase
+engine        one model: memory by part, largest token cap, bytes sent per step
+generator     vLLM's memory, or the memory of transformers' ``generate``
+simulation    runs the real model code on tensors without data, and records the peak
+repeats       models with few blocks stand for a model with many equal blocks
+tracker       bytes that are allocated while operators run
+"""
+
+from rlft_fast.engine.memory.engine import MemoryPlanError
+from rlft_fast.engine.memory.fit import DoesNotFitError, check_run
+from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [
     "DoesNotFitError",
-    "PlanError",
-    "RunPlan",
+    "MemoryPlan",
+    "MemoryPlanError",
     "check_run",
     "largest_actor_max_tokens",
     "longest_sequence",
-    "plan_run",
+    "plan_memory",
 ]

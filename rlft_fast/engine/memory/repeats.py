@@ -1,4 +1,4 @@
-"""Blocks that a model repeats: two models of a few of them tell what memory a model of many needs."""
+"""Equal blocks of a model. The memory of a model with many follows from two small models with a few of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,20 @@ from torch import nn
 from rlft_fast.engine.sharding import decoder_blocks
 from rlft_fast.models import RLModel, has_vision
 
-_ENDS = 2  # blocks at each end of the repeats, where units are prefetched and given back in another way than between
-_LONGEST_PERIOD = 8  # blocks: five with a window and one without are one pattern of six (Gemma 3)
+_ENDS = 2  # blocks at each end of the repeats: FSDP prefetches and frees these differently from the blocks between
+_LONGEST_PERIOD = 8  # blocks of a pattern: Gemma 3 repeats five blocks with a window and one without, so six
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeats:
-    """A pattern of blocks, one after the other the same, somewhere in a model's list of blocks.
+    """A pattern of blocks that repeats somewhere in a model's list of blocks.
 
     Attributes:
-        name: of the list in the model.
-        first: block with which the pattern begins; those before it are others.
-        period: blocks of the pattern.
-        number: how often it is there.
-        num_behind: blocks that follow it.
+        name: name of the list in the model.
+        first: index of the pattern's first block. Blocks before it are not part of the pattern.
+        period: number of blocks in the pattern.
+        number: number of repeats of the pattern.
+        num_behind: number of blocks after the last repeat.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Repeats:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many of the repeats the two small models have."""
+        """Numbers of repeats in the two small models."""
         return 2 * self._kept, 2 * self._kept + 1
 
     @property
     def _kept(self) -> int:
-        """Repeats at each end that a small model has."""
+        """Number of repeats at each end that a small model keeps."""
         return -(-_ENDS // self.period)
 
     def blocks(self, model: RLModel) -> nn.ModuleList:
@@ -46,14 +46,14 @@ class Repeats:
         return blocks
 
     def shorten(self, model: RLModel, count: int) -> None:
-        """Takes all but so many of the repeats out of the model."""
+        """Removes repeats from the model until `count` are left."""
         begin = self.first + self._kept * self.period
         del self.blocks(model)[begin : begin + (self.number - count) * self.period]
 
     def position(self, index: int, num_blocks: int) -> int | None:
-        """The same number for the same block of a short and a long model, counted from its nearer end.
+        """An index that is the same for the same block of a short and a long model, counted from the nearer end.
 
-        None for those between: what holds for the ends of a run of equal steps holds within it.
+        None for blocks between the ends: bytes grow by equal steps there, so the largest value is at an end.
         """
         if index < self.first + self._kept * self.period:
             return index
@@ -61,12 +61,12 @@ class Repeats:
         return from_end if from_end >= -(self.num_behind + self._kept * self.period) else None
 
     def infer(self, few: int, more: int) -> int:
-        """Bytes with all repeats, from those with `counts` of them."""
+        """Bytes of the whole model, from the bytes of the two models with `counts` repeats."""
         return few + (self.number - self.counts[0]) * (more - few)
 
 
 def find_repeats(model: RLModel) -> Repeats | None:
-    """The pattern that leaves the fewest blocks, or None where two small models would not be smaller than the whole."""
+    """The pattern with the smallest small models; None if both together have as many blocks as the whole model."""
     name, blocks = _longest_list(model)
     kinds = _kinds(model, blocks)
     found = [
@@ -81,7 +81,7 @@ def find_repeats(model: RLModel) -> Repeats | None:
 
 
 def _longest_list(model: RLModel) -> tuple[str, list[nn.Module]]:
-    """The list of the decoder's blocks; a vision tower's stay as they are."""
+    """Name and blocks of the decoder's longest list. Blocks of a vision tower are not shortened."""
     units = {id(block) for block in decoder_blocks(model)}
     decoder = model.backbone.get_submodule("language_model") if has_vision(model.backbone) else model.backbone
     inside = {id(module) for module in decoder.modules()}
@@ -94,7 +94,7 @@ def _longest_list(model: RLModel) -> tuple[str, list[nn.Module]]:
 
 
 def _kinds(model: RLModel, blocks: list[nn.Module]) -> list[Any]:
-    """What tells one block from another: modules, parameters, and what the configuration lists for each layer."""
+    """A description of each block, by which equal blocks are found: modules, parameters, settings of its layer."""
     config = model.backbone.config.get_text_config().to_dict()
     per_layer = [values for values in config.values() if isinstance(values, list) and len(values) == len(blocks)]
     return [
@@ -108,7 +108,7 @@ def _kinds(model: RLModel, blocks: list[nn.Module]) -> list[Any]:
 
 
 def _runs(kinds: list[Any], period: int) -> list[dict[str, int]]:
-    """Where blocks are the same as those a period later, as far as possible."""
+    """Maximal runs of blocks that equal the block one period later, as arguments of `Repeats`."""
     runs, first = [], 0
     for i in range(len(kinds)):
         if i + period >= len(kinds) or kinds[i] != kinds[i + period]:

@@ -1,7 +1,7 @@
-"""What a pass needs in memory, found by running the real model code under `FakeTensorMode`: nothing is computed.
+"""The memory of a pass, found by running the real model code under `FakeTensorMode`, which computes nothing.
 
-Any architecture is covered. Of blocks that repeat only a few run: memory is recorded between the same blocks of two
-models of a few blocks each, and every such record grows by the same bytes with each further block.
+So any architecture is covered. Of equal blocks only a few run. The peak between the same two blocks is recorded for two
+models with a few blocks each, and grows by the same bytes with every further block.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
-from rlft_fast.engine.sharding import Head, build_model, reduce_gradients, shard
+from rlft_fast.engine.sharding import HeadKind, build_model, reduce_gradients, shard
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -39,34 +39,35 @@ from rlft_fast.ops import gather_heads_scatter_tokens
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import sequence_group
 
-# transformers hands a vision tower's boundaries on, instead of reading them, to what has "flash" in its name.
+# transformers reads the boundaries of a vision tower's images, unless the name of the attention contains "flash". A
+# fake tensor cannot be read.
 WHOLE_SEQUENCE, WHOLE_IMAGE = "rlft_whole_sequence", "rlft_whole_image_as_flash"
 
 
-class PlanError(ValueError):
-    """A model that cannot be planned, which says nothing about whether it fits."""
+class MemoryPlanError(ValueError):
+    """The model cannot be planned. It may fit all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What rank 0 of so many does with a model.
+    """The work of rank 0 with one model.
 
     Attributes:
         path: folder with the model's ``config.json``.
-        config: of the engine; its shard size must be a number.
+        config: configuration of the engine; its shard size must be a number.
         world_size: number of ranks.
-        head: of the model.
-        trains: a step of the optimizer; otherwise inference.
-        num_tokens: of each micro-batch, before `sequence_parallel` divides them.
-        num_micro_batches: more than two need what two need.
-        num_patches: of images in each micro-batch, for models with a vision tower; never less than a blank image's.
-        offloaded: weights, gradients and optimizer state do not count: they are on another device.
+        head: kind of the model's head.
+        trains: whether an optimizer step runs; otherwise inference.
+        num_tokens: tokens of each micro-batch, before `sequence_parallel` divides them.
+        num_micro_batches: micro-batches of the step. More than two need as much memory as two.
+        num_patches: image patches of each micro-batch, for models with a vision tower; at least a blank image's.
+        offloaded: whether weights, gradients and optimizer state are on another device, and do not count.
     """
 
     path: str
     config: EngineConfig
     world_size: int
-    head: Head = "logprob"
+    head: HeadKind = "logprob"
     trains: bool = True
     num_tokens: int
     num_micro_batches: int = 1
@@ -76,11 +77,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Bytes at most.
+    """Peak bytes of a workload.
 
     Attributes:
-        anywhere: of the whole workload.
-        at_operator: when the head's operator ended, which takes memory of its own unseen; 0 without one.
+        anywhere: peak at any time.
+        at_operator: peak at the end of a call of the head's operator, without the memory that the operator itself takes
+            inside, which the simulation does not see; 0 if the model has no such operator.
     """
 
     anywhere: int
@@ -88,11 +90,11 @@ class Peaks:
 
 
 def simulate(workload: Workload) -> Peaks:
-    """Memory of the workload, weights included, by the code that builds, shards and runs the engine's model.
+    """Peak memory of the workload, weights included. The engine's own code builds, shards and runs the model.
 
     Raises:
-        ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or a group was joined.
-        PlanError: the model has an operator that does not run on tensors without data.
+        ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or the process has joined a group.
+        MemoryPlanError: the model has an operator that does not run on tensors without data.
     """
     return _simulate(workload, (Path(workload.path) / "config.json").read_text())
 
@@ -103,13 +105,13 @@ def _simulate(workload: Workload, _model_config: str) -> Peaks:
         try:
             return _with_few_blocks(workload)
         except RuntimeError as error:
-            raise PlanError(
+            raise MemoryPlanError(
                 f"the model in {workload.path} cannot be planned, since it does not run without data: {error}"
             ) from error
 
 
 def _with_few_blocks(workload: Workload) -> Peaks:
-    """Each moment's peak is that of a few blocks, and what further ones add; the highest counts."""
+    """The highest peak of all moments. A moment's peak is extrapolated from two models with a few blocks."""
     model = build(workload)
     repeats = find_repeats(model)
     if repeats is None:
@@ -128,10 +130,10 @@ def _with_few_blocks(workload: Workload) -> Peaks:
 
 @contextlib.contextmanager
 def pretended_world(world_size: int) -> Iterator[None]:
-    """This process is rank 0 of so many, whose collectives do nothing.
+    """Inside, this process is rank 0 of a process group whose collectives do nothing.
 
     Raises:
-        ValueError: it is in a process group already.
+        ValueError: the process has joined a process group already.
     """
     if dist.is_initialized():
         raise ValueError("this process has joined a process group, so it cannot pretend another: plan before joining")
@@ -145,13 +147,13 @@ def pretended_world(world_size: int) -> Iterator[None]:
 def run_blocks(
     workload: Workload, model: RLModel, repeats: Repeats | None = None, num_repeats: int = 0
 ) -> MemoryTracker:
-    """Runs the workload in the pretended world, with so many of the model's repeated blocks or with all.
+    """Runs the workload in the pretended world, with some or all of the model's equal blocks.
 
     Args:
-        workload: what is run.
-        model: as `build_model` makes it; it is sharded, and cannot be used again.
-        repeats: of the model's blocks.
-        num_repeats: how many of them run.
+        workload: the work to run.
+        model: from `build`. It is sharded here and cannot be used again.
+        repeats: the model's equal blocks; None: run all blocks.
+        num_repeats: number of repeats to run.
     """
     device, config = torch.device("cpu"), workload.config
     group = sequence_group(config.sequence_parallel)
@@ -182,13 +184,13 @@ def run_blocks(
 
 
 def build(workload: Workload) -> RLModel:
-    """The workload's model, whole and without memory."""
+    """The workload's model, unsharded and without memory."""
     config = workload.config.model_copy(update={"compile": False})
     return build_model(workload.path, config, workload.head, trains=workload.trains)
 
 
 def _gradient_bytes(parameters: list[nn.Parameter]) -> int:
-    """Of gradients that have been reduced."""
+    """Bytes of the reduced gradients."""
     gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return sum(getattr(gradient, "_local_tensor", gradient).nbytes for gradient in gradients)
 
@@ -199,7 +201,7 @@ def _gradient_bytes(parameters: list[nn.Parameter]) -> int:
 def _run(
     model: RLModel, tracker: MemoryTracker, workload: Workload, group: dist.ProcessGroup | None, micro_batch: int
 ) -> None:
-    """Forward, and backward if it trains, of a micro-batch in which every token has an output."""
+    """Forward, and backward if the model trains, of a micro-batch in which every token has an output."""
     tracker.mark((micro_batch, "embedding"))
     inputs = _inputs(model, workload, group)
     num_rows = inputs.input_ids.shape[-1]
@@ -241,7 +243,7 @@ def _images(backbone: Any, num_rows: int, num_patches: int) -> ImageInputs:
 
 
 def _mark_blocks(tracker: MemoryTracker, repeats: Repeats, model: RLModel) -> None:
-    """Moments have the same names in models of different numbers of blocks."""
+    """Has blocks mark moments, with names that are the same in models with different numbers of blocks."""
     blocks = repeats.blocks(model)
     for i, block in enumerate(blocks):
         position = repeats.position(i, len(blocks))
@@ -264,11 +266,11 @@ def _mark_backward(
         tracker.mark((micro_batch, "head"))
 
 
-# ---- what stands for operators whose boundaries are data ------------------------------------------------------------
+# ---- stand-ins for operators that read boundaries from tensors ------------------------------------------------------
 
 
 def _stand_in(model: RLModel) -> None:
-    """Has the model attend by functions that need as much memory, and read nothing."""
+    """Replaces the model's attention by functions that need as much memory but read no tensor."""
     backbone: Any = model.backbone
     if not has_vision(backbone):
         model.pretrained.set_attn_implementation(WHOLE_SEQUENCE)
@@ -280,7 +282,7 @@ def _stand_in(model: RLModel) -> None:
 
 
 def _image_features(tower: Any, pixel_values: Tensor, _grids: Tensor) -> SimpleNamespace:
-    """The tower on one image of all patches, with what it would read from the grids."""
+    """Runs the vision tower on one image of all patches, and passes the values that it would read from the grids."""
     num_patches, merge = pixel_values.shape[0], tower.spatial_merge_size
     boundaries = torch.zeros(2, dtype=torch.int32)
     outputs = tower(
@@ -295,7 +297,7 @@ def whole_sequence_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, sequence_group: dist.ProcessGroup | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stands for packed attention, whose boundaries a fake tensor does not have; it needs as much memory."""
+    """Stands for packed attention and needs as much memory. It reads no boundaries, which a fake tensor lacks."""
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
     output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
@@ -309,7 +311,7 @@ def whole_image_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stands for a vision tower's attention to each image or window."""
+    """Stands for the attention of a vision tower within each image or window."""
     output = scaled_dot_product_attention(query, key, value, scale=scaling)
     return torch.cat([output.transpose(1, 2).contiguous()], dim=1), None
 

@@ -1,7 +1,13 @@
-"""A model built without memory, wrapped and sharded over the ranks."""
+"""A model is built without memory, wrapped, and sharded over the ranks.
+
+build     from a model folder and a configuration to a sharded model
+blocks    recompute the activations of repeated blocks, compile the blocks
+wrap      which modules FSDP2 shards as units, and how the units behave
+mesh      which ranks share one copy of a model
+"""
 
 from rlft_fast.engine.sharding.build import (
-    Head,
+    HeadKind,
     build_model,
     require_own_numbers,
     require_same_model,
@@ -20,7 +26,7 @@ from rlft_fast.engine.sharding.wrap import (
 )
 
 __all__ = [
-    "Head",
+    "HeadKind",
     "build_model",
     "decoder_blocks",
     "describe_units",

@@ -1,6 +1,7 @@
-"""What may be done to each repeated block before it is sharded: recompute its activations, compile it.
+"""Activation checkpointing and compilation of a model's repeated blocks, before the model is sharded.
 
-Both replace the block's ``forward``, not the block: names stay, and FSDP's hooks run outside.
+Both replace the ``forward`` of a block, not the block. So parameters keep their names, and FSDP's hooks run outside of
+the recomputed or compiled code.
 """
 
 import functools
@@ -12,7 +13,9 @@ import torch.nn.attention.varlen  # registers the operator named below
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_EXPENSIVE = {  # what "selective" keeps: matrix products, and attention, whose flops grow with the square of the length
+# Mode "selective" keeps the results of these operators: matrix products, and attention, whose flops grow with the
+# square of the length.
+_EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
@@ -25,9 +28,11 @@ _EXPENSIVE = {  # what "selective" keeps: matrix products, and attention, whose 
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["selective", "full"]) -> None:
-    """Blocks keep their inputs (selective: also the results of matrix products and attention) and run again backward.
+    """Has blocks keep only their inputs and run again in the backward pass. Chen et al. 2016, arXiv:1604.06174.
 
-    Chen et al. 2016, arXiv:1604.06174.
+    Args:
+        blocks: changed in place.
+        mode: "selective" also keeps the results of matrix products and attention, and does not run these again.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a block is random
     if mode == "selective":
@@ -41,6 +46,6 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """One compiled graph serves all blocks of a kind, and all lengths."""
+    """Compiles each block in place. One graph serves all blocks of a class, and all lengths."""
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)

@@ -1,6 +1,7 @@
-"""From a model folder and a configuration to a sharded model without memory: what `FSDPEngine.initialize` starts with.
+"""From a model folder and a configuration to a sharded model without memory.
 
-The parts run on any world, also a pretended one, which is how `rlft-fast plan` sees a large run before it is paid for.
+`FSDPEngine.initialize` starts with these functions. They also run in a pretended process group, where `rlft-fast plan`
+finds out what a large run needs.
 """
 
 import json
@@ -27,23 +28,25 @@ from rlft_fast.models import (
 )
 from rlft_fast.world import get_world_size, require_agreement
 
-Head = Literal["logprob", "value", "score"]
+HeadKind = Literal["logprob", "value", "score"]
 
-_MOST_DEVIATION = 0.01  # of log-probabilities: TF32 rounds so far
+# Largest accepted difference of log-probabilities between the packed forward and the model's own. TF32 causes 0.01.
+_MOST_DEVIATION = 0.01
 _MOST_DEVIATION_IN_BFLOAT16 = 0.5
 
 
-def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) -> RLModel:
-    """The model on the meta device, with adapters, activation checkpointing and compilation as configured.
+def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool) -> RLModel:
+    """Builds the model on the meta device, with adapters, activation checkpointing and compilation as configured.
 
     Args:
-        path: model folder; its weights are not read.
-        config: of the engine.
-        head: "logprob", "value" or "score".
-        trains: whether its weights, or adapters, get gradients.
+        path: model folder. Weights are not read.
+        config: configuration of the engine.
+        head: kind of the model's head.
+        trains: whether weights, or adapters, get gradients.
 
     Raises:
-        ValueError: the folder cannot be used, or adapters do not fit the model.
+        ValueError: the folder cannot be used, the adapters do not fit the model, or `sequence_parallel` does not divide
+            the number of attention heads.
     """
     dtype = getattr(torch, config.param_dtype)
     if head == "logprob":
@@ -66,7 +69,10 @@ def build_model(path: str, config: EngineConfig, head: Head, *, trains: bool) ->
 
 
 def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tuple[str, nn.Module]]:
-    """Wraps the model by FSDP2 where there is something to shard, cast or offload. Returns its units, by name.
+    """Wraps the model by FSDP2, in place, unless there is nothing to shard, cast or offload.
+
+    Returns:
+        Name and module of every unit; empty if the model is not wrapped.
 
     Raises:
         ValueError: the shard size does not divide the number of ranks, or nothing fits.
@@ -85,12 +91,12 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tu
     )
     if isinstance(model, PolicyModel):
         for method in ("generate", "deviation"):
-            register_fsdp_forward_method(model, method)  # gathers the root's weights as forward does
+            register_fsdp_forward_method(model, method)  # the method then gathers the root's weights, as forward does
     return units
 
 
 def state_bytes(model: RLModel, config: EngineConfig) -> int:
-    """What one copy of the model keeps between steps: weights, and for those that train gradient and AdamW state."""
+    """Bytes that one copy of the model keeps between steps: weights, gradients and AdamW state."""
     width = getattr(torch, config.param_dtype).itemsize
     master = 4 if config.param_dtype == "bfloat16" else 0
     per_trained = width + 8 + master
@@ -98,12 +104,12 @@ def state_bytes(model: RLModel, config: EngineConfig) -> int:
 
 
 def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
-    """Refuses a loaded policy whose packed log-probabilities are not those of the model's own forward.
+    """Refuses a loaded policy if its packed forward and the model's own forward give different log-probabilities.
 
-    In bfloat16, whose rounding two ways of attention take differently, it warns instead.
+    In bfloat16 it warns instead: the two kinds of attention round differently there.
 
     Raises:
-        ValueError: with the difference.
+        ValueError: the log-probabilities differ by more than rounding explains; the message has the difference.
     """
     with torch.compiler.set_stance("force_eager"):
         deviation = model.deviation().item()
@@ -111,7 +117,8 @@ def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
         if isinstance(unit, FSDPModule):  # the root and the last block would keep their gathered weights
             unit.reshard()
     is_narrow = "bfloat16" in (config.compute_dtype, config.param_dtype)
-    if not deviation > (_MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION):  # NaN: the weights are NaN
+    most = _MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION
+    if not deviation > most:  # NaN passes: the weights themselves are NaN, whatever the attention does
         return
     message = (
         f"log-probabilities of packed sequences differ by {deviation:.3g} from those of {type(model.model).__name__}'s "
@@ -119,11 +126,15 @@ def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
     )
     if not is_narrow:
         raise ValueError(f"{message}: this architecture cannot be packed")
-    warnings.warn(f"{message}, more than rounding explains: compare with float32", stacklevel=2)
+    warnings.warn(f"{message}. Rounding explains less: compare with float32", stacklevel=2)
 
 
-def require_same_model(path: str, config: EngineConfig, head: Head, num_training_steps: int | None) -> None:
-    """Raises ValueError on every rank, naming what differs, if ranks were given different models or settings."""
+def require_same_model(path: str, config: EngineConfig, head: HeadKind, num_training_steps: int | None) -> None:
+    """Requires that all ranks were given the same model and settings.
+
+    Raises:
+        ValueError: ranks differ; raised on every rank, and the message names the differences.
+    """
     file = Path(path) / "config.json"
     model = json.loads(file.read_text()) if file.is_file() else {}
     engine = config.model_dump(mode="json") | {"head": head, "num_training_steps": num_training_steps}

@@ -1,7 +1,7 @@
-"""The device mesh of FSDP: ``(replicate, shard)``. One mesh per shape and process, shared by all models of a run.
+"""The device mesh of FSDP: ``(replicate, shard)``. All models of a run share one mesh per shape.
 
-A shard size below the number of ranks is hybrid sharding (HSDP): groups of neighbouring ranks hold one copy of the
-model each, so that weights are gathered inside a group and only gradients cross groups.
+A shard size below the number of ranks is hybrid sharding (HSDP). Each group of neighbouring ranks then holds one copy
+of the model: weights are gathered inside a group, and only gradients cross groups.
 """
 
 import math
@@ -16,20 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlft_fast.world import collective_timeout, ensure_process_group, get_world_size
 
-_USABLE = 0.6  # of the device's memory for a model's state; the rest is for activations, gathered weights and others
+# Share of the device's memory that a model's state may take. Activations, gathered weights and others need the rest.
+_USABLE = 0.6
 
 
 def resolve_shard_size(shard_size: int | Literal["auto"], world_size: int, state_bytes: int, memory_bytes: int) -> int:
-    """Over how many ranks one copy of a model is spread.
+    """The number of ranks that share one copy of a model.
 
     Args:
-        shard_size: -1 for all ranks, 1 for a copy on each, n, or "auto" for the smallest that fits.
+        shard_size: -1 for all ranks, 1 for a copy on each rank, n for groups of n ranks, or "auto" for the smallest
+            number with which the state fits.
         world_size: number of ranks.
-        state_bytes: the model's parameters, gradients and optimizer state.
+        state_bytes: bytes of the model's parameters, gradients and optimizer state.
         memory_bytes: memory of one rank's device.
 
     Raises:
-        ValueError: the number of ranks is no multiple of the shard size, or no shard size fits.
+        ValueError: the shard size does not divide the number of ranks, or no shard size fits.
     """
     if shard_size == "auto":
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -38,7 +40,7 @@ def resolve_shard_size(shard_size: int | Literal["auto"], world_size: int, state
                 return n
         raise ValueError(
             f"shard_size auto: the model's {state_bytes / 2**30:.1f} GiB of state, over all {world_size} ranks, take "
-            f"more than {_USABLE:.0%} of a device's {memory_bytes / 2**30:.1f} GiB: use more ranks"
+            f"more than {_USABLE:.0%} of the {memory_bytes / 2**30:.1f} GiB of a device: use more ranks"
         )
     size = world_size if shard_size == -1 else shard_size
     if world_size % size:
@@ -53,10 +55,12 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]
 
 
 def device_mesh(device_type: str, shard_size: int) -> DeviceMesh:
-    """The mesh for a shard size, made once; 1-D where all ranks share one copy, which spares FSDP the second reduction.
+    """The mesh for a shard size. It is made once, and has one axis if all ranks share one copy of the model.
+
+    On a mesh of one axis FSDP reduces gradients once instead of twice.
 
     Args:
-        device_type: of the ranks' devices.
+        device_type: type of the ranks' devices.
         shard_size: from `resolve_shard_size`.
     """
     ensure_process_group()
@@ -80,18 +84,18 @@ def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh
 
 
 def shard_numel(shape: Sequence[int], shard_size: int) -> int:
-    """Elements of the first shard of a tensor, the largest: FSDP2 deals out rows as `torch.chunk` does."""
+    """Elements of a tensor's first shard, the largest one. FSDP2 deals out rows as `torch.chunk` does."""
     return -(-shape[0] // shard_size) * math.prod(shape[1:])
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory that one rank may use: its GPU's, or its share of the machine's."""
+    """Bytes of memory for one rank: all of its GPU's memory, or its share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory()
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory that one rank may use: its share."""
+    """Bytes of the machine's memory, divided by the number of ranks on the machine."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,8 +1,9 @@
-"""Which modules become FSDP units: found by structure, so that a new architecture needs no new list.
+"""Which modules become FSDP units, and how units gather weights and reduce gradients.
 
-A unit's weights are gathered together, before it runs, and given back after. Units are the blocks that a model repeats
-(of text and vision), and the embedding and the head where they are not tied; the root holds what remains. Tied
-embedding and head stay in the root: two units would each own a copy, and train them apart.
+FSDP gathers the weights of a unit before the unit runs and frees them afterwards. Units are the blocks that a model
+repeats (of text and vision), the embedding, and the head. The root holds all other weights. A tied embedding and head
+stay in the root: two units would own a copy each, and the copies would train apart. Units are found by structure, so a
+new architecture needs no list.
 """
 
 import contextlib
@@ -19,15 +20,15 @@ from transformers import PreTrainedModel
 
 
 def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
-    """The modules to wrap, by name, in the order in which they run; the root is not among them.
+    """Names and modules of the units, in the order in which they run. The root is not among them.
 
     Args:
         model: contains a transformers model.
-        class_names: classes of the blocks; None: what the model itself declares (``_no_split_modules``), or else the
-            members of its module lists.
+        class_names: classes of the blocks; None: the classes that the model declares (``_no_split_modules``), or if it
+            declares none, the members of its module lists.
 
     Raises:
-        ValueError: no module is of one of the classes.
+        ValueError: the model has no module of one of the classes.
     """
     blocks = _blocks(model, class_names)
     units = blocks | _embedding_and_head(model, blocks)
@@ -35,7 +36,7 @@ def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> li
 
 
 def decoder_blocks(model: nn.Module, class_names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The repeated blocks alone."""
+    """The blocks that the model repeats. Arguments as in `find_units`."""
     return list(_blocks(model, class_names).values())
 
 
@@ -45,13 +46,14 @@ def _blocks(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, nn
     if class_names is not None and (unknown := declared - {type(module).__name__ for module in found.values()}):
         repeated = sorted({type(module).__name__ for module in _list_members(model).values()})
         raise ValueError(
-            f"wrap names {', '.join(sorted(unknown))}, of which this model has none; it repeats {', '.join(repeated)}"
+            f"wrap names {', '.join(sorted(unknown))}, but this model has no such module; it repeats "
+            f"{', '.join(repeated)}"
         )
     return _outermost(found or _list_members(model))
 
 
 def _declared(model: nn.Module) -> set[str]:
-    """transformers keeps a list, a set or None, on the class; it is only read here."""
+    """Class names that transformers declares, as a list, a set or None on the model's class."""
     return {
         name
         for module in model.modules()
@@ -71,7 +73,7 @@ def _list_members(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Without those inside another, such as the experts of a block."""
+    """Leaves out modules inside another of the modules, such as the experts of a block."""
     return {
         name: module for name, module in modules.items() if not any(name.startswith(f"{other}.") for other in modules)
     }
@@ -106,15 +108,15 @@ def shard_model(
         mesh: from `device_mesh`.
         compute_dtype: dtype of gathered weights; gradients are reduced in float32.
         class_names: see `find_units`.
-        reshard_after_forward: whether units give their gathered weights back between forward and backward. The last
-            one never does: its backward comes right after.
-        cpu_offload: keep shards, gradients and so the optimizer in CPU memory, and copy units as they run.
+        reshard_after_forward: whether units free their gathered weights between forward and backward. The last unit
+            keeps them, because its backward comes next.
+        cpu_offload: keep shards, gradients and optimizer state in CPU memory; each unit is copied when it runs.
 
     Returns:
-        The units.
+        Name and module of every unit.
     """
     units = find_units(model, class_names)
-    # Inputs keep their dtype: hidden states are in it already, and the loss needs its fields in float32.
+    # Inputs are not cast: hidden states have the dtype already, and the loss needs its fields in float32.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for i, (_, unit) in enumerate(units):
@@ -126,9 +128,10 @@ def shard_model(
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
-    """A block's weights are on their way while the one before it computes; backward in reverse.
+    """While a block computes, FSDP gathers the weights of the block that runs next.
 
-    Only among blocks of one kind: where images are missing no vision block runs, and none should be waited for.
+    A block prefetches only blocks of its own class. Otherwise a batch without images would wait for vision blocks that
+    never run.
     """
     for unit, following in pairwise(units):
         if type(unit) is type(following):
@@ -139,9 +142,10 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back all gathered weights: some are kept for a backward pass, which after inference does not come.
+    """Frees all gathered weights. Some units keep theirs for a backward pass, which does not come after inference.
 
-    As long as they are gathered the model's parameters are these and not the shards, and their memory will be freed.
+    While the weights of a unit are gathered, the unit's parameters are the gathered tensors instead of the shards. A
+    reader of the shards calls this first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -150,14 +154,14 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Whole weights on every rank, where they are sharded; afterwards units give theirs back when they did before.
+    """Inside, every rank has all weights whole. Afterwards the weights are sharded as before.
 
-    They are gathered once and not once per pass, and no collective runs meanwhile: ranks may do different work.
+    Weights are gathered once, not once per pass. No collective runs inside, so ranks may do different work.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [(group, group.post_forward_mesh_info) for unit in units if unit is not model for group in _groups(unit)]
     for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)  # as the root always has it
+        unit.set_reshard_after_forward(False, recurse=False)  # the root is never resharded after forward
         unit.unshard()
     try:
         yield
@@ -169,13 +173,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -> None:
-    """Says whether the backward pass of the next micro-batch reduces gradients.
+    """Sets whether the backward pass of the next micro-batch reduces gradients.
 
     Args:
         model: sharded or not.
-        is_last: whether it is the last one of the step, with which the copies of a hybrid mesh add theirs up, too:
-            these are often on other machines.
-        every_micro_batch: reduce those of the others among the shards of a copy.
+        is_last: whether the micro-batch is the last of the step. Only then do the copies of a hybrid mesh add up their
+            gradients, because the copies are often on different machines.
+        every_micro_batch: reduce after each micro-batch, not only the last, among the ranks that share one copy.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or every_micro_batch)
@@ -184,7 +188,7 @@ def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -
 
 @contextlib.contextmanager
 def no_leftovers(model: nn.Module) -> Iterator[None]:
-    """If a micro-batch fails, what those before it have accumulated is dropped: it must not enter the next step."""
+    """If a micro-batch fails inside, drops the gradients of the step, which must not enter the next step."""
     try:
         yield
     except BaseException:
@@ -193,12 +197,12 @@ def no_leftovers(model: nn.Module) -> Iterator[None]:
 
 
 def _discard_gradients(model: nn.Module) -> None:
-    """Drops gradients, also those that FSDP has accumulated but not reduced, and what a failed pass left half done."""
+    """Drops all gradients, also those that FSDP has not reduced yet, and FSDP's state of a failed pass."""
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
         model.reset_iter_state()
     for group in (group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)):
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:  # reset_iter_state says that it drops these, but does not (torch 2.13)
+        for parameter in group.fsdp_params:  # reset_iter_state is documented to drop these, but does not (torch 2.13)
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
@@ -206,14 +210,14 @@ def _discard_gradients(model: nn.Module) -> None:
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """What FSDP gathers of the unit."""
+    """The groups of parameters that FSDP gathers together for this unit."""
     state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one until torch 2.12
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group until torch 2.12
     return [group for group in groups if group is not None]
 
 
 def describe_units(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> str:
-    """A table of the units: how many there are of each class, and what one of them holds."""
+    """A table of the units: for each class, the number of units and the parameters of one unit."""
     rows: dict[tuple[str, int], list[str]] = {}
     inside: set[int] = set()
     for name, unit in units:

@@ -9,7 +9,7 @@ import torch
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.memory.plan import USABLE, inference_bytes, largest_max_tokens, plan_engine
+from rlft_fast.engine.memory.engine import USABLE, inference_bytes, largest_max_tokens, plan_engine_memory
 from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world.collectives import leaving_process_group
@@ -25,15 +25,15 @@ LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"
 def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
     path = save_model(tmp_path, width=256)
     config = EngineConfig(max_tokens=1024, workspace_mib=16, activation_checkpointing=checkpointing)
-    plan = plan_engine(str(path), config, world_size=1, num_micro_batches=2, device_type="cpu")
+    plan = plan_engine_memory(str(path), config, world_size=1, num_micro_batches=2, device_type="cpu")
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     assert plan.total_bytes == pytest.approx(measured_bytes(engine, full_batch(1024, 2), PolicyLoss()), rel=TOLERANCE)
-    assert plan.sent == 0
+    assert plan.sent_bytes == 0
 
 
 def test_plan_of_a_critic(tmp_path):
     path, config = save_model(tmp_path, width=256), EngineConfig(max_tokens=1024)
-    plan = plan_engine(str(path), config, world_size=1, device_type="cpu", head="value")
+    plan = plan_engine_memory(str(path), config, world_size=1, device_type="cpu", head="value")
     engine = FSDPEngine(str(path), config, head="value", num_training_steps=9).initialize()
     assert plan.total_bytes == pytest.approx(measured_bytes(engine, full_batch(1024, 1), ValueLoss()), rel=TOLERANCE)
 
@@ -78,7 +78,9 @@ def compare(rank: int, path: Path, planned: list[int]) -> None:
 @pytest.mark.dist
 def test_plan_is_what_each_of_two_processes_allocates(tmp_path):
     path = save_model(tmp_path, width=256)
-    planned = [plan_engine(str(path), sharded_config(options), 2, count, "cpu").total_bytes for count, options in CASES]
+    planned = [
+        plan_engine_memory(str(path), sharded_config(options), 2, count, "cpu").total_bytes for count, options in CASES
+    ]
     assert len({*planned[:4]}) == 4
     run_distributed(compare, 2, path, planned)
 
@@ -88,13 +90,13 @@ def test_ranks_share_the_tokens(tmp_path):
     """Four of them have as many rows each as one has of a quarter of the tokens, and as much head to compute."""
     path, config = str(save_model(tmp_path, width=64)), EngineConfig(max_tokens=4096, compute_dtype="bfloat16")
     whole, quarter, shared = (
-        plan_engine(path, config.model_copy(update=changes), 4).memory
+        plan_engine_memory(path, config.model_copy(update=changes), 4).memory
         for changes in ({}, {"max_tokens": 1024}, {"sequence_parallel": 4})
     )
     assert shared["activations"] < 0.3 * whole["activations"]
     assert quarter["activations"] <= shared["activations"] < 1.2 * quarter["activations"]  # all-to-all has buffers
     with pytest.raises(ValueError, match="sequence_parallel=3 must divide the 8 attention heads"):
-        plan_engine(path, config.model_copy(update={"sequence_parallel": 3}), 3)
+        plan_engine_memory(path, config.model_copy(update={"sequence_parallel": 3}), 3)
 
 
 # A GPU loses what the CPU's memory gains. bfloat16 weights have masters in the optimizer.
@@ -102,7 +104,7 @@ def test_ranks_share_the_tokens(tmp_path):
 def test_offloaded_parts_are_those_of_the_engine(dtypes, tmp_path):
     path = save_model(tmp_path, width=128)
     config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", workspace_mib=16, cpu_offload=True, **dtypes)
-    plan = plan_engine(str(path), config, 1)
+    plan = plan_engine_memory(str(path), config, 1)
     with leaving_process_group():
         engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
         engine.optimizer.zero_grad = lambda **_: None  # to see the gradients after a step
@@ -117,7 +119,7 @@ def test_offloaded_parts_are_those_of_the_engine(dtypes, tmp_path):
 def test_offload_never_needs_more(options, tmp_path):
     path, config = str(save_model(tmp_path, width=128)), sharded_config(options)
     kept, offloaded = (
-        plan_engine(path, config.model_copy(update={"cpu_offload": offload}), 2, 2) for offload in (False, True)
+        plan_engine_memory(path, config.model_copy(update={"cpu_offload": offload}), 2, 2) for offload in (False, True)
     )
     assert kept.host == {}
     state = sum(kept.memory[part] for part in ("parameters", "optimizer"))
@@ -135,7 +137,7 @@ def test_plan_of_a_vision_tower(name, tmp_path):
     batch = Batch.from_samples([prompt], [[9] * (1024 - len(prompt))], multi_modal_inputs=inputs)
     batch = batch.replace(advantage_T=torch.randn(1024), old_logprob_T=torch.randn(1024))
     with_images, without = (
-        plan_engine(str(path), config, 1, num_patches=count, device_type="cpu") for count in (num_patches, 0)
+        plan_engine_memory(str(path), config, 1, num_patches=count, device_type="cpu") for count in (num_patches, 0)
     )
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     measured = measured_bytes(engine, batch, PolicyLoss())
@@ -147,7 +149,7 @@ def test_plan_of_a_vision_tower(name, tmp_path):
 def test_plan_of_70b_on_1024_ranks():
     """The real model, wrapped for 1,024 ranks by the engine's own code."""
     config = EngineConfig(max_tokens=16384, compute_dtype="bfloat16", activation_checkpointing="full")
-    plan = plan_engine(str(LLAMA_70B), config, world_size=1024)
+    plan = plan_engine_memory(str(LLAMA_70B), config, world_size=1024)
     assert plan.num_parameters == 70_553_706_496
     shard = plan.num_parameters / 1024
     assert plan.memory["parameters"] == pytest.approx(4 * shard, rel=0.01)
@@ -158,31 +160,31 @@ def test_plan_of_70b_on_1024_ranks():
     # Weights in bfloat16 gathered forward and backward, the head only once, and float32 gradients reduced once.
     head = 128256 * 8192
     sent = 2 * (2 * plan.num_parameters - head) + 4 * plan.num_parameters
-    assert plan.sent == pytest.approx(sent, rel=0.01)
+    assert plan.sent_bytes == pytest.approx(sent, rel=0.01)
     assert 30e9 < plan.total_bytes < 50e9
 
 
 def test_copies_add_up_their_gradients_once_a_step(tmp_path):
     path, options = str(save_model(tmp_path, width=64)), {"compute_dtype": "bfloat16", "shard_size": 2}
     once, every = (
-        plan_engine(path, EngineConfig(**options, reduce_every_micro_batch=every), 4, num_micro_batches=3)
+        plan_engine_memory(path, EngineConfig(**options, reduce_every_micro_batch=every), 4, num_micro_batches=3)
         for every in (False, True)
     )
     # Of gradients in float32 a ring of two shards sends half, and after two more micro-batches here.
-    assert every.sent - once.sent == 2 * 4 * once.num_parameters / 2
+    assert every.sent_bytes - once.sent_bytes == 2 * 4 * once.num_parameters / 2
 
 
 def test_gradients_are_as_wide_as_the_weights(tmp_path):
     """Those that are reduced: in float32, and then cast."""
     config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", param_dtype="bfloat16", workspace_mib=16)
-    plan = plan_engine(str(save_model(tmp_path, width=64)), config, 2, device_type="cpu")
+    plan = plan_engine_memory(str(save_model(tmp_path, width=64)), config, 2, device_type="cpu")
     assert plan.memory["gradients"] == plan.memory["parameters"]
     assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
 
 
 def needed_bytes(path: str, config: EngineConfig, max_tokens: int, world_size: int, num_micro_batches: int = 1) -> int:
     config = config.model_copy(update={"max_tokens": max_tokens})
-    return plan_engine(path, config, world_size, num_micro_batches).total_bytes
+    return plan_engine_memory(path, config, world_size, num_micro_batches).total_bytes
 
 
 @pytest.mark.slow
@@ -202,7 +204,7 @@ def test_on_a_gpu_the_loss_takes_dlogits_of_all_rows(tmp_path):
     """Of as many as spare the accumulator, and more tokens need it: with a large vocabulary most of all memory."""
     path, dim, vocab = str(save_model(tmp_path, width=64, vocab_size=151936)), 64, 151936
     config = EngineConfig(compute_dtype="bfloat16", max_tokens=3000)
-    on_gpu, on_cpu = (plan_engine(path, config, 2, device_type=device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (plan_engine_memory(path, config, 2, device_type=device) for device in ("cuda", "cpu"))
     scratch = scratch_bytes(3000, dim, vocab, torch.bfloat16, "cuda", None)
     assert on_gpu.memory["logits workspace"] == scratch > 2 * 3000 * vocab
     less = scratch - scratch_bytes(3000, dim, vocab, torch.bfloat16, "cpu", None)
@@ -218,4 +220,4 @@ def test_on_a_gpu_the_loss_takes_dlogits_of_all_rows(tmp_path):
 
 def test_ranks_must_divide(tmp_path):
     with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 8 ranks"):
-        plan_engine(str(save_model(tmp_path, width=64)), EngineConfig(shard_size=3), 8)
+        plan_engine_memory(str(save_model(tmp_path, width=64)), EngineConfig(shard_size=3), 8)

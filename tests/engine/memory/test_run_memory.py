@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from rlft_fast.config import Config
-from rlft_fast.engine.memory.gate import DoesNotFitError, changed, check_run
-from rlft_fast.engine.memory.generator_plan import GeneratorPlan
-from rlft_fast.engine.memory.plan import USABLE
-from rlft_fast.engine.memory.run_plan import RunPlan, plan_run, surely_fits
+from rlft_fast.engine.memory.engine import USABLE
+from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run
+from rlft_fast.engine.memory.generator import GeneratorMemory
+from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFRollout, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
@@ -24,7 +24,7 @@ WEIGHTS = 159_360  # bytes of the tiny policy
 ALL_MODELS = {"algorithm__advantage": "gae", "algorithm__kl_coef": 0.1, "critic__max_tokens": 64}
 
 
-def phase_bytes(plan: RunPlan) -> dict[str, dict[str, int]]:
+def phase_bytes(plan: MemoryPlan) -> dict[str, dict[str, int]]:
     return {phase.name: phase.memory for phase in plan.phases}
 
 
@@ -41,7 +41,7 @@ def config_of(tiny_model, tmp_path):
 
 def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
     config = config_of()
-    plan = phase_bytes(plan_run(config, 1, 80 * GIB))
+    plan = phase_bytes(plan_memory(config, 1, 80 * GIB))
     trainer = PPOTrainer(config)
     engines = {"actor": trainer.actor, "critic": trainer.critic, "reference": trainer.reference}
     engines["reward"] = trainer.judge.model.engine
@@ -63,7 +63,7 @@ def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
 
 
 def test_an_adapter_needs_no_reference(config_of):
-    memory = phase_bytes(plan_run(config_of(actor__lora={"rank": 2}), 1, 80 * GIB))
+    memory = phase_bytes(plan_memory(config_of(actor__lora={"rank": 2}), 1, 80 * GIB))
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
 
 
@@ -71,7 +71,7 @@ def test_an_adapter_needs_no_reference(config_of):
 @pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["cpu_offload", "offload_between_phases"])
 def test_offload_never_needs_more_in_any_phase(name, how, config_of):
-    kept, moved = (plan_run(config_of(**change), 2, 80 * GIB) for change in ({}, {f"{name}__{how}": True}))
+    kept, moved = (plan_memory(config_of(**change), 2, 80 * GIB) for change in ({}, {f"{name}__{how}": True}))
     owners = ["critic"] if name == "critic" else ["actor", "reference", "reward"]
     state = {x: min(phase.memory[x] for phase in kept.phases) for x in owners}
     for before, after in zip(kept.phases, moved.phases, strict=True):
@@ -85,8 +85,8 @@ def test_offload_never_needs_more_in_any_phase(name, how, config_of):
             on_host += state[active] + gradients
         elif active in owners and not after.name.startswith("update"):  # weights alone are moved to the GPU
             on_host += moved.engines[active].memory["optimizer"] if active in moved.engines else 0
-        assert after.host == on_host
-    on_cpu = plan_run(config_of(**{f"{name}__{how}": True}), 2, 80 * GIB, "cpu")
+        assert after.host_bytes == on_host
+    on_cpu = plan_memory(config_of(**{f"{name}__{how}": True}), 2, 80 * GIB, "cpu")
     assert on_cpu.host_bytes == 0
     assert on_cpu.phases[-1].memory[name] >= 0.9 * kept.phases[-1].memory[name]
 
@@ -101,7 +101,7 @@ def test_what_generate_takes(tmp_path):
         "rollout__max_new_tokens": 384, "actor__max_tokens": 512,
     }  # fmt: skip
     model = load_policy(path)
-    planned = GeneratorPlan(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy
+    planned = GeneratorMemory(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy_bytes
     rollout = HFRollout(model, load_tokenizer(path), batch_size=64)
     rollout.eos_token_ids = []
     prompts = [[7] * 64] * 4
@@ -112,13 +112,13 @@ def test_what_generate_takes(tmp_path):
 def test_share_of_vllm(config_of):
     """It sleeps while the policy learns; a process with GPUs of its own takes nothing; on a CPU it never sleeps."""
     vllm = {"rollout__backend": "vllm", "rollout__vllm__gpu_memory_utilization": 0.25}
-    colocated = phase_bytes(plan_run(config_of(**vllm), 1, 8 * GIB))
+    colocated = phase_bytes(plan_memory(config_of(**vllm), 1, 8 * GIB))
     assert {name: memory["vLLM"] for name, memory in colocated.items() if memory["vLLM"]} == {
         "generate": 2 * GIB, "score": 2 * GIB, "sync": WEIGHTS,
     }  # fmt: skip
     apart = config_of(**vllm, rollout__vllm__process="separate", rollout__vllm__transfer="nccl")
-    assert {memory["vLLM"] for memory in phase_bytes(plan_run(apart, 1, 8 * GIB)).values()} == {0}
-    on_cpu = phase_bytes(plan_run(config_of(**vllm, rollout__vllm__cpu_cache_gib=0.5), 1, 8 * GIB, "cpu"))
+    assert {memory["vLLM"] for memory in phase_bytes(plan_memory(apart, 1, 8 * GIB)).values()} == {0}
+    on_cpu = phase_bytes(plan_memory(config_of(**vllm, rollout__vllm__cpu_cache_gib=0.5), 1, 8 * GIB, "cpu"))
     assert {memory["vLLM"] for memory in on_cpu.values()} == {GIB // 2 + WEIGHTS}
 
 
@@ -147,7 +147,7 @@ def long_run(tmp_path):
 
 def memory_for(config: Config, share: float = 1.0) -> float:
     """Of a device on which an update of the policy fits, or such a share of it."""
-    return share * phase_bytes(plan_run(config, 4, 80 * GIB))["update actor"]["actor"] / USABLE
+    return share * phase_bytes(plan_memory(config, 4, 80 * GIB))["update actor"]["actor"] / USABLE
 
 
 def settings(message: str) -> tuple[list[dict[str, Any]], bool]:
@@ -186,7 +186,7 @@ def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long
     if together:
         advised = [{key: value for change in advised for key, value in change.items()}]
     for change in advised:
-        assert plan_run(changed(config, change), 4, memory, device_type).fits(memory), change
+        assert plan_memory(changed(config, change), 4, memory, device_type).fits(memory), change
     assert ("actor.max_tokens" in str(refused.value)) == ("actor__max_tokens" in changes)
     assert not (device_type == "cpu" and re.search("offload", str(refused.value)))
 
@@ -200,9 +200,9 @@ def test_nothing_helps(long_run):
 @pytest.mark.slow
 def test_what_is_off_the_gpus_must_fit_the_host(config_of):
     config = config_of(actor__cpu_offload=True)
-    host = plan_run(config, 1, GIB).host_bytes
+    host = plan_memory(config, 1, GIB).host_bytes
     assert host > 0
-    with pytest.raises(DoesNotFitError, match=r"what is off the GPUs needs .* of the CPU's memory"):
+    with pytest.raises(DoesNotFitError, match=r"models off the GPUs need .* of the CPU's memory"):
         check_run(config, 1, GIB, "cuda", host)
 
 
@@ -221,7 +221,7 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
 )
 def test_what_surely_fits_does_fit(changes, device_type, config_of):
     config, memory = config_of(**changes, rollout__vllm__cpu_cache_gib=0.001), 80.0 * GIB
-    while plan_run(config, 2, memory, device_type).fits(memory):
+    while plan_memory(config, 2, memory, device_type).fits(memory):
         memory *= 0.7
     assert not surely_fits(config, 2, memory, device_type, GIB)
     assert surely_fits(config, 2, 80 * GIB, device_type, GIB)

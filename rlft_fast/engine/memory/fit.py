@@ -1,4 +1,4 @@
-"""Does a run fit into memory? Asked before it starts, and if not, answered with what would make it fit."""
+"""Refuses a run that does not fit into memory, before the run starts, and names settings with which it fits."""
 
 import json
 import math
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlft_fast.config import Config, set_key
-from rlft_fast.engine.memory.plan import USABLE, PlanError
-from rlft_fast.engine.memory.run_plan import (
+from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
+from rlft_fast.engine.memory.run import (
+    MemoryPlan,
     ModelRole,
     Phase,
-    RunPlan,
     largest_actor_max_tokens,
     longest_sequence,
-    plan_run,
+    plan_memory,
     run_models,
     surely_fits,
 )
@@ -23,33 +23,33 @@ _GIB = 2**30
 
 
 class DoesNotFitError(ValueError):
-    """A run that needs more memory than there is."""
+    """A run needs more memory than there is."""
 
 
 def check_run(
     config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
-) -> RunPlan | None:
-    """To be called before a run, and before its process group is joined: does it fit into memory?
+) -> MemoryPlan | None:
+    """Checks that a run fits into memory. Called before the run, and before the process joins a process group.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
-        memory_bytes: of each rank's device, see `rlft_fast.engine.sharding.mesh.device_memory`.
-        device_type: of the ranks.
-        host_bytes: of the CPU's memory, of each rank.
+        memory_bytes: memory of each rank's device, from `rlft_fast.engine.sharding.device_memory`.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        host_bytes: CPU memory for each rank.
 
     Returns:
-        The plan; None where a rough estimate fits easily.
+        The plan; None if a rough estimate fits easily.
 
     Raises:
-        DoesNotFitError: it needs more than `USABLE` of the memory; with the numbers, and changes of the configuration
-            with which it fits.
-        PlanError: a model cannot be planned.
+        DoesNotFitError: the run needs more than `USABLE` of the memory. The message has the numbers, and changes of
+            the configuration with which the run fits.
+        MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
     if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
         return None
-    plan = plan_run(config, world_size, memory_bytes, device_type)
+    plan = plan_memory(config, world_size, memory_bytes, device_type)
     if plan.fits(memory_bytes, host_bytes):
         return plan
 
@@ -58,10 +58,10 @@ def check_run(
 
     def fits(changes: dict[str, Any]) -> bool:
         try:
-            other = plan_run(changed(config, changes), world_size, memory_bytes, device_type)
-        except PlanError:
+            other = plan_memory(changed(config, changes), world_size, memory_bytes, device_type)
+        except MemoryPlanError:
             raise
-        except ValueError:  # a setting that this run cannot have
+        except ValueError:  # the run cannot have this setting
             return False
         return other.fits(memory_bytes, host_bytes)
 
@@ -74,10 +74,10 @@ def check_run(
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The configuration with other values of some dotted keys.
+    """The configuration with other values for some dotted keys.
 
     Raises:
-        ConfigError: they do not fit it.
+        ConfigError: the values are not valid together.
     """
     values = config.model_dump()
     for key, value in changes.items():
@@ -85,11 +85,11 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     return Config.parse(values)
 
 
-def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
+def _reason(plan: MemoryPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
     worst = plan.worst(memory_bytes)
     if worst.total_bytes <= worst.limit(memory_bytes):
         return (
-            f"what is off the GPUs needs {plan.host_bytes / _GIB:.2f} GiB of the CPU's memory for each of {world_size} "
+            f"models off the GPUs need {plan.host_bytes / _GIB:.2f} GiB of the CPU's memory for each of {world_size} "
             f"ranks, but {USABLE:.0%} of a rank's {host_bytes / _GIB:.2f} GiB are {USABLE * host_bytes / _GIB:.2f}"
         )
     return (
@@ -99,8 +99,8 @@ def _reason(plan: RunPlan, world_size: int, memory_bytes: float, host_bytes: flo
     )
 
 
-def _parts(plan: RunPlan, phase: Phase) -> str:
-    """Owners, and what most of the memory of the one that trains is for."""
+def _parts(plan: MemoryPlan, phase: Phase) -> str:
+    """Bytes of a phase by owner, and the two largest parts of the model that trains."""
     owners = [f"{owner} {size / _GIB:.2f}" for owner, size in phase.memory.items() if size]
     kind, _, name = phase.name.partition(" ")
     if kind != "update":
@@ -111,7 +111,7 @@ def _parts(plan: RunPlan, phase: Phase) -> str:
 
 
 def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], bool]) -> str:
-    """Changes that make it fit, each alone or else together; tried, so none is one that the configuration forbids."""
+    """Names changes with which the run fits: single changes, or else several together. Every change was tried."""
     alone = {key: next((value for value in values if fits({key: value})), None) for key, values in remedies.items()}
     if found := [_setting(key, value) for key, value in alone.items() if value is not None]:
         return f"It fits with {' or with '.join(found)}"
@@ -128,14 +128,14 @@ def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], boo
 def _remedies(
     config: Config, world_size: int, device_type: str, largest: int, failing: list[str]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Keys, with values of which each does more than the one before it; what costs least time comes first.
+    """Keys that lower memory, each with values from the mildest to the strongest. Cheap changes come first.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
-        device_type: of the ranks.
+        device_type: ``"cuda"`` or ``"cpu"``.
         largest: token cap with which the policy's update fits.
-        failing: phases that do not fit; what does nothing for them is left out.
+        failing: names of the phases that do not fit. Keys that do not lower the memory of these phases are left out.
     """
     longest = longest_sequence(config)
     as_the_actor = {"score", "infer reference"} & {*failing}
@@ -155,7 +155,7 @@ def _remedies(
 
 
 def _wider(role: ModelRole, world_size: int) -> list[int]:
-    """Larger sequence groups that ranks and heads can be divided into."""
+    """Larger values of `sequence_parallel` that divide the numbers of ranks and attention heads."""
     model = build_model(role.path, role.config, role.head, trains=False)
     common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)
     return [n for n in range(2 * role.config.sequence_parallel, common + 1) if common % n == 0]

@@ -1,8 +1,8 @@
-"""What a run needs per rank: all its models, phase by phase, and the generator beside them.
+"""The memory that a run needs per rank: all models, phase by phase, and the generator.
 
-A phase is what `rlft_fast.trainer.ppo.PPOTrainer.train_step` does with one model, while the others wait where their
-configuration keeps them: on the device, or (``cpu_offload``, ``offload_between_phases``) in the CPU's memory. A run on
-CPUs has one memory, in which everything stays.
+In a phase `rlft_fast.trainer.ppo.PPOTrainer.train_step` works with one model. The other models wait on the device, or
+in the CPU's memory with ``cpu_offload`` or ``offload_between_phases``. A run on CPUs has a single memory, in which
+everything stays.
 """
 
 import math
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.engine.memory.generator_plan import GeneratorPlan
-from rlft_fast.engine.memory.plan import (
+from rlft_fast.engine.memory.engine import (
     USABLE,
-    EnginePlan,
+    EngineMemory,
     head_scratch_bytes,
     inference_bytes,
     largest_max_tokens,
     local_numel,
-    plan_engine,
+    plan_engine_memory,
     prepare,
     state_by_part,
 )
-from rlft_fast.engine.sharding import Head, build_model, state_bytes
+from rlft_fast.engine.memory.generator import GeneratorMemory
+from rlft_fast.engine.sharding import HeadKind, build_model, state_bytes
 from rlft_fast.models import PolicyModel
 
 _GENERATOR = "vLLM"
@@ -32,11 +32,11 @@ _GENERATOR = "vLLM"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRole:
-    """A model of a run."""
+    """A model of a run: its folder, its engine's configuration, and its use."""
 
     path: str
     config: EngineConfig
-    head: Head
+    head: HeadKind
     trains: bool
 
 
@@ -45,71 +45,71 @@ class Phase:
     """A part of a step.
 
     Attributes:
-        name: what is done.
+        name: for example "update actor".
         memory: bytes on the device by owner: a model of the run, or the generator.
-        host: bytes in the CPU's memory, of models that are not on a GPU.
+        host_bytes: bytes in the CPU's memory of models that are off the GPU.
     """
 
     name: str
     memory: dict[str, int]
-    host: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(self.memory.values())
 
     def limit(self, memory_bytes: float) -> float:
-        """What may be used of a device: of what vLLM leaves, which counts its own context and buffers in its share."""
+        """Bytes of a device that may be used: vLLM's share, which includes its context, and `USABLE` of the rest."""
         generator = self.memory.get(_GENERATOR, 0)
         return generator + USABLE * (memory_bytes - generator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
-    """A run on each rank.
+class MemoryPlan:
+    """The memory of a run on each rank.
 
     Attributes:
-        engines: what trains, by name.
-        phases: of a step, in order.
-        refusal: why the generator could not start, if so.
+        engines: the models that train, by name.
+        phases: the phases of a step, in order.
+        refusal: why the generator could not start; empty if it could.
     """
 
-    engines: dict[str, EnginePlan]
+    engines: dict[str, EngineMemory]
     phases: list[Phase]
     refusal: str = ""
 
     @property
     def host_bytes(self) -> int:
-        """In the CPU's memory at most."""
-        return max(phase.host for phase in self.phases)
+        """Most bytes in the CPU's memory in any phase."""
+        return max(phase.host_bytes for phase in self.phases)
 
     def worst(self, memory_bytes: float) -> Phase:
         """The phase with the least memory to spare."""
         return max(self.phases, key=lambda phase: phase.total_bytes - phase.limit(memory_bytes))
 
     def fits(self, memory_bytes: float, host_bytes: float = math.inf) -> bool:
-        """Whether every phase fits into the device, and what is off it into so much of the CPU's memory."""
+        """Whether every phase fits into the device and into the CPU's memory."""
         worst = self.worst(memory_bytes)
         on_device = not self.refusal and worst.total_bytes <= worst.limit(memory_bytes)
         return on_device and self.host_bytes <= USABLE * host_bytes
 
 
-def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> RunPlan:
-    """Plans all models of a run. To be called in a process that has joined no process group.
+def plan_memory(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> MemoryPlan:
+    """Plans the memory of all models of a run. The calling process must not have joined a process group.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
-        memory_bytes: of each rank's device.
-        device_type: of the ranks, ``"cuda"`` or ``"cpu"``.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
 
     Raises:
-        ValueError: a folder, a shard size or `sequence_parallel` cannot be used, or a group was joined.
-        PlanError: a model does not run on tensors without data.
+        ValueError: a folder, a shard size or `sequence_parallel` cannot be used, or the process has joined a group.
+        MemoryPlanError: a model does not run on tensors without data.
     """
     roles = run_models(config)
     engines = {
-        name: plan_engine(
+        name: plan_engine_memory(
             role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
             head=role.head, memory_bytes=int(memory_bytes),
         )
@@ -119,13 +119,13 @@ def plan_run(config: Config, world_size: int, memory_bytes: float, device_type: 
     residents = {name: _Resident(role, world_size, memory_bytes, device_type) for name, role in roles.items()}
     policy = residents["actor"].model
     assert isinstance(policy, PolicyModel)
-    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
+    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
     phases = list(_phases(residents, engines, generator))
-    return RunPlan(engines=engines, phases=phases, refusal=generator.refusal())
+    return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
 
 
 def run_models(config: Config) -> dict[str, ModelRole]:
-    """By name, as `rlft_fast.trainer.ppo.PPOTrainer` makes them."""
+    """The models of a run by name, as `rlft_fast.trainer.ppo.PPOTrainer` makes them."""
     actor, critic = config.actor, config.critic
     roles = {"actor": ModelRole(path=config.model, config=actor, head="logprob", trains=True)}
     if critic is not None:
@@ -140,12 +140,12 @@ def run_models(config: Config) -> dict[str, ModelRole]:
 
 
 def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | None = None) -> int:
-    """Of one of an engine's optimizer steps on each rank, where every sequence is as long as it may be.
+    """Most micro-batches that a rank runs in an optimizer step, if every sequence has the greatest length.
 
     Args:
-        config: of the run.
-        world_size: number of ranks, of which each `sequence_parallel` share a micro-batch.
-        engine: of the run; None: the actor.
+        config: configuration of the run.
+        world_size: number of ranks. Groups of `sequence_parallel` ranks share a micro-batch.
+        engine: configuration of one engine of the run; None: the actor.
     """
     engine = engine or config.actor
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
@@ -154,14 +154,14 @@ def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | N
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of a sequence to learn from, prompt and completion."""
+    """Most tokens of a sequence to learn from, prompt and completion together."""
     return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def largest_actor_max_tokens(
-    config: Config, plan: RunPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
+    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
 ) -> int:
-    """The largest token cap with which the policy's update fits beside what else is there; 0 if nothing does."""
+    """The largest token cap with which the policy's update fits beside the waiting models; 0 if no cap fits."""
     update = next(phase for phase in plan.phases if phase.name == "update actor")
     beside = sum(size for owner, size in update.memory.items() if owner != "actor")
     micro_batches = plan.engines["actor"].num_micro_batches
@@ -171,16 +171,16 @@ def largest_actor_max_tokens(
 
 
 def surely_fits(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> bool:
-    """Whether a rough estimate, meant to be too high, fits easily; then a plan, which takes seconds, tells nothing new.
+    """Whether a rough estimate fits, which is meant to be too high. If it fits, a plan is not worth its seconds.
 
-    It has all models whole on each device, with all they ever need, and the generator beside them.
+    The estimate adds up all models whole on each device, with everything that they ever need, and the generator.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world_size: number of ranks.
-        memory_bytes: of each rank's device.
-        device_type: of the ranks.
-        host_bytes: of the CPU's memory, of each rank.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        host_bytes: CPU memory for each rank.
     """
     roles, total, state = run_models(config), 0, 0
     for role in roles.values():
@@ -188,15 +188,15 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         total, state = total + kept + taken, state + kept
     policy = build_model(config.model, config.actor, "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
-    generator = GeneratorPlan(config, policy, world_size, memory_bytes, device_type)
-    most = generator.bucket if generator.in_vllm else generator.beside_policy
-    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake})
+    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
+    most = generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes
+    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake_bytes})
     on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
 
 
 def _roughly(role: ModelRole, world_size: int, device_type: str) -> tuple[int, int]:
-    """Bytes of the state, if nothing is sharded, and of a pass."""
+    """Bytes of a model's unsharded state, and bytes of a pass."""
     model, work = prepare(
         role.path, role.config, 1, device_type, role.head, trains=role.trains, memory_bytes=1 << 62
     )  # fmt: skip
@@ -204,22 +204,22 @@ def _roughly(role: ModelRole, world_size: int, device_type: str) -> tuple[int, i
     per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     width = getattr(torch, role.config.compute_dtype).itemsize
     activations = -(-role.config.max_tokens // role.config.sequence_parallel) * text.num_hidden_layers * per_block
-    whole_gradients = 8 * local_numel(model.parameters(), 1) if world_size > 1 else 0  # and weights
+    whole_units = 8 * local_numel(model.parameters(), 1) if world_size > 1 else 0  # gathered weights and gradients
     scratch = head_scratch_bytes(model, work, device_type)
-    return state_bytes(model, role.config), width * activations + whole_gradients + scratch
+    return state_bytes(model, role.config), width * activations + whole_units + scratch
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
 class _Resident:
-    """A model of the run: what it keeps between its phases, and where.
+    """Bytes that a model of the run keeps, and where it keeps them.
 
     Args:
-        role: of the model.
+        role: the model's role.
         world_size: number of ranks.
-        memory_bytes: of each rank's device.
-        device_type: of the ranks.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
     """
 
     def __init__(self, role: ModelRole, world_size: int, memory_bytes: float, device_type: str) -> None:
@@ -234,16 +234,16 @@ class _Resident:
 
     @property
     def waiting(self) -> int:
-        """Bytes on the device while another phase runs."""
+        """Bytes on the device while another model's phase runs."""
         return 0 if self.always_off or self.off_between else self.weights + self.optimizer
 
     @property
     def inferring(self) -> int:
-        """Bytes on the device in a phase of its own, before it runs: the optimizer's state need not be there."""
+        """Bytes on the device at the beginning of the model's own inference, which needs no optimizer state."""
         return self.weights if self.off_between else self.waiting
 
     def host(self, doing: str) -> int:
-        """Bytes in the CPU's memory while it waits, infers or updates."""
+        """Bytes in the CPU's memory while the model does "wait", "infer" or "update"."""
         if self.always_off:
             return self.weights + self.optimizer + (self.gradients if doing == "update" else 0)
         off = {"wait": self.weights + self.optimizer, "infer": self.optimizer, "update": 0}
@@ -251,14 +251,14 @@ class _Resident:
 
 
 def _phases(
-    residents: dict[str, _Resident], engines: dict[str, EnginePlan], generator: GeneratorPlan
+    residents: dict[str, _Resident], engines: dict[str, EngineMemory], generator: GeneratorMemory
 ) -> Iterator[Phase]:
-    """In the order of a step; the rewards of a model come before vLLM sleeps."""
+    """The phases of a step, in order. A reward model scores before vLLM sleeps."""
 
     def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
         memory = {owner: x.waiting for owner, x in residents.items()} | ({active: active_bytes} if active else {})
         host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
-        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host=host)
+        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host_bytes=host)
 
     def infers(name: str, vllm: int) -> Phase:
         resident = residents[name]
@@ -267,16 +267,16 @@ def _phases(
 
     actor = residents["actor"]
     if generator.in_vllm:
-        yield phase("generate", "", "", 0, generator.awake)
+        yield phase("generate", "", "", 0, generator.awake_bytes)
     else:
-        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy, 0)
+        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy_bytes, 0)
     if "reward" in residents:
-        yield infers("reward", generator.awake)
+        yield infers("reward", generator.awake_bytes)
     for name in ("actor", "reference", "critic"):
         if name in residents:
-            yield infers(name, generator.asleep)
+            yield infers(name, generator.asleep_bytes)
     for name in ("critic", "actor"):
         if name in engines:
-            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep)
+            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep_bytes)
     if generator.in_vllm:
-        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket, generator.loading)
+        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket_bytes, generator.loading_bytes)

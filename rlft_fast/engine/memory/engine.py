@@ -1,8 +1,7 @@
-"""What an engine needs per rank, before it is paid for: memory by part, the largest token cap, bytes to communicate.
+"""The memory that one engine needs per rank, its largest token cap, and the bytes that it sends per step.
 
-Weights and what belongs to them follow from shapes and the mesh. The rest comes from running one optimizer step on
-tensors without data (`simulation`). Everything follows from ``config.json``; no weights are read.
-`rlft_fast.engine.memory.run_plan` puts the engines of a run together.
+Bytes of weights, gradients and optimizer state follow from shapes and the mesh. All other bytes come from running one
+optimizer step on tensors without data (`simulation`). The only input is ``config.json``: no weights are read.
 """
 
 from bisect import bisect_right
@@ -13,34 +12,36 @@ import torch
 from torch import nn
 
 from rlft_fast.config import EngineConfig
-from rlft_fast.engine.memory.simulation import PlanError, Workload, simulate
-from rlft_fast.engine.sharding import Head, build_model, find_units, resolve_shard_size, shard_numel, state_bytes
+from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, simulate
+from rlft_fast.engine.sharding import HeadKind, build_model, find_units, resolve_shard_size, shard_numel, state_bytes
 from rlft_fast.models import PolicyModel, RLModel
 from rlft_fast.ops.logprob import scratch_bytes
 
-__all__ = ["USABLE", "EnginePlan", "PlanError", "largest_max_tokens", "plan_engine"]
+__all__ = ["USABLE", "EngineMemory", "MemoryPlanError", "largest_max_tokens", "plan_engine_memory"]
 
-USABLE = 0.9  # of a device's memory: the rest is the CUDA context, communication buffers, and holes between tensors
-_FLOAT = 4  # bytes: moments, masters, and gradients until they are reduced are float32
-_FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # between which the largest cap is looked for
+# Share of a device's memory that a plan may use. The CUDA context, communication buffers and holes between tensors take
+# the rest.
+USABLE = 0.9
+_FLOAT = 4  # bytes: moments, masters and unreduced gradients are float32
+_FEWEST_TOKENS, _MOST_TOKENS = 256, 1 << 20  # the largest token cap is searched in this range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EnginePlan:
-    """One model that trains, on each rank: bytes when most is needed, and bytes sent per optimizer step.
+class EngineMemory:
+    """Bytes that a training model needs on each rank at the peak of a step, and bytes that a rank sends in a step.
 
     Attributes:
-        num_parameters: of the whole model.
+        num_parameters: parameters of the whole model.
         replicate_size: copies of the model in the mesh.
         shard_size: ranks that share one copy.
         num_micro_batches: micro-batches of an optimizer step.
         max_tokens: tokens of a micro-batch, which `sequence_parallel` ranks share.
-        memory: bytes on the device by part. "gradients that wait" are those of the whole model, not yet reduced,
-            between several micro-batches; "activations" what grows with the tokens; "gathered units" the weights and
-            gradients of units that are whole at that time, with their buffers; "logits workspace" what the head's loss
-            takes for itself, with the float32 sum of its weight's gradient, and 0 where most is needed at another time.
-        host: bytes in the CPU's memory by part, with ``cpu_offload`` on GPUs. On CPUs they are in `memory`.
-        sent: bytes that each rank sends in a step for weights and gradients, where collectives run in rings.
+        memory: bytes on the device at the peak, by part. "gradients that wait" are unreduced gradients of the whole
+            model, kept between micro-batches. "activations" is the part that grows with the tokens. "gathered units"
+            are whole weights and gradients of units, with their buffers. "logits workspace" is the head's own memory
+            in the loss with the float32 sum of its weight's gradient; 0 if the peak is at another time.
+        host: bytes in the CPU's memory by part, with ``cpu_offload`` on GPUs. On CPUs `memory` has everything.
+        sent_bytes: bytes that each rank sends in a step for weights and gradients by ring collectives.
     """
 
     num_parameters: int
@@ -50,7 +51,7 @@ class EnginePlan:
     max_tokens: int
     memory: dict[str, int]
     host: dict[str, int]
-    sent: int
+    sent_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -58,28 +59,28 @@ class EnginePlan:
         return sum(self.memory.values())
 
 
-def plan_engine(
+def plan_engine_memory(
     path: str, config: EngineConfig, world_size: int, num_micro_batches: int = 1, device_type: str = "cuda", *,
-    head: Head = "logprob", num_patches: int = 0, memory_bytes: int = 1 << 62,
-) -> EnginePlan:  # fmt: skip
-    """Plans a model that trains, on the mesh that the engine would make.
+    head: HeadKind = "logprob", num_patches: int = 0, memory_bytes: int = 1 << 62,
+) -> EngineMemory:  # fmt: skip
+    """Plans the memory of a training model on the mesh that the engine would make.
 
-    To be called in a process that has joined no process group.
+    The calling process must not have joined a process group.
 
     Args:
         path: folder with the model's ``config.json``.
-        config: of the engine.
+        config: configuration of the engine.
         world_size: number of ranks.
         num_micro_batches: micro-batches of an optimizer step.
-        device_type: of the ranks, ``"cuda"`` or ``"cpu"``: how much the head's loss takes for itself depends on it.
+        device_type: ``"cuda"`` or ``"cpu"``: the head's loss takes a different workspace on each.
         head: "logprob" for a policy, "value" for a critic.
-        num_patches: of the images of a micro-batch, for a model with a vision tower.
-        memory_bytes: of each rank's device, by which ``shard_size: auto`` is decided.
+        num_patches: image patches of a micro-batch, for a model with a vision tower.
+        memory_bytes: memory of each rank's device, which decides ``shard_size: auto``.
 
     Raises:
-        ValueError: the shard size or `sequence_parallel` does not divide the ranks, the folder cannot be used, or a
-            group was joined.
-        PlanError: the model does not run on tensors without data.
+        ValueError: the shard size or `sequence_parallel` does not divide the ranks, the folder cannot be used, or the
+            process has joined a process group.
+        MemoryPlanError: the model does not run on tensors without data.
     """
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     work = replace(work, num_micro_batches=num_micro_batches, num_patches=num_patches)
@@ -103,9 +104,10 @@ def plan_engine(
         "activations": 2 * growth,
     }
     rest = peak - sum(memory.values())
-    memory["gradients that wait" if work.offloaded else "gradients"] += min(rest, 0)  # not all are there at the peak
+    # A negative rest means that some gradients do not exist yet at the peak.
+    memory["gradients that wait" if work.offloaded else "gradients"] += min(rest, 0)
     memory["gathered units"] = max(rest, 0) + (copied_bytes(model, config, shard_size) if work.offloaded else 0)
-    return EnginePlan(
+    return EngineMemory(
         num_parameters=local_numel(model.parameters(), 1),
         replicate_size=world_size // shard_size,
         shard_size=shard_size,
@@ -113,14 +115,14 @@ def plan_engine(
         max_tokens=config.max_tokens,
         memory=memory,
         host=state if work.offloaded else {},
-        sent=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
+        sent_bytes=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
     )
 
 
 def inference_bytes(
-    path: str, config: EngineConfig, world_size: int, device_type: str, head: Head, memory_bytes: int = 1 << 62
+    path: str, config: EngineConfig, world_size: int, device_type: str, head: HeadKind, memory_bytes: int = 1 << 62
 ) -> int:
-    """What a model takes on the device while it infers, beside its weights. Arguments as in `plan_engine`."""
+    """Bytes on the device while a model infers, without its weights. Arguments as in `plan_engine_memory`."""
     model, work = prepare(path, config, world_size, device_type, head, trains=False, memory_bytes=memory_bytes)
     needed = needed_bytes(model, work, device_type)
     weights = state_by_part(model, config, int(work.config.shard_size))["parameters"]
@@ -129,9 +131,16 @@ def inference_bytes(
 
 
 def prepare(
-    path: str, config: EngineConfig, world_size: int, device_type: str, head: Head, *, trains: bool, memory_bytes: int
+    path: str,
+    config: EngineConfig,
+    world_size: int,
+    device_type: str,
+    head: HeadKind,
+    *,
+    trains: bool,
+    memory_bytes: int,
 ) -> tuple[RLModel, Workload]:
-    """The model without memory, and the workload of one micro-batch on the mesh that the engine would make."""
+    """Builds the model without memory, and the workload of one micro-batch on the mesh that the engine would make."""
     model = build_model(path, config, head, trains=trains)
     shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config), memory_bytes)
     return model, Workload(
@@ -151,14 +160,14 @@ def state_by_part(model: RLModel, config: EngineConfig, shard_size: int) -> dict
 
 
 def copied_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
-    """Shards that are on their way from the CPU to the device: those of the largest unit, before they are cast."""
+    """Bytes of the largest unit's shards, which lie uncast on the device while they are copied from the CPU."""
     units = [unit for _, unit in find_units(model, config.wrap)]
     largest = max((local_numel(unit.parameters(), shard_size) for unit in units), default=0)
     return getattr(torch, config.param_dtype).itemsize * largest
 
 
 def is_wrapped(config: EngineConfig, world_size: int) -> bool:
-    """Whether FSDP holds the model, see `rlft_fast.engine.sharding.build.shard`."""
+    """Whether the engine wraps the model by FSDP, as `rlft_fast.engine.sharding.shard` decides."""
     return world_size > 1 or config.compute_dtype != "float32" or config.cpu_offload
 
 
@@ -167,13 +176,13 @@ def trained(model: RLModel) -> list[nn.Parameter]:
 
 
 def head_scratch_bytes(model: RLModel, work: Workload, device_type: str) -> int:
-    """What a policy's head takes for itself in a micro-batch, beside what `simulate` sees of it; 0 of other heads."""
+    """Bytes that a policy's head takes inside its operator, where `simulate` does not see them; 0 for other heads."""
     if not isinstance(model, PolicyModel):
         return 0
     vocab, dim = model.head.weight.shape
     config, workspace_mib = work.config, work.config.workspace_mib
     if not work.trains and workspace_mib is None:
-        workspace_mib = 256 if device_type == "cuda" else 64  # of `linear_logprob`
+        workspace_mib = 256 if device_type == "cuda" else 64  # defaults of `linear_logprob`
     num_rows = -(-work.num_tokens // config.sequence_parallel)
     needs_dweight = work.trains and model.head.weight.requires_grad
     dtype = getattr(torch, config.compute_dtype)
@@ -187,27 +196,27 @@ def largest_max_tokens(
     num_micro_batches: int,
     memory_bytes: float,
     device_type: str = "cuda",
-    beside: float = 0,
+    other_bytes: float = 0,
 ) -> int:
-    """The largest token cap of a policy that fits into `USABLE` of a rank's memory; 0 if nothing does.
+    """The largest token cap of a policy that fits into `USABLE` of a rank's memory; 0 if no cap fits.
 
-    What a step needs is the largest of several needs that are each linear in the tokens, but for the loss's scratch,
-    so it is convex in them: between two numbers of tokens it lies below the chord, and where that meets the limit, the
-    limit is kept.
+    The peak of a step is the largest of several peaks. Each is linear in the tokens, apart from the loss's scratch, so
+    the peak of the step is convex in the tokens. Between two numbers of tokens it lies below the chord. A number of
+    tokens at which the chord meets the limit therefore keeps the limit.
 
     Args:
         path: folder with the model's ``config.json``.
-        config: of the engine.
+        config: configuration of the engine.
         world_size: number of ranks.
         num_micro_batches: micro-batches of an optimizer step.
-        memory_bytes: of each rank's device.
-        device_type: of the ranks.
-        beside: bytes that others hold on the device meanwhile.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        other_bytes: bytes that other models hold on the device meanwhile.
     """
     model, work = prepare(path, config, world_size, device_type, "logprob", trains=True, memory_bytes=int(memory_bytes))
     work = replace(work, num_micro_batches=num_micro_batches)
     copied = copied_bytes(model, config, int(work.config.shard_size)) if work.offloaded else 0
-    limit = USABLE * memory_bytes - beside - copied
+    limit = USABLE * memory_bytes - other_bytes - copied
     low, high = min(config.max_tokens, _MOST_TOKENS // 2), _MOST_TOKENS
     if needed_bytes(model, work, device_type) > limit:
         low = _FEWEST_TOKENS
@@ -222,7 +231,7 @@ def largest_max_tokens(
         in_loss = at_low.at_operator + share * (at_high.at_operator - at_low.at_operator)
         return max(anywhere, in_loss + head_scratch_bytes(model, replace(work, num_tokens=num_tokens), device_type))
 
-    for last in (False, True):  # the second time from where the needs are those of large micro-batches
+    for last in (False, True):  # the second chord starts at the first answer, so it lies closer to the peak
         found = low - 1 + bisect_right(range(low, high + 1), limit, key=at_most)
         if last or not low <= found < high:
             break
@@ -231,7 +240,7 @@ def largest_max_tokens(
 
 
 def needed_bytes(model: RLModel, work: Workload, device_type: str) -> int:
-    """With what the head takes for itself."""
+    """Peak bytes of the workload, with the bytes that the head takes inside its operator."""
     peaks = simulate(work)
     return max(peaks.anywhere, peaks.at_operator + head_scratch_bytes(model, work, device_type))
 
@@ -239,10 +248,11 @@ def needed_bytes(model: RLModel, work: Workload, device_type: str) -> int:
 def sent_bytes(
     model: RLModel, config: EngineConfig, replicate_size: int, shard_size: int, num_micro_batches: int
 ) -> int:
-    """What each rank sends in an optimizer step, by rings: (n - 1) / n of a buffer to gather or reduce-scatter it.
+    """Bytes that each rank sends in an optimizer step. A ring over n ranks sends (n - 1) / n of a buffer.
 
-    Per micro-batch all weights are gathered once, and again in backward if they were given back. Gradients are reduced
-    in float32, once per step or micro-batch, and in a hybrid mesh their shards are all-reduced among the copies once.
+    Per micro-batch all weights are gathered once, and again in backward if they were freed after forward. Gradients are
+    reduced in float32, once per step or per micro-batch. In a hybrid mesh the shards are then all-reduced among the
+    copies once per step.
     """
     weights = local_numel(model.parameters(), 1)
     again = sum(local_numel(unit.parameters(), 1) for _, unit in find_units(model, config.wrap)[:-1])
@@ -259,5 +269,5 @@ def _ring(size: int) -> float:
 
 
 def local_numel(parameters: Iterable[nn.Parameter], shard_size: int) -> int:
-    """Elements that the first rank holds."""
+    """Elements of the parameters that the first rank holds."""
     return sum(shard_numel(parameter.shape, shard_size) for parameter in parameters)
