@@ -14,13 +14,8 @@
 #include <optional>
 #include <vector>
 
+#include "portable.h"
 #include "stable.h"
-
-#ifdef __CUDACC__
-#define RLFT_ELEMENT __host__ __device__ __forceinline__
-#else
-#define RLFT_ELEMENT inline __attribute__((always_inline))
-#endif
 
 namespace rlft {
 
@@ -41,7 +36,7 @@ struct AdamWFactors {
 };
 
 template <class C>
-RLFT_ELEMENT AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
+RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
   const double correction = std::sqrt(1 - std::pow(s.beta2, step));
   return {
       static_cast<C>(coefficient),
@@ -57,7 +52,7 @@ RLFT_ELEMENT AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coeffi
 }
 
 template <class C>
-RLFT_ELEMENT void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
+RLFT_INLINE void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
   const C g = gradient * f.coefficient;
   // lerp from the nearer end, as torch does: with beta1 = 0 the moment is g itself, and not m + (g - m).
   const C near = f.is_slow ? exp_avg : g;
