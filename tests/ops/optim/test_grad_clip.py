@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlft_fast.ops import FusedAdamW
-from rlft_fast.ops.optim.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
+from rlft_fast.ops.optim import clip_coefficient, clip_grad_norm_, grad_norm
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
 from tests.support.devices import DEVICES, requires_gpu
 from tests.support.launches import EMULATED, count_launches
