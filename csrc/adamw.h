@@ -30,8 +30,8 @@ struct AdamWFactors {
   C decay;  // 1 - lr * weight_decay
   C beta1, one_minus_beta1;
   C beta2, one_minus_beta2;
-  C step_size;  // c * lr / (1 - beta1^t)
-  C eps;        // c * eps
+  C step_size;   // c * lr / (1 - beta1^t)
+  C eps;         // c * eps
   bool is_slow;  // beta1 > 1/2, see lerp
 };
 
@@ -81,8 +81,8 @@ inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr
     STD_TORCH_CHECK(list.size() == lists.params.size(), name, " has ", list.size(), " tensors, expected ",
                     lists.params.size());
     for (size_t i = 0; i < list.size(); ++i) {
-      STD_TORCH_CHECK(list[i].device() == first.device() && list[i].scalar_type() == dtype &&
-                          list[i].is_contiguous() && list[i].numel() == lists.params[i].numel(),
+      STD_TORCH_CHECK(list[i].device() == first.device() && list[i].scalar_type() == dtype && list[i].is_contiguous() &&
+                          list[i].numel() == lists.params[i].numel(),
                       name, "[", i, "] must be contiguous, ", toString(dtype), ", on the parameters' device, of ",
                       lists.params[i].numel(), " elements");
     }
@@ -96,9 +96,9 @@ inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr
   if (first.scalar_type() != compute) check("masters", lists.masters, compute);
   STD_TORCH_CHECK(lists.steps.size() == lists.params.size(), "steps must be as many as params");
   const auto check_scalar = [&](const char* name, const Tensor& scalar) {
-    STD_TORCH_CHECK(scalar.device() == first.device() && scalar.scalar_type() == ScalarType::Float &&
-                        scalar.numel() == 1,
-                    name, " must be one float32 on the parameters' device");
+    STD_TORCH_CHECK(
+        scalar.device() == first.device() && scalar.scalar_type() == ScalarType::Float && scalar.numel() == 1, name,
+        " must be one float32 on the parameters' device");
   };
   for (const Tensor& step : lists.steps) check_scalar("a step", step);
   if (lr.has_value()) check_scalar("lr_tensor", *lr);

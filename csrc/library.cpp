@@ -9,7 +9,8 @@
 
 // The module itself is empty: importing it loads this library, which runs the registrations below.
 PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }
 

@@ -58,8 +58,8 @@ RLFT_INLINE float hyperbolic_tangent(float x) {
 }
 
 // Writes the softmax's logits of columns [begin, begin + count) into out, and -inf up to the end of the block.
-RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count, float inv_temperature,
-                                 float (&out)[kBlock]) {
+RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count,
+                                 float inv_temperature, float (&out)[kBlock]) {
   const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
   if (t.bias != nullptr) {
     for (int64_t j = 0; j < count; ++j) out[j] = (z[j] + t.bias[begin + j]) * factor;

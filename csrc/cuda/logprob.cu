@@ -331,9 +331,9 @@ bool aligned(const Tensor& t) {
   return t.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
 }
 
-void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                    double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
-                    std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
@@ -348,9 +348,10 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
   });
 }
 
-void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
-                   Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                   Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor log_sum,
+                   std::optional<Tensor> entropy, Tensor grad_logprob, std::optional<Tensor> grad_entropy,
+                   Tensor grad_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
