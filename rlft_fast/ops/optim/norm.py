@@ -94,7 +94,7 @@ def _gradient(index: int, parameter: Tensor, known: dict[_Layout, _Groups]) -> G
     grad = parameter.grad
     if grad is not None:
         _check_gradient(index, grad)
-    # A rank without this gradient still has to join the all-reduce of those that have it.
+    # A rank without this gradient still has to join the all-reduce, since other ranks may have the gradient.
     layout = parameter if grad is None else grad
     if not isinstance(layout, DTensor):
         return Gradient(grad, grad, layout.device, {})
