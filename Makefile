@@ -21,6 +21,7 @@ OLDEST    := $(CURDIR)/build/oldest
 BESIDE    := $(CURDIR)/build/peers
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
+FORMATTED := $(shell find csrc tests/cuda_emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_HOME ?= /usr/local/cuda
 SANITIZE  := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
@@ -115,6 +116,7 @@ crash-test: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 

@@ -14,13 +14,8 @@
 #include <optional>
 #include <vector>
 
+#include "portable.h"
 #include "stable.h"
-
-#ifdef __CUDACC__
-#define RLFT_ELEMENT __host__ __device__ __forceinline__
-#else
-#define RLFT_ELEMENT inline __attribute__((always_inline))
-#endif
 
 namespace rlft {
 
@@ -35,13 +30,13 @@ struct AdamWFactors {
   C decay;  // 1 - lr * weight_decay
   C beta1, one_minus_beta1;
   C beta2, one_minus_beta2;
-  C step_size;  // c * lr / (1 - beta1^t)
-  C eps;        // c * eps
+  C step_size;   // c * lr / (1 - beta1^t)
+  C eps;         // c * eps
   bool is_slow;  // beta1 > 1/2, see lerp
 };
 
 template <class C>
-RLFT_ELEMENT AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
+RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
   const double correction = std::sqrt(1 - std::pow(s.beta2, step));
   return {
       static_cast<C>(coefficient),
@@ -57,7 +52,7 @@ RLFT_ELEMENT AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coeffi
 }
 
 template <class C>
-RLFT_ELEMENT void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
+RLFT_INLINE void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
   const C g = gradient * f.coefficient;
   // lerp from the nearer end, as torch does: with beta1 = 0 the moment is g itself, and not m + (g - m).
   const C near = f.is_slow ? exp_avg : g;
@@ -86,8 +81,8 @@ inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr
     STD_TORCH_CHECK(list.size() == lists.params.size(), name, " has ", list.size(), " tensors, expected ",
                     lists.params.size());
     for (size_t i = 0; i < list.size(); ++i) {
-      STD_TORCH_CHECK(list[i].device() == first.device() && list[i].scalar_type() == dtype &&
-                          list[i].is_contiguous() && list[i].numel() == lists.params[i].numel(),
+      STD_TORCH_CHECK(list[i].device() == first.device() && list[i].scalar_type() == dtype && list[i].is_contiguous() &&
+                          list[i].numel() == lists.params[i].numel(),
                       name, "[", i, "] must be contiguous, ", toString(dtype), ", on the parameters' device, of ",
                       lists.params[i].numel(), " elements");
     }
@@ -101,9 +96,9 @@ inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr
   if (first.scalar_type() != compute) check("masters", lists.masters, compute);
   STD_TORCH_CHECK(lists.steps.size() == lists.params.size(), "steps must be as many as params");
   const auto check_scalar = [&](const char* name, const Tensor& scalar) {
-    STD_TORCH_CHECK(scalar.device() == first.device() && scalar.scalar_type() == ScalarType::Float &&
-                        scalar.numel() == 1,
-                    name, " must be one float32 on the parameters' device");
+    STD_TORCH_CHECK(
+        scalar.device() == first.device() && scalar.scalar_type() == ScalarType::Float && scalar.numel() == 1, name,
+        " must be one float32 on the parameters' device");
   };
   for (const Tensor& step : lists.steps) check_scalar("a step", step);
   if (lr.has_value()) check_scalar("lr_tensor", *lr);

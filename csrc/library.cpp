@@ -9,7 +9,8 @@
 
 // The module itself is empty: importing it loads this library, which runs the registrations below.
 PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }
 
@@ -50,7 +51,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def("segment_expand(Tensor values, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
 
-  // grad_clip: one pass over all gradients of a (device, dtype) group; no host sync, fixed summation order.
+  // Norm and clipping: one pass over all gradients of a (device, dtype) group; no host sync, fixed summation order.
   m.def("multi_tensor_norm_pow(Tensor[] tensors, int[] group_sizes, float norm_type) -> Tensor");
   m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
 

@@ -95,8 +95,7 @@ void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Te
                          const std::vector<Tensor>& exp_avgs, const std::vector<Tensor>& exp_avg_sqs,
                          const std::vector<Tensor>& masters, const std::vector<Tensor>& steps, double lr,
                          const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double weight_decay,
-                         double eps, const std::optional<Tensor>& coefficient,
-                         const std::optional<Tensor>& found_inf) {
+                         double eps, const std::optional<Tensor>& coefficient, const std::optional<Tensor>& found_inf) {
   if (params.empty()) return;
   const AdamWLists lists{params, grads, exp_avgs, exp_avg_sqs, masters, steps};
   check_adamw(lists, lr_tensor, coefficient, found_inf);

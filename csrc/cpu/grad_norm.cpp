@@ -17,7 +17,7 @@
 namespace rlft {
 namespace {
 
-constexpr int64_t kLanes = 32;  // independent sums, so that the additions vectorise without reordering any of them
+constexpr int64_t kLanes = 32;   // independent sums, so that the additions vectorise without reordering any of them
 constexpr int kMultiplied = 16;  // the largest whole p that is multiplied out: pow takes tens of times as long
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
@@ -96,9 +96,8 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vect
   const std::vector<Piece> pieces = cut(tensors);
   std::vector<double> partial(pieces.size());
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
-    for_each_piece(pieces, [&](int64_t i) {
-      partial[i] = norm_pow(pieces[i].in<const T>(tensors), pieces[i].numel, norm_type);
-    });
+    for_each_piece(
+        pieces, [&](int64_t i) { partial[i] = norm_pow(pieces[i].in<const T>(tensors), pieces[i].numel, norm_type); });
   });
   Tensor out = torch::stable::new_zeros(tensors[0], {static_cast<int64_t>(group_sizes.size())}, ScalarType::Double);
   auto* total = static_cast<double*>(out.mutable_data_ptr());

@@ -28,7 +28,8 @@ float* mutable_float_or_null(const std::optional<Tensor>& t) { return t.has_valu
 Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprob, const std::optional<Tensor>& grad_entropy) {
   return {static_cast<const float*>(max.const_data_ptr()), static_cast<const float*>(log_sum.const_data_ptr()),
-          float_or_null(entropy), static_cast<const float*>(grad_logprob.const_data_ptr()), float_or_null(grad_entropy)};
+          float_or_null(entropy), static_cast<const float*>(grad_logprob.const_data_ptr()),
+          float_or_null(grad_entropy)};
 }
 
 // A tile of a chunk's logits: `columns` vocabulary ids from `start` on, stored densely behind those of lower ids.
@@ -91,9 +92,9 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
   return tile;
 }
 
-void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                    double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
-                    std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, logits);
   const StatsOut out{mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
                      mutable_float_or_null(sum_exp_squared), mutable_float(target_logit)};
@@ -102,23 +103,26 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
 
 void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
                      Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
-                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator, Tensor exp_logits) {
+                     Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
+                     Tensor exp_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, exp_logits);
-  const FrozenOut out{.stats = {mutable_float(max), mutable_float(sum_exp), nullptr, nullptr,
-                                mutable_float(target_logit)},
-                      .sum_others = mutable_float(sum_others),
-                      .target_slope = mutable_float(target_slope),
-                      .accumulator = mutable_float(accumulator),
-                      .dim = accumulator.size(1)};
+  const FrozenOut out{
+      .stats = {mutable_float(max), mutable_float(sum_exp), nullptr, nullptr, mutable_float(target_logit)},
+      .sum_others = mutable_float(sum_others),
+      .target_slope = mutable_float(target_slope),
+      .accumulator = mutable_float(accumulator),
+      .dim = accumulator.size(1)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { frozen_rows(tile, out, begin, end); });
 }
 
-void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
-                   Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                   Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor log_sum,
+                   std::optional<Tensor> entropy, Tensor grad_logprob, std::optional<Tensor> grad_entropy,
+                   Tensor grad_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, grad_logits);
   const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
-  torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
+  torch::stable::parallel_for(0, tile.rows, 1,
+                              [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
 }
 
 // ---- chunks --------------------------------------------------------------------------------------------------------
@@ -185,8 +189,8 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
     }
   });
   merge_blocks(partial.data(), blocks, rows,
-              {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
-               mutable_float_or_null(sum_exp_squared), nullptr});
+               {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
+                mutable_float_or_null(sum_exp_squared), nullptr});
 }
 
 // In double: in float, one rounding per row would put several times a tree's error into the bias gradient.

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
+
+#include "row_stats.h"
 
 namespace rlft {
 
-constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr int64_t kNumStats = 4;  // numbers in a RowStats
 // Columns that are summed up for themselves before they join a row's sums: 2 KiB, still in L1 from one loop over them to
 // the next. Tiles are whole blocks, so that all ways through the vocabulary add in one order.
@@ -28,21 +28,6 @@ struct Tile {
   const float* inv_temperature;
   int64_t inv_temperature_stride;  // 0: one value for all rows
   Transform transform;
-};
-
-struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
-  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
-};
-
-struct Upstream {
-  const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;  // (R,) each; entropy, grad_entropy may be null
-};
-
-struct FrozenOut {
-  StatsOut stats;
-  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
-  float* accumulator;                // (R, D)
-  int64_t dim;
 };
 
 // Over rows [begin, end) of a tile: online statistics, gradients of the raw logits, and what the frozen head needs.

@@ -26,8 +26,6 @@
 namespace rlft {
 namespace {
 
-constexpr float kMinExponent = -87.0f;  // exp(-87) = 1.6e-38, the smallest normal float
-
 // exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
 // stays NaN: the comparison is written so that NaN fails it.
 RLFT_INLINE float exp_nonpositive(float x) {
@@ -60,8 +58,8 @@ RLFT_INLINE float hyperbolic_tangent(float x) {
 }
 
 // Writes the softmax's logits of columns [begin, begin + count) into out, and -inf up to the end of the block.
-RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count, float inv_temperature,
-                                 float (&out)[kBlock]) {
+RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count,
+                                 float inv_temperature, float (&out)[kBlock]) {
   const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
   if (t.bias != nullptr) {
     for (int64_t j = 0; j < count; ++j) out[j] = (z[j] + t.bias[begin + j]) * factor;
@@ -116,22 +114,9 @@ RLFT_INLINE float reduce(const float (&x)[kBlock], const Op& op) {
   return y[0];
 }
 
-struct RowStats {
-  float max = kMinusInf, sum_exp = 0;
-  float sum_exp_shift = 0;    // sum exp(x - max) (x - max)
-  float sum_exp_squared = 0;  // sum exp(x - max)^2
-
-  // The statistics of the union of two column sets.
-  RLFT_INLINE void merge(const RowStats& other) {
-    const float top = std::max(max, other.max);
-    const float shift = top == kMinusInf ? 0.0f : top;  // -inf - -inf is NaN; an empty set must stay empty
-    const float a = std::max(max - shift, kMinExponent), b = std::max(other.max - shift, kMinExponent);
-    const float wa = exp_nonpositive(max - shift), wb = exp_nonpositive(other.max - shift);
-    sum_exp_shift = wa * (sum_exp_shift + a * sum_exp) + wb * (other.sum_exp_shift + b * other.sum_exp);
-    sum_exp = wa * sum_exp + wb * other.sum_exp;
-    sum_exp_squared = wa * wa * sum_exp_squared + wb * wb * other.sum_exp_squared;
-    max = top;
-  }
+struct Math {
+  RLFT_INLINE static float exp(float x) { return exp_nonpositive(x); }
+  RLFT_INLINE static float max(float a, float b) { return std::max(a, b); }
 };
 
 // Statistics of one block of logits, which is filled up with -inf.
@@ -147,9 +132,9 @@ RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
     if (kEntropy) shifted[j] = e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
     if (kSquares) squares[j] = e * e;
   }
-  stats.sum_exp = reduce(terms, Add());
-  if (kEntropy) stats.sum_exp_shift = reduce(shifted, Add());
-  if (kSquares) stats.sum_exp_squared = reduce(squares, Add());
+  stats.sums.exp = reduce(terms, Add());
+  if (kEntropy) stats.sums.shift = reduce(shifted, Add());
+  if (kSquares) stats.sums.squared = reduce(squares, Add());
   return stats;
 }
 
@@ -159,18 +144,14 @@ RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
   const float* z = tile.logits + i * tile.stride;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
-  RowStats row{out.max[i], out.sum_exp[i], kEntropy ? out.sum_exp_shift[i] : 0.0f,
-               kSquares ? out.sum_exp_squared[i] : 0.0f};
+  RowStats row = out.load<kEntropy, kSquares>(i);
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     const int64_t count = std::min(kBlock, tile.columns - begin);
     transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
     if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
-    row.merge(block_stats<kEntropy, kSquares>(x));
+    row.merge<Math>(block_stats<kEntropy, kSquares>(x));
   }
-  out.max[i] = row.max;
-  out.sum_exp[i] = row.sum_exp;
-  if (kEntropy) out.sum_exp_shift[i] = row.sum_exp_shift;
-  if (kSquares) out.sum_exp_squared[i] = row.sum_exp_squared;
+  out.store<kEntropy, kSquares>(i, row);
 }
 
 }  // namespace
@@ -189,12 +170,11 @@ RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_
     RowStats row;
     for (int64_t i = 0; i < blocks; ++i) {
       const float* own = partial + kNumStats * i * rows + r;
-      row.merge({own[0], own[rows], own[2 * rows], own[3 * rows]});
+      row.merge<Math>({own[0], {own[rows], own[2 * rows], own[3 * rows]}});
     }
-    out.max[r] = row.max;
-    out.sum_exp[r] = row.sum_exp;
-    if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sum_exp_shift;
-    if (out.sum_exp_squared != nullptr) out.sum_exp_squared[r] = row.sum_exp_squared;
+    out.store<false, false>(r, row);
+    if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sums.shift;
+    if (out.sum_exp_squared != nullptr) out.sum_exp_squared[r] = row.sums.squared;
   }
 }
 

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 2)
 
 template <class P, class G>
 void step(const Table& table, const Tensor& like, const AdamWSettings& settings, const Inputs& inputs,
-            const Launcher& launch) {
+          const Launcher& launch) {
   using C = Compute<P>;
   const auto bytes = table.count * static_cast<int64_t>(sizeof(AdamWFactors<C>));
   const Tensor scratch = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
@@ -123,8 +123,7 @@ void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Te
                          const std::vector<Tensor>& exp_avgs, const std::vector<Tensor>& exp_avg_sqs,
                          const std::vector<Tensor>& masters, const std::vector<Tensor>& steps, double lr,
                          const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double weight_decay,
-                         double eps, const std::optional<Tensor>& coefficient,
-                         const std::optional<Tensor>& found_inf) {
+                         double eps, const std::optional<Tensor>& coefficient, const std::optional<Tensor>& found_inf) {
   if (params.empty()) return;
   check_adamw({params, grads, exp_avgs, exp_avg_sqs, masters, steps}, lr_tensor, coefficient, found_inf);
   const Launcher launch(params[0]);
@@ -135,7 +134,8 @@ void multi_tensor_adamw_(const std::vector<Tensor>& params, const std::vector<Te
   const Inputs inputs{float_or_null(lr_tensor), float_or_null(coefficient), float_or_null(found_inf)};
   dispatch(params[0].scalar_type(), [&]<class P>(P*) {
     dispatch(grads[0].scalar_type(), [&]<class G>(G*) {
-      if constexpr (std::is_same_v<Compute<P>, Compute<G>>) step<P, G>(owned.table, params[0], settings, inputs, launch);
+      if constexpr (std::is_same_v<Compute<P>, Compute<G>>)
+        step<P, G>(owned.table, params[0], settings, inputs, launch);
     });
   });
 }

@@ -72,7 +72,8 @@ inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& list
                              const std::vector<int64_t>& appendix = {}) {
   const std::vector<Tensor>& tensors = *lists[0];
   // A replay would read the host's memory again, which torch has given to others by then.
-  STD_TORCH_CHECK(!is_recording(tensors[0]), "a CUDA graph cannot record an operator on a list of tensors (the gradient's ",
+  STD_TORCH_CHECK(!is_recording(tensors[0]),
+                  "a CUDA graph cannot record an operator on a list of tensors (the gradient's ",
                   "norm, its clipping, FusedAdamW): call it outside of torch.cuda.graph");
   const auto count = static_cast<int64_t>(tensors.size());
   const auto size = static_cast<int64_t>((lists.size() + 2) * tensors.size() + 1 + appendix.size());

@@ -20,6 +20,7 @@
 
 #include "cuda/dtypes.cuh"
 #include "cuda/launch.cuh"
+#include "row_stats.h"
 
 namespace rlft {
 namespace {
@@ -30,7 +31,6 @@ constexpr int kVector = 4;  // floats of one 16-byte access
 // Columns that a thread holds, and that a block of threads does; _GPU_BLOCK in ops/tiles.py.
 constexpr int kPerThread = 32, kBlock = kThreads * kPerThread;
 constexpr int kGradPerThread = 8, kGradBlock = kThreads * kGradPerThread;
-constexpr float kMinExponent = -87.0f;  // exp(-87) is the smallest normal float
 
 struct Tile {
   const float* logits;  // (R, C), row stride `stride`
@@ -44,21 +44,6 @@ struct Tile {
   float scale;
 
   __device__ bool plain() const { return bias == nullptr && softcap <= 0; }
-};
-
-struct StatsOut {  // (R,) each; sum_exp_shift and sum_exp_squared are null where nobody asks for what they give
-  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
-};
-
-struct Upstream {  // (R,) each; entropy and grad_entropy are null where nobody asked for the entropy
-  const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;
-};
-
-struct FrozenOut {
-  StatsOut stats;
-  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
-  float* accumulator;                // (R, D)
-  int64_t dim;
 };
 
 // ---- one row -------------------------------------------------------------------------------------------------------
@@ -166,10 +151,6 @@ __device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t
 
 // ---- reductions ----------------------------------------------------------------------------------------------------
 
-struct Sums {
-  float exp = 0, shift = 0, squared = 0;  // of exp(x - max), exp(x - max) (x - max), exp(x - max)^2
-};
-
 struct Shared {
   float max[kWarps];
   Sums sums[kWarps];
@@ -205,21 +186,9 @@ __device__ Sums block_sum(Sums sums, Shared& shared) {
   return sums;
 }
 
-struct RowStats {
-  float max = -INFINITY;
-  Sums sums;
-
-  // The statistics of the union of two column sets.
-  __device__ void merge(const RowStats& other) {
-    const float top = fmaxf(max, other.max);
-    const float shift = top == -INFINITY ? 0.0f : top;  // -inf - -inf is nan; an empty set must stay empty
-    const float a = fmaxf(max - shift, kMinExponent), b = fmaxf(other.max - shift, kMinExponent);
-    const float wa = expf(max - shift), wb = expf(other.max - shift);
-    sums.shift = wa * (sums.shift + a * sums.exp) + wb * (other.sums.shift + b * other.sums.exp);
-    sums.exp = wa * sums.exp + wb * other.sums.exp;
-    sums.squared = wa * wa * sums.squared + wb * wb * other.sums.squared;
-    max = top;
-  }
+struct Math {
+  RLFT_INLINE static float exp(float x) { return expf(x); }
+  RLFT_INLINE static float max(float a, float b) { return fmaxf(a, b); }
 };
 
 template <bool kEntropy, bool kSquares>
@@ -248,7 +217,7 @@ __device__ void add_columns(const Tile& tile, const Row& row, float* target_logi
     float x[kPerThread];
     load_block<kAligned>(tile, row, begin, x);
     at_target<kPerThread>(tile, row, begin, [&](int k) { *target_logit = x[k]; });
-    stats.merge(block_stats<kEntropy, kSquares>(x, shared));
+    stats.merge<Math>(block_stats<kEntropy, kSquares>(x, shared));
   }
 }
 
@@ -258,13 +227,9 @@ template <bool kEntropy, bool kSquares, bool kAligned>
 __global__ __launch_bounds__(kThreads) void stats_kernel(Tile tile, StatsOut out) {
   __shared__ Shared shared;
   const int64_t r = blockIdx.x;
-  RowStats stats{out.max[r], {out.sum_exp[r], kEntropy ? out.sum_exp_shift[r] : 0, kSquares ? out.sum_exp_squared[r] : 0}};
+  RowStats stats = out.load<kEntropy, kSquares>(r);
   add_columns<kEntropy, kSquares, kAligned>(tile, Row(tile, r), out.target_logit + r, shared, stats);
-  if (threadIdx.x > 0) return;
-  out.max[r] = stats.max;
-  out.sum_exp[r] = stats.sums.exp;
-  if (kEntropy) out.sum_exp_shift[r] = stats.sums.shift;
-  if (kSquares) out.sum_exp_squared[r] = stats.sums.squared;
+  if (threadIdx.x == 0) out.store<kEntropy, kSquares>(r, stats);
 }
 
 template <bool kEntropy, bool kAligned, class Out>
@@ -297,7 +262,7 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
   const int64_t r = blockIdx.x;
   const Row row(tile, r);
   const float before = frozen.stats.max[r];
-  RowStats stats{before, {frozen.stats.sum_exp[r], 0, 0}};
+  RowStats stats = frozen.stats.load<false, false>(r);
   add_columns<false, false, kAligned>(tile, row, frozen.stats.target_logit + r, shared, stats);
   const float shift = stats.max == -INFINITY ? 0.0f : stats.max;
   const float rescale = before == -INFINITY ? 0.0f : expf(before - shift);
@@ -323,8 +288,7 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
   if (rescale != 1.0f)
     for (int64_t d = threadIdx.x; d < frozen.dim; d += kThreads) accumulator[d] *= rescale;
   if (threadIdx.x > 0) return;
-  frozen.stats.max[r] = stats.max;
-  frozen.stats.sum_exp[r] = stats.sums.exp;
+  frozen.stats.store<false, false>(r, stats);
   frozen.sum_others[r] = frozen.sum_others[r] * rescale + others.exp;
 }
 
@@ -367,9 +331,9 @@ bool aligned(const Tensor& t) {
   return t.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
 }
 
-void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                    double softcap, double scale, Tensor max, Tensor sum_exp, std::optional<Tensor> sum_exp_shift,
-                    std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
@@ -384,9 +348,10 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
   });
 }
 
-void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias, Tensor inv_temperature,
-                   double softcap, double scale, Tensor max, Tensor log_sum, std::optional<Tensor> entropy,
-                   Tensor grad_logprob, std::optional<Tensor> grad_entropy, Tensor grad_logits) {
+void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
+                   Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor log_sum,
+                   std::optional<Tensor> entropy, Tensor grad_logprob, std::optional<Tensor> grad_entropy,
+                   Tensor grad_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
   const Launcher launch(logits);

@@ -281,9 +281,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- launchers -------------------------------------------------------------------------------------------------
 
 // log2 of the threads along a row of `width` words (or columns): no more than the row needs, at most one warp.
-int log2_lanes(int64_t width) {
-  return std::min<int>(5, std::bit_width(static_cast<uint64_t>(width - 1)));
-}
+int log2_lanes(int64_t width) { return std::min<int>(5, std::bit_width(static_cast<uint64_t>(width - 1))); }
 
 Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pattern) {
   const void* source = in.const_data_ptr();
@@ -319,8 +317,8 @@ void launch_segment_sum(const void* values, const int32_t* cu_seqlens, void* out
   if (B == 0 || D == 0) return;
   const unsigned x = 1u << log2_lanes(D);
   const dim3 block(x, kThreads / x);
-  launch(segment_sum_kernel<Value, Sum>, blocks_for(B * ((D + x - 1) / x), 1), block,
-         static_cast<const Value*>(values), cu_seqlens, static_cast<Sum*>(out), B, T, D);
+  launch(segment_sum_kernel<Value, Sum>, blocks_for(B * ((D + x - 1) / x), 1), block, static_cast<const Value*>(values),
+         cu_seqlens, static_cast<Sum*>(out), B, T, D);
 }
 
 // ---- binding ---------------------------------------------------------------------------------------------------
@@ -365,8 +363,8 @@ std::vector<Tensor> pad(const std::vector<Tensor>& packed, const Tensor& cu_seql
     STD_TORCH_CHECK(packed[i].size(0) == T, "packed tensors must share T");
     inputs.push_back(torch::stable::contiguous(packed[i]));
     outputs.push_back(torch::stable::new_empty(packed[i], with_trailing({B, max_seqlen}, packed[i], 1)));
-    copies.push_back(copy_of(inputs[i], outputs[i], row_bytes(packed[i], 1),
-                             fill_pattern(values[i], packed[i].scalar_type())));
+    copies.push_back(
+        copy_of(inputs[i], outputs[i], row_bytes(packed[i], 1), fill_pattern(values[i], packed[i].scalar_type())));
   }
   const Places places{offsets(cu_seqlens), columns_of(columns), B, max_seqlen, T, left};
   launch_copies(copies, B * max_seqlen, PadSource{places}, launch);
@@ -409,8 +407,9 @@ Tensor next_token_targets(const Tensor& input_ids, const Tensor& cu_seqlens, int
   const int64_t T = input.size(0);
   Tensor out = torch::stable::new_empty(input, {T});
   if (T == 0) return out;
-  launch(next_token_targets_kernel, blocks_for(T, kThreads), kThreads, static_cast<const int64_t*>(input.const_data_ptr()),
-         offsets(cu_seqlens), static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, T, ignore_index);
+  launch(next_token_targets_kernel, blocks_for(T, kThreads), kThreads,
+         static_cast<const int64_t*>(input.const_data_ptr()), offsets(cu_seqlens),
+         static_cast<int64_t*>(out.mutable_data_ptr()), cu_seqlens.size(0) - 1, T, ignore_index);
   return out;
 }
 

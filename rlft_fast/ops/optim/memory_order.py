@@ -1,4 +1,4 @@
-"""Tensors whose dimensions lie in memory in another order than in their shape, as transposed and channels-last ones."""
+"""The order of a tensor's dimensions in memory, which is not the shape's for transposed and channels-last tensors."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What users may hand to the packing ops, and what they are told otherwise."""
+"""Checks of the packing ops' arguments, and their error messages."""
 
 from typing import Any, Literal
 

@@ -4,9 +4,9 @@ Packed tensors hold B sequences one behind the other; `cu_seqlens` (B + 1,) int3
 [cu_seqlens[b], cu_seqlens[b + 1]), cu_seqlens[0] is 0 and cu_seqlens[B] at most T. Empty sequences are allowed. Rows
 behind cu_seqlens[B] belong to no sequence, so T may be an upper bound that is known without asking the device.
 
-On the CPU the contents of cu_seqlens are checked. On CUDA they are not, for that would stall the stream; there no
-memory outside the tensors is touched whatever cu_seqlens holds, sequences that reach behind T are cut off at T, and
-places that no sequence covers get zeros (`ignore_index`, `value`).
+On the CPU the contents of cu_seqlens are checked. On CUDA they are not, because a check would stall the stream. Wrong
+contents are safe there: no memory outside the tensors is touched, sequences are cut off at T, and places that no
+sequence covers get zeros (`ignore_index`, `value`).
 """
 
 from typing import NamedTuple, TypeVar

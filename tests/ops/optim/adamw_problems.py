@@ -1,7 +1,9 @@
-"""Parameters, gradients and the formula that the tests of FusedAdamW share."""
+"""Parameters, gradients and exact steps that the tests of FusedAdamW share."""
 
 import torch
 from torch import Tensor, nn
+
+from rlft_fast.ops.optim import reference
 
 NARROW = [torch.bfloat16, torch.float16]
 # Scalar, empty, shorter than a vector, not a multiple of one, and longer than a piece (16 Ki) and a chunk (32 Ki).
@@ -28,23 +30,11 @@ def take_steps(optimizer: torch.optim.Optimizer, count: int, *, first: int = 1, 
         optimizer.step(**options)
 
 
-def reference_step(state: dict[str, Tensor], gradient: Tensor, lr: float, betas, eps: float, weight_decay: float):
-    """The formula, in the dtype of the state's tensors, which it changes in place."""
-    beta1, beta2 = betas
-    state["step"] += 1
-    state["exp_avg"].mul_(beta1).add_((1 - beta1) * gradient)
-    state["exp_avg_sq"].mul_(beta2).add_((1 - beta2) * gradient**2)
-    m = state["exp_avg"] / (1 - beta1 ** state["step"])
-    v = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
-    state["weight"].mul_(1 - lr * weight_decay).sub_(lr * m / (v.sqrt() + eps))
-
-
-def reference(weight: Tensor, gradients: list[Tensor], **options) -> dict[str, Tensor]:
-    weight = weight.double()
-    state = {"weight": weight.clone(), "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-    state["step"] = torch.zeros((), dtype=torch.float64)
+def exact_steps(weight: Tensor, gradients: list[Tensor], **options) -> dict[str, Tensor]:
+    """The reference's state in float64 after one step per gradient."""
+    state = reference.adamw_state(weight)
     for gradient in gradients:
-        reference_step(state, gradient.double(), **options)
+        reference.adamw_step(state, gradient, **options)
     return state
 
 

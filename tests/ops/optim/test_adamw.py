@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
+from rlft_fast.ops.optim import reference
 from tests.ops.optim.adamw_problems import (
     NARROW,
     OPTIONS,
@@ -17,8 +18,8 @@ from tests.ops.optim.adamw_problems import (
     as_parameters,
     assert_same_bits,
     bits,
+    exact_steps,
     random_tensors,
-    reference,
     take_steps,
 )
 from tests.support.devices import DEVICES, requires_gpu
@@ -49,9 +50,13 @@ def test_no_further_from_the_formula_than_torch(dtype, options, device):
     flat = {"exp_avg": ([], [], []), "exp_avg_sq": ([], [], []), "weight": ([], [], [])}  # ours, theirs, the truth
     for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         gradients = [random_tensors(SHAPES, torch.float64, seed=n)[i] / n for n in range(1, 11)]
-        truth = reference(initial[i].cpu(), [gradient.to(dtype) for gradient in gradients], **options)
+        truth = exact_steps(initial[i].cpu(), [gradient.to(dtype) for gradient in gradients], **options)
         assert optimizer.state[mine]["step"].item() == 10
-        states = [optimizer.state[mine] | {"weight": mine}, peer.state[other] | {"weight": other}, truth]
+        states = [
+            optimizer.state[mine] | {"weight": mine},
+            peer.state[other] | {"weight": other},
+            truth | {"weight": truth["master"]},
+        ]
         for key, lists in flat.items():
             for tensors, state in zip(lists, states, strict=True):
                 tensors.append(state[key].detach().cpu().flatten())
@@ -118,9 +123,14 @@ def test_any_alignment_on_cuda(offset, dtype):
 def test_clipping_in_the_step_is_clipping_before_it(max_norm, device):
     initial = random_tensors(SHAPES, device=device)
     ours, theirs = as_parameters(initial), as_parameters(initial)
+    states = [reference.adamw_state(tensor.cpu()) for tensor in initial]
     optimizer, peer = FusedAdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     for seed in range(5):
         gradients = random_tensors(SHAPES, device=device, seed=seed)
+        exact, bad = reference.clip_coefficient(reference.grad_norm(gradients), max_norm)
+        for state, gradient in zip(states, gradients, strict=True):
+            reference.adamw_step(state, gradient.cpu(), **OPTIONS, coefficient=exact.item(), found_inf=bad.item())
+            reference.adamw_step(state, gradient.cpu(), **OPTIONS, found_inf=1.0)  # changes nothing
         for mine, other, gradient in zip(ours, theirs, gradients, strict=True):
             mine.grad, other.grad = gradient.clone(), gradient.clone()
         norm = grad_norm(ours)
@@ -130,8 +140,9 @@ def test_clipping_in_the_step_is_clipping_before_it(max_norm, device):
         peer.step()
         # torch's fused kernel writes scaled gradients back; here they keep their bits.
         assert all(torch.equal(mine.grad, gradient) for mine, gradient in zip(ours, gradients, strict=True))
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other, state in zip(ours, theirs, states, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.detach().cpu(), state["master"].float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping against float64 and torch.nn.utils."""
+"""Gradient norm and clipping against the room's reference in float64 and torch.nn.utils."""
 
 import contextlib
 import inspect
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlft_fast.ops import FusedAdamW
-from rlft_fast.ops.optim.grad_clip import clip_coefficient, clip_grad_norm_, grad_norm
+from rlft_fast.ops.optim import clip_coefficient, clip_grad_norm_, grad_norm, reference
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
 from tests.support.devices import DEVICES, requires_gpu
 from tests.support.launches import EMULATED, count_launches
@@ -220,7 +220,8 @@ def test_non_finite_gradients_are_left_alone(bad, norm_type, device):
     assert math.isnan(norm.item()) if math.isnan(bad) else norm.item() == math.inf
     assert torch.equal(gradient.nan_to_num(), original.nan_to_num())
     coefficient, found_inf = clip_coefficient(norm, 1.0)
-    assert (coefficient.item(), found_inf.item()) == (1.0, 1.0)
+    for pair in ((coefficient, found_inf), reference.clip_coefficient(norm, 1.0)):
+        assert [each.item() for each in pair] == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="gradient norm is"):
         clip_grad_norm_(parameter(gradient), 1.0, norm_type, error_if_nonfinite=True)
 
@@ -230,12 +231,14 @@ def test_non_finite_gradients_are_left_alone(bad, norm_type, device):
     ("max_norm", "expected"), [(None, 1.0), (0, 1.0), (math.inf, 1.0), (2.5, 0.5), (5.0, 1.0), (10.0, 1.0)]
 )
 def test_clip_coefficient(max_norm, expected):
-    gradient = torch.tensor([3.0, 4.0])
-    coefficient, found_inf = clip_coefficient(torch.tensor(5.0), max_norm)
-    assert coefficient.item() == pytest.approx(expected, rel=1e-6)
-    assert found_inf.item() == 0.0
+    for function in (clip_coefficient, reference.clip_coefficient):
+        coefficient, found_inf = function(torch.tensor(5.0), max_norm)
+        assert coefficient.item() == pytest.approx(expected, rel=1e-6)
+        assert found_inf.item() == 0.0
+    gradient, exact = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
     assert clip_grad_norm_(parameter(gradient), max_norm).item() == 5.0
-    torch.testing.assert_close(gradient, torch.tensor([3.0, 4.0]) * expected)
+    assert reference.clip_grad_norm_([exact], max_norm).item() == 5.0
+    torch.testing.assert_close(gradient, exact)
 
 
 def test_result_does_not_depend_on_the_number_of_threads():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 
-from rlft_fast.ops.optim.grad_clip import clip_grad_norm_, grad_norm
+from rlft_fast.ops.optim import clip_grad_norm_, grad_norm
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
 from tests.support.distributed import run_distributed
 

@@ -1,4 +1,4 @@
-"""Packing ops against plain indexing."""
+"""Packing ops against the room's reference."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlft_fast.ops import packing
+from rlft_fast.ops.packing import reference
 from tests.support.devices import DEVICES, requires_gpu
 from tests.support.launches import count_launches
 
@@ -28,14 +29,6 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return torch.randint(-9, 9, shape, generator=generator).to(device, dtype)
 
 
-def reference_pad(packed: Tensor, lengths: list[int], max_seqlen: int, side: str, value: float) -> Tensor:
-    padded = packed.new_full((len(lengths), max_seqlen, *packed.shape[1:]), value)
-    for row, sequence in zip(padded, packed.split(lengths) if lengths else [], strict=True):
-        start = max_seqlen - len(sequence) if side == "left" else 0
-        row[start : start + len(sequence)] = sequence
-    return padded
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,8 +39,10 @@ def test_pad_and_unpad(lengths, trailing, dtype, side, device):
     max_seqlen = max(lengths, default=0) + 2
     packed = random((sum(lengths), *trailing), dtype, device)
     padded = packing.pad(packed, cu_seqlens, max_seqlen, padding_side=side, value=-100)
-    assert torch.equal(padded, reference_pad(packed, lengths, max_seqlen, side, -100))
-    assert torch.equal(packing.unpad(padded, cu_seqlens, padding_side=side), packed)
+    assert torch.equal(padded, reference.pad(packed, cu_seqlens, max_seqlen, padding_side=side, value=-100))
+    unpadded = packing.unpad(padded, cu_seqlens, padding_side=side)
+    assert torch.equal(unpadded, packed)
+    assert torch.equal(unpadded, reference.unpad(padded, cu_seqlens, padding_side=side))
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +53,7 @@ def test_pad_and_unpad_any_shape(lengths, slack, width, side):
     max_seqlen = max(lengths, default=0) + slack
     packed = random((sum(lengths), width), torch.float32, "cpu")
     padded = packing.pad(packed, cumulative(lengths), max_seqlen, padding_side=side, value=0.5)
-    assert torch.equal(padded, reference_pad(packed, lengths, max_seqlen, side, 0.5))
+    assert torch.equal(padded, reference.pad(packed, cumulative(lengths), max_seqlen, padding_side=side, value=0.5))
     assert torch.equal(packing.unpad(padded, cumulative(lengths), num_tokens=len(packed), padding_side=side), packed)
 
 
@@ -89,23 +84,25 @@ def test_rows_of_many_words(dtype, trailing, device):
     # 1037 words of every size: a warp has 128 of them under way, and 13 are left over.
     packed = random((5, *trailing), dtype, device)
     padded = packing.pad(packed, cumulative([2, 3], device), 4, value=1)
-    assert torch.equal(padded, reference_pad(packed, [2, 3], 4, "right", 1))
+    assert torch.equal(padded, reference.pad(packed, cumulative([2, 3], device), 4, value=1))
     assert torch.equal(packing.unpad(padded, cumulative([2, 3], device)), packed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_payload_need_not_be_contiguous_or_aligned(device):
-    cu_seqlens, lengths = cumulative([3, 5], device), torch.tensor([3, 5], device=device)
+    cu_seqlens = cumulative([3, 5], device)
     transposed = random((4, 8), torch.float32, device).T
-    assert torch.equal(packing.pad(transposed, cu_seqlens, 5), reference_pad(transposed, [3, 5], 5, "right", 0))
+    assert torch.equal(packing.pad(transposed, cu_seqlens, 5), reference.pad(transposed, cu_seqlens, 5))
     # 8 floats per row, but the first lies 4 bytes behind a 16-byte boundary.
     shifted = random((65,), torch.float32, device)[1:].view(8, 8)
-    assert torch.equal(packing.pad(shifted, cu_seqlens, 5), reference_pad(shifted, [3, 5], 5, "right", 0))
+    assert torch.equal(packing.pad(shifted, cu_seqlens, 5), reference.pad(shifted, cu_seqlens, 5))
     sums = packing.segment_sum(transposed, cu_seqlens)
-    assert torch.equal(sums, torch.stack([transposed[:3].sum(0), transposed[3:].sum(0)]))
-    assert torch.equal(packing.segment_expand(sums.T.contiguous().T, cu_seqlens), sums.repeat_interleave(lengths, 0))
+    assert torch.equal(sums.double(), reference.segment_sum(transposed, cu_seqlens))
+    expanded = packing.segment_expand(sums.T.contiguous().T, cu_seqlens)
+    assert torch.equal(expanded, reference.segment_expand(sums, cu_seqlens))
     every_other = torch.arange(16, device=device)[::2]
-    assert packing.next_token_targets(every_other, cu_seqlens).tolist() == [2, 4, -100, 8, 10, 12, 14, -100]
+    targets = packing.next_token_targets(every_other, cu_seqlens)
+    assert torch.equal(targets, reference.next_token_targets(every_other, cu_seqlens))
 
 
 def micro_batch(shape: tuple[int, ...], device: str) -> dict[str, Tensor]:
@@ -132,7 +129,8 @@ def test_many_tensors_move_as_one_tensor_does(lengths, side, device):
     padded = packing.pad(packed, cu_seqlens, max_seqlen, padding_side=side, value=values)
     assert list(padded) == list(packed)
     for name, tensor in packed.items():
-        assert torch.equal(padded[name], reference_pad(tensor, lengths, max_seqlen, side, values.get(name, 0)))
+        expected = reference.pad(tensor, cu_seqlens, max_seqlen, padding_side=side, value=values.get(name, 0))
+        assert torch.equal(padded[name], expected)
     unpadded = packing.unpad(padded, cu_seqlens, padding_side=side)
     assert all(torch.equal(unpadded[name], packed[name]) for name in packed)
 
@@ -143,7 +141,8 @@ def test_many_tensors_move_as_one_tensor_does(lengths, side, device):
 def test_any_number_of_tensors(count, device):
     packed = {str(i): random((5, i % 4 + 1), torch.int64, device) + i for i in range(count)}
     padded = packing.pad(packed, cumulative([2, 3], device), 4, value=-1)
-    expected = {name: reference_pad(tensor, [2, 3], 4, "right", -1) for name, tensor in packed.items()}
+    cu_seqlens = cumulative([2, 3], device)
+    expected = {name: reference.pad(tensor, cu_seqlens, 4, value=-1) for name, tensor in packed.items()}
     assert all(torch.equal(padded[name], expected[name]) for name in packed)
     unpadded = packing.unpad(padded, cumulative([2, 3], device))
     assert unpadded.keys() == packed.keys()
@@ -172,15 +171,15 @@ def test_masked_tokens_are_those_that_indexing_selects(L, kind, device):
     mask_BL = masks(L)[kind].to(device)
     padded = {name: micro_batch(tuple(mask_BL.shape), device)[name] for name in ("input_ids", "loss_mask", "top_k")}
     cu_seqlens, column_T = packing.masked_tokens(mask_BL)
-    assert cu_seqlens.tolist() == cumulative(mask_BL.sum(1).tolist()).tolist()
-    assert torch.equal(column_T.long(), mask_BL.nonzero()[:, 1])
-    assert column_T.dtype == torch.int32
+    for got, expected in zip((cu_seqlens, column_T), reference.masked_tokens(mask_BL), strict=True):
+        assert torch.equal(got, expected)
+        assert got.dtype == torch.int32
     packed = packing.unpad(padded, cu_seqlens, column_T)
     again = packing.pad(packed, cu_seqlens, L, column_T, value=-3)
     for name, tensor in padded.items():
         assert torch.equal(packed[name], tensor[mask_BL])
-        kept = mask_BL.reshape(*mask_BL.shape, *[1] * (tensor.dim() - 2))
-        assert torch.equal(again[name], tensor.where(kept, torch.full_like(tensor, -3)))
+        assert torch.equal(packed[name], reference.unpad(tensor, cu_seqlens, column_T))
+        assert torch.equal(again[name], reference.pad(packed[name], cu_seqlens, L, column_T, value=-3))
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,7 +189,7 @@ def test_masked_tokens_with_an_upper_bound(rows, slack, width):
     count = int(mask_BL.sum())
     padded = random((len(rows), 6, width), torch.float32, "cpu")
     tokens = packing.masked_tokens(mask_BL, count + slack)
-    assert tokens.column_T.tolist()[count:] == [-1] * slack
+    assert torch.equal(tokens.column_T, reference.masked_tokens(mask_BL, count + slack)[1])
     packed = packing.unpad(padded, *tokens)
     assert torch.equal(packed, torch.cat([padded[mask_BL.bool()], torch.zeros(slack, width)]))
     again = packing.pad(packed, tokens.cu_seqlens, 8, tokens.column_T)
@@ -208,11 +207,11 @@ def test_rows_behind_the_last_sequence_belong_to_none(device):
     longer = torch.cat([packed, zeros.fill_(torch.nan)])
     assert torch.equal(packing.pad(longer, cu_seqlens, 4), packing.pad(packed, cu_seqlens, 4))
     assert torch.equal(packing.segment_sum(longer, cu_seqlens), packing.segment_sum(packed, cu_seqlens))
-    assert packing.position_ids(cu_seqlens, 7).tolist() == [0, 1, 0, 1, 2, 0, 0]
-    assert packing.next_token_targets(torch.arange(7, device=device), cu_seqlens, -1).tolist() == [
-        1, -1, 3, 4, -1, -1, -1,
-    ]  # fmt: skip
-    assert packing.segment_expand(torch.tensor([5, 6, 7], device=device), cu_seqlens, 6).tolist() == [5, 5, 7, 7, 7, 0]
+    ids, values_B = torch.arange(7, device=device), torch.tensor([5, 6, 7], device=device)
+    for room in (packing, reference):
+        assert room.position_ids(cu_seqlens, 7).tolist() == [0, 1, 0, 1, 2, 0, 0]
+        assert room.next_token_targets(ids, cu_seqlens, -1).tolist() == [1, -1, 3, 4, -1, -1, -1]
+        assert room.segment_expand(values_B, cu_seqlens, 6).tolist() == [5, 5, 7, 7, 7, 0]
 
 
 @pytest.mark.gpu
@@ -283,12 +282,9 @@ def test_nothing_outside_the_tensors_is_touched():
 def test_positions_and_targets(lengths, device):
     cu_seqlens = cumulative(lengths, device)
     input_ids_T = random((sum(lengths),), torch.int64, device)
-    sequences = input_ids_T.split(lengths) if lengths else []
-    positions = [torch.arange(length, device=device) for length in lengths]
-    targets = [torch.cat([s[1:], s.new_full((min(len(s), 1),), -7)]) for s in sequences]
-    empty = input_ids_T.new_empty(0)
-    assert torch.equal(packing.position_ids(cu_seqlens), torch.cat([empty, *positions]))
-    assert torch.equal(packing.next_token_targets(input_ids_T, cu_seqlens, -7), torch.cat([empty, *targets]))
+    assert torch.equal(packing.position_ids(cu_seqlens), reference.position_ids(cu_seqlens))
+    targets = packing.next_token_targets(input_ids_T, cu_seqlens, -7)
+    assert torch.equal(targets, reference.next_token_targets(input_ids_T, cu_seqlens, -7))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -299,12 +295,10 @@ def test_positions_and_targets(lengths, device):
 def test_segment_sum_is_as_exact_as_its_output(lengths, trailing, dtype, device):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((sum(lengths), *trailing), generator=generator).to(device, dtype)
-    exact = [s.double().sum(0) for s in (values.split(lengths) if lengths else [])]
+    exact = reference.segment_sum(values, cumulative(lengths, device))
     total = packing.segment_sum(values, cumulative(lengths, device))
     assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert total.shape == (len(lengths), *trailing)
-    for got, expected in zip(total, exact, strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-4 if device == "cuda" else 1e-5)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=1e-4 if device == "cuda" else 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -320,9 +314,8 @@ def test_segment_sum_counts_bools_and_integers_and_repeats_bitwise(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_segment_expand(device):
     values_B = random((4, 3), torch.int64, device)
-    lengths = torch.tensor([2, 0, 5, 1], device=device)
-    expected = values_B.repeat_interleave(lengths, 0)
-    assert torch.equal(packing.segment_expand(values_B, cumulative([2, 0, 5, 1], device)), expected)
+    cu_seqlens = cumulative([2, 0, 5, 1], device)
+    assert torch.equal(packing.segment_expand(values_B, cu_seqlens), reference.segment_expand(values_B, cu_seqlens))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -331,6 +324,7 @@ def test_segment_mean(device):
     weight_T = torch.tensor([1.0, 0.5, 0.5, 0.0, 1.0, 0.0], device=device)
     mean_B = packing.segment_mean(values_T, cumulative([3, 0, 2, 1], device), weight_T)
     assert mean_B.tolist() == [2.5, 0.0, 5.0, 0.0]
+    assert torch.equal(mean_B.double(), reference.segment_mean(values_T, cumulative([3, 0, 2, 1], device), weight_T))
     cancelling_T = torch.tensor([1.0, -1.0], device=device)
     assert packing.segment_mean(values_T.detach()[:2], cumulative([2], device), cancelling_T).tolist() == [0.0]
     mean_B.sum().backward()

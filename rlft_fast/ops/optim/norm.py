@@ -1,12 +1,11 @@
-"""Gradient norm and clipping over plain tensors and DTensors of any mix of meshes, placements, dtypes and devices.
+"""Gradient norm over plain tensors and DTensors of any mix of meshes, placements, dtypes and devices.
 
-    norm        = (sum_i |g_i|^p)^(1/p) over every element of every gradient, each counted once
-    coefficient = min(1, max_norm / (norm + 1e-6))                        Pascanu et al. 2013, arXiv:1211.5063
+    norm = (sum_i |g_i|^p)^(1/p) over every element of every gradient, each counted once
 
 A sharded gradient contributes its local part, and the sums of |g|^p are added over exactly the mesh dimensions that
-shard it; replicas are neither added nor communicated. There is one small all-reduce per process group, and no host
-sync: norm and coefficient stay on the device. Powers are added in float64, since squares leave float32's range long
-before gradients do. Pipeline stages are the caller's to combine.
+shard it; replicas are neither added nor communicated. Each process group takes one small all-reduce, and the host waits
+for nothing: the norm stays on the device. Powers are added in float64, since squares leave float32's range long before
+gradients do. Pipeline stages are the caller's to combine.
 """
 
 import functools
@@ -21,16 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from rlft_fast.ops.library import check_device
-from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
-
-
-class ClipCoefficient(NamedTuple):
-    """What `FusedAdamW` needs to clip while it steps. Both are 0-d float32 on the norm's device."""
-
-    coefficient: Tensor
-    """Factor for every gradient, in (0, 1]; 1 where the norm is not finite."""
-    found_inf: Tensor
-    """1 where the norm is not finite (the step should be skipped), else 0."""
+from rlft_fast.ops.optim.memory_order import in_order_of
 
 
 def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -51,84 +41,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
         ValueError: norm_type is not positive, or a gradient has a Partial placement or a sparse layout.
         TypeError: a gradient is not floating point.
     """
-    return _global_norm(_gradients(parameters), norm_type)
-
-
-def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
-    """min(1, max_norm / (norm + 1e-6)) and a flag for a norm that is not finite, without a host sync.
-
-    Args:
-        norm: 0-d float32, from `grad_norm`.
-        max_norm: largest norm allowed. None, 0 and inf measure only: the coefficient is 1.
-
-    Returns:
-        `ClipCoefficient` of two 0-d float32 tensors on the norm's device.
-
-    Raises:
-        ValueError: norm is not a 0-d tensor, or max_norm is negative or nan.
-    """
-    if not isinstance(norm, Tensor) or norm.numel() != 1:
-        got = f"has shape {tuple(norm.shape)}" if isinstance(norm, Tensor) else f"is {norm!r}"
-        raise ValueError(f"norm {got}, expected a 0-d tensor: take it from grad_norm.")
-    return _coefficient(norm, _limit(max_norm))
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float | None,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Scales the gradients in place so that their global norm is at most `max_norm`.
-
-    Drop-in for `torch.nn.utils.clip_grad_norm_` but for these differences. DTensors of different meshes may be mixed.
-    Gradients stay as they are where the norm is not finite (there they would all become nan). max_norm = 0 measures
-    without scaling (there it zeroes the gradients); a negative one is an error (there it flips their signs), as are
-    complex gradients and norm_type <= 0. A parameter listed twice counts once. Norm and coefficient are float32, for
-    float64 gradients as well.
-
-    Args:
-        parameters: a tensor or an iterable of tensors (a generator is consumed once), of which `.grad` is scaled.
-        max_norm: largest norm allowed. None, 0 and inf measure only.
-        norm_type: p > 0, or inf.
-        error_if_nonfinite: raise where the norm is not finite. Waits for the device.
-        foreach: ignored, all gradients of a device and dtype always go in one pass. There for the signature's sake.
-
-    Returns:
-        The norm before clipping, 0-d float32, see `grad_norm`.
-
-    Raises:
-        ValueError: as `grad_norm` and `clip_coefficient`.
-        RuntimeError: error_if_nonfinite and the norm is not finite.
-    """
-    limit = _limit(max_norm)
-    gradients = _gradients(parameters)
-    norm = _global_norm(gradients, norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the gradient norm is {norm.item()}: skip this step, or pass error_if_nonfinite=False.")
-    if limit is not None:
-        _scale_([g.local for g in gradients if g.local is not None], _coefficient(norm, limit).coefficient)
-        # The kernels leave it to us to tell graphs that need the gradients as they were.
-        torch.autograd.graph.increment_version([g.grad for g in gradients if g.grad is not None])
-    return norm
-
-
-def _limit(max_norm: float | None) -> float | None:
-    """max_norm, or None where it only measures."""
-    if max_norm is not None and not max_norm >= 0:
-        raise ValueError(f"max_norm is {max_norm}, expected a positive number, or None, 0 or inf to measure only.")
-    return None if max_norm in (None, 0, math.inf) else max_norm
-
-
-def _coefficient(norm: Tensor, limit: float | None) -> ClipCoefficient:
-    # One kernel where isfinite takes four; a norm is never negative, and nan is not less.
-    bad = (norm < math.inf).logical_not_()
-    if limit is None:
-        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), bad.float())
-    coefficient = (norm.float() + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
-    return ClipCoefficient(coefficient, bad.float())
+    return global_norm(gradients_of(parameters), norm_type)
 
 
 # ---- which gradients, and who else holds parts of them -----------------------------------------------------------
@@ -155,7 +68,9 @@ _Groups = dict[_Group, dist.ProcessGroup]
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
-class _Gradient(NamedTuple):
+class Gradient(NamedTuple):
+    """One parameter's gradient, and who else holds parts of it."""
+
     grad: Tensor | None
     """None where the parameter has none."""
     local: Tensor | None
@@ -167,26 +82,27 @@ class _Gradient(NamedTuple):
 
 
 @torch.no_grad()
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[_Gradient]:
+def gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Gradient]:
+    """The checked gradients of the parameters, each parameter once; one entry also where there is no gradient."""
     # Each tensor once; by id, for a tensor's hash and comparison are Python functions.
     tensors = [parameters] if isinstance(parameters, Tensor) else list({id(p): p for p in parameters}.values())
     known: dict[_Layout, _Groups] = {}
     return [_gradient(index, tensor, known) for index, tensor in enumerate(tensors)]
 
 
-def _gradient(index: int, parameter: Tensor, known: dict[_Layout, _Groups]) -> _Gradient:
+def _gradient(index: int, parameter: Tensor, known: dict[_Layout, _Groups]) -> Gradient:
     grad = parameter.grad
     if grad is not None:
         _check_gradient(index, grad)
-    # A rank without this gradient still has to join the all-reduce of those that have it.
+    # A rank without this gradient still has to join the all-reduce, since other ranks may have the gradient.
     layout = parameter if grad is None else grad
     if not isinstance(layout, DTensor):
-        return _Gradient(grad, grad, layout.device, {})
+        return Gradient(grad, grad, layout.device, {})
     local = None if grad is None else layout.to_local()
     key = layout.device_mesh, layout.placements
     if key not in known:  # a model has thousands of parameters and a handful of layouts
         known[key] = _shard_groups(*key)
-    return _Gradient(grad, local, _mesh_device(layout), known[key])
+    return Gradient(grad, local, _mesh_device(layout), known[key])
 
 
 def _check_gradient(index: int, grad: Tensor) -> None:
@@ -232,7 +148,8 @@ def _shard_groups(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Group
 
 
 @torch.no_grad()
-def _global_norm(gradients: list[_Gradient], norm_type: float) -> Tensor:
+def global_norm(gradients: list[Gradient], norm_type: float) -> Tensor:
+    """`grad_norm` of gradients that are checked already."""
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a positive number or inf.")
@@ -243,14 +160,14 @@ def _global_norm(gradients: list[_Gradient], norm_type: float) -> Tensor:
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).float()
 
 
-def _reduced_powers(gradients: list[_Gradient], norm_type: float) -> list[Tensor]:
+def _reduced_powers(gradients: list[Gradient], norm_type: float) -> list[Tensor]:
     """The sums of |g|^p of all ranks, one 0-d tensor per combination of process groups that gradients are sharded over.
 
     A gradient sharded over two mesh dimensions is added over one group and then the other. Gradients whose groups
     coincide share one all-reduce. `_Group` says why every rank runs the same ones, whatever its parameters' order.
     """
     groups = {key: group for gradient in gradients for key, group in gradient.groups.items()}
-    by_layout: dict[tuple[_Group, ...], list[_Gradient]] = {}
+    by_layout: dict[tuple[_Group, ...], list[Gradient]] = {}
     for gradient in gradients:
         by_layout.setdefault(tuple(sorted(gradient.groups)), []).append(gradient)
     layouts = sorted(by_layout)
@@ -272,7 +189,7 @@ def _all_reduce(vector: Tensor, group: dist.ProcessGroup, norm_type: float) -> N
         dist.all_reduce(vector, group=group)
 
 
-def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tensor]:
+def _local_powers(layouts: list[list[Gradient]], norm_type: float) -> list[Tensor]:
     """This rank's sum of |g|^p (largest |g| for inf) of every list, in float64 on the device where it is reduced.
 
     All lists go in one pass per device and dtype.
@@ -280,7 +197,7 @@ def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tens
     parts: list[list[Tensor]] = [[] for _ in layouts]
     passes: dict[_Kind, list[list[Tensor]]] = {}
     for i, gradients in enumerate(layouts):
-        for kind, tensors in _by_device_and_dtype([g.local for g in gradients if g.local is not None]).items():
+        for kind, tensors in by_device_and_dtype([g.local for g in gradients if g.local is not None]).items():
             passes.setdefault(kind, [[] for _ in layouts])[i] = tensors
     for lists in passes.values():
         tensors, sizes = [tensor for tensors in lists for tensor in tensors], [len(tensors) for tensors in lists]
@@ -295,24 +212,14 @@ def _local_powers(layouts: list[list[_Gradient]], norm_type: float) -> list[Tens
 
 
 def _combine(powers: list[Tensor], norm_type: float) -> Tensor:
-    """Of separate sets of gradients; mostly there is one, which costs nothing."""
+    """The sum of |g|^p (largest |g| for inf) of several sets of gradients. One set costs no kernel."""
     return functools.reduce(torch.maximum if math.isinf(norm_type) else torch.add, powers)
-
-
-def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    dense, gappy = [], []
-    for tensor in tensors:
-        (dense if is_dense(tensor) else gappy).append(tensor)
-    for group in _by_device_and_dtype(dense).values():
-        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
-    for tensor in gappy:
-        tensor.mul_(coefficient.to(tensor.device))
 
 
 _Kind = tuple[torch.device, torch.dtype]
 
 
-def _by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
+def by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
     """The tensors that have elements, contiguous, in lists of one device and dtype; copies where they have gaps."""
     groups: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
@@ -329,8 +236,3 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> dict[_Kind, list[Tensor]]:
 @torch.library.register_fake("rlft_fast::multi_tensor_norm_pow")
 def _(tensors, group_sizes, norm_type):
     return tensors[0].new_empty((len(group_sizes),), dtype=torch.float64)
-
-
-@torch.library.register_fake("rlft_fast::multi_tensor_scale_")
-def _(tensors, coefficient):
-    return None
