@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.ops.problems import make_inputs
 from benchmarks.support.harness import DEVICE
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
 
@@ -44,20 +45,14 @@ LogprobFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def make_problem(num_tokens: int, hidden_size: int, vocab: int, *, peaked: bool, num_sequences: int = 8) -> Problem:
     """Random data with logits as in a trained model (``peaked``: the target has most of the mass) or nearly uniform."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    randn = partial(torch.randn, generator=generator, device=DEVICE)
-    weight = randn(vocab, hidden_size) / hidden_size**0.5
-    target = torch.randint(vocab, (num_tokens,), generator=generator, device=DEVICE)
-    hidden = randn(num_tokens, hidden_size)
-    if peaked:
-        strength = torch.empty(num_tokens, 1, device=DEVICE).uniform_(5, 20, generator=generator)
-        hidden = hidden + strength * weight[target]
-    hidden, weight = hidden.to(DTYPE), weight.to(DTYPE)
-    logprob = linear_logprob(hidden, weight, target).logprob
+    logits = "peaked" if peaked else "flat"
+    inputs = make_inputs(num_tokens, hidden_size, vocab, logits=logits, dtype=DTYPE, device=DEVICE)
+    logprob = linear_logprob(*inputs[:3]).logprob
+    randn = partial(torch.randn, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)
     return Problem(
-        hidden.requires_grad_(),
-        weight.requires_grad_(),
-        target,
+        inputs.hidden_TD.requires_grad_(),
+        inputs.weight_VD.requires_grad_(),
+        inputs.target_T,
         randn(num_tokens),
         logprob + 0.1 * randn(num_tokens),
         randn(num_sequences),

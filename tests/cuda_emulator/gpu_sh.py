@@ -32,7 +32,7 @@ BARS = {
     "unpad: share of memcpy's bandwidth", "pad: share of memcpy's bandwidth",
     "norm of 2,000 gradients: share of memcpy's bandwidth", "clip + AdamW, 0.5 B parameters: torch's fused / ours",
 }  # fmt: skip
-# What a GPU machine has besides; each checks what it was called with.
+# Stand-ins for the tools of a GPU machine. Each one checks its own arguments.
 TOOLS = {
     "nvidia-smi": 'case "$*" in *noheader*) echo 9.0 ;; *) echo "name, compute_cap"; echo "emulated, 9.0" ;; esac',
     "compute-sanitizer": '[[ "$1 $3 $4" == "--tool --error-exitcode 1" && $PYTORCH_NO_CUDA_MEMORY_CACHING == 1 ]] '
@@ -69,14 +69,14 @@ def gpu_sh(tools, tmp_path):
 
 
 def packed(folder: Path, part: int) -> dict[str, bytes]:
-    """What the one file of a part holds."""
+    """Content of the one archive that a part leaves, by file name."""
     with tarfile.open(folder / f"part-{part}.tar.gz") as archive:
         files = [member for member in archive.getmembers() if member.isfile()]
         return {Path(member.name).name: archive.extractfile(member).read() for member in files}
 
 
 def passed(junit: bytes) -> int:
-    """Tests that passed, of a report that has no failure and no error."""
+    """Number of tests that passed, in a report without a failure or an error."""
     (suite,) = ElementTree.fromstring(junit)
     assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
     return int(suite.get("tests")) - int(suite.get("skipped"))

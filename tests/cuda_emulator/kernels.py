@@ -1,4 +1,4 @@
-"""The CUDA kernels alone, called with what the ops above them give them. `make emulate` runs this beside tests/ops."""
+"""The CUDA kernels alone, with arguments as the ops pass them. `make emulate` runs this beside tests/ops."""
 
 import os
 import re
@@ -151,7 +151,7 @@ def list_results() -> list[Tensor]:
 
 @pytest.mark.parametrize("results", [logprob_results, packing_results, list_results])
 def test_no_bit_depends_on_the_order_of_threads(results, monkeypatch):
-    """A barrier that is missing would show here, a sum by atomics too."""
+    """A missing barrier would show here, and so would a sum by atomics."""
     runs = []
     for order in ORDERS:
         monkeypatch.setenv("RLFT_EMULATOR_ORDER", str(order))
@@ -162,7 +162,7 @@ def test_no_bit_depends_on_the_order_of_threads(results, monkeypatch):
 
 
 def test_nothing_outside_the_tensors_is_touched():
-    """A GPU is not waited for to look at cu_seqlens, so they may be anything. AddressSanitizer looks on."""
+    """Values of cu_seqlens are not checked on a GPU, so they may be anything. AddressSanitizer looks on."""
     nonsense = torch.tensor([0, 50, -7, 2**31 - 1], dtype=torch.int32)
     columns = torch.tensor([-5, 99, 2, 2**31 - 1, 1, 0], dtype=torch.int32)
     x = torch.ones(3, 4, 2)
@@ -205,7 +205,7 @@ def test_what_waits_for_the_device_raises(what):
 
 
 def test_the_kernels_files_have_nothing_to_wait_by():
-    """They call CUDA's runtime through launch.cuh alone, for which the emulator has its own."""
+    """The kernels call CUDA's runtime through launch.cuh alone, and the emulator replaces launch.cuh."""
     command = ["nm", "-D", "--undefined-only", os.environ["RLFT_EMULATED_KERNELS"]]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "aoti_torch_get_data_ptr" in symbols

@@ -4,9 +4,10 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.cuda_emulator import device
+from tests.support import fake_gpu
 
-device.install()  # before the tests' modules look for a GPU
+fake_gpu.install()  # before the tests' modules look for a GPU
+fake_gpu.interpret_triton()
 
 NOT_EMULATED = {
     "memory": "there is no device memory to weigh",
@@ -22,13 +23,13 @@ NOT_EMULATED = {
     "151936": "takes minutes",
     "same_bits_every_run": "takes minutes",
 }
-# Triton's interpreter is slow. What it computes with float32 it computes without a GPU, too (test_triton_logprob.py).
+# Triton's interpreter is slow, and test_numbers.py already runs it with float32 on the CPU.
 NOT_INTERPRETED = {"5003", "dtype0", "None-dtype1"}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    with device.CudaDevice():
+    with fake_gpu.CudaDevice():
         return (yield)
 
 

@@ -1,7 +1,7 @@
-"""benchmarks/gpu.sh where there is no GPU: `python -m tests.cuda_emulator.rehearsal` in place of its python.
+"""Stands in for the Python of benchmarks/gpu.sh on a machine without a GPU: `python -m tests.cuda_emulator.rehearsal`.
 
-The emulated GPU stands in for a real one, problems are tiny, and packages that a bare GPU machine lacks are not there.
-Times say nothing.
+The GPU is emulated, problems are tiny, and packages that a bare GPU machine lacks cannot be imported. Times mean
+nothing.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import sys
 import time
 
 ABSENT = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "gguf", "datasets", "trl")
-# Of those that are marked gpu; `make emulate` runs the others.
+# A few of the tests that are marked gpu; `make emulate` runs the others.
 TESTS = "test_norm_and_scaling or outside_the_vocabulary"
 
 
@@ -27,18 +27,19 @@ class Event:
 
 
 def install_device() -> None:
-    from tests.cuda_emulator import device  # before torch, which asks once whether there is a GPU
+    from tests.support import fake_gpu  # before torch, which asks once whether there is a GPU
 
     import torch  # isort: skip
 
-    device.install()
+    fake_gpu.install()
+    fake_gpu.interpret_triton()
     torch.cuda.Event = Event
     torch.cuda._sleep = lambda cycles: None
     torch.cuda.reset_peak_memory_stats = lambda: None
     torch.cuda.memory_allocated = lambda: 0
     torch.cuda.max_memory_allocated = lambda: 1 << 30
     torch.cuda.get_device_name = lambda index=None: "emulated"
-    device.CudaDevice().__enter__()
+    fake_gpu.CudaDevice().__enter__()
 
 
 def make_problems_tiny() -> None:

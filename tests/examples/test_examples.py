@@ -23,7 +23,7 @@ def example():
 
 @pytest.fixture
 def samples(tmp_path):
-    """As a run writes them: right, wrong, right but cut off, and no answer at all."""
+    """Completions as a run writes them: right, wrong, right but cut off, and without an answer."""
     lines = [
         {"prompt": f"{a} + {b} = ", "completion": text, "reward": reward, "finish_reason": reason}
         for a, b in SUMS
@@ -52,7 +52,7 @@ def test_reward_model_learns_what_is_right(example, samples, tiny_model, tmp_pat
 
 
 def test_reward_model_reads_answers_with_any_character(example, tmp_path):
-    """Some end a line for `str.splitlines`, and not in a file of JSON lines."""
+    """Some characters end a line for `str.splitlines`, but do not end a line of a JSON-lines file."""
     text = "one\u2028two\u2029three\x85four"
     line = {"prompt": "count", "completion": text, "reward": 1.0, "finish_reason": "stop"}
     (tmp_path / "samples.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n\n", encoding="utf-8")

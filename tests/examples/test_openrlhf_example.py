@@ -24,7 +24,7 @@ LORA = {"lora_rank": 2, "target_modules": "all-linear"}
 
 
 def flash_attn_without_cuda() -> Iterator[ModuleType]:
-    """What OpenRLHF imports of it; the functions from the copies in transformers."""
+    """The functions that OpenRLHF imports from flash_attn, taken from their copies in transformers."""
     from einops import rearrange
 
     contents = {
@@ -55,7 +55,7 @@ def openrlhf() -> SimpleNamespace:
 @pytest.fixture
 def make_actor(openrlhf, monkeypatch):
     def make(folder: Path, *, fused: bool, **options) -> nn.Module:
-        """Calls of an actor go where those of the last one made go."""
+        """The actor made last decides whether calls of every actor are fused."""
         monkeypatch.undo()
         if fused:
             for name in ("__init__", "forward"):

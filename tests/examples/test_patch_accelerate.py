@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rlft_fast import patch_lm_head
 from tests.examples.test_trl_example import FusedGRPOTrainer
-from tests.models.accelerated import prepare_as_accelerate
+from tests.support.accelerated import prepare_as_accelerate
 from tests.support.distributed import run_distributed
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -35,7 +35,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def make_trainer(trainer_class, model, tokenizer: Path, output: Path, peft_config=None, **options) -> GRPOTrainer:
-    """Plain SGD: its steps are no further apart than the gradients, where AdamW blows up those that are nearly 0."""
+    """Plain SGD: its steps differ no more than the gradients. AdamW enlarges differences of gradients near 0."""
     defaults = {
         "use_cpu": True, "bf16": False, "optim": "sgd", "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant",
         "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8,

@@ -1,4 +1,4 @@
-"""Every causal language model of the installed transformers: refused by name, or packed and sampled as it is alone."""
+"""Every causal language model of the installed transformers is refused by name, or packs and samples unchanged."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.2, "qk_rope_head_dim": 4, "q_lora_rank": 12, "hidden_size_per_layer_input": 4,
     "eos_token_id": 2,
 }  # fmt: skip
-# What must not be refused, so that a check grown too strict shows.
+# These must not be refused: a check that has become too strict fails here.
 KNOWN_TO_WORK = [
     "arcee", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2",
     "granite", "llama", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt",
@@ -42,7 +42,7 @@ KNOWN_TO_WORK = [
 
 
 def small_model(model_type: str) -> PreTrainedModel:
-    """Raises whatever the architecture raises that these sizes do not fit."""
+    """Builds the model, or raises the error of an architecture that these sizes do not fit."""
     default = CONFIG_MAPPING[model_type]().get_text_config()
     sizes = {name: value for name, value in SMALL.items() if hasattr(default, name)}
     if hasattr(default, "kv_lora_rank"):  # there head_dim is the width of the rotary part

@@ -180,7 +180,7 @@ def test_results_may_be_changed_in_place_under_fsdp2():
 
 
 def check_results_changed_in_place(rank: int) -> None:
-    """FSDP2 gathers the weight for backward by a hook on the results, which a change of a view would replace."""
+    """FSDP2 gathers the weight for backward by a hook on the results. An in-place change of a view would replace it."""
     torch.manual_seed(0)
     linear, hidden, target = torch.nn.Linear(4, 10, bias=False), torch.randn(2, 5, 4), torch.randint(0, 10, (2, 5))
     log_p = linear(hidden).log_softmax(-1)
@@ -204,7 +204,7 @@ def test_a_temperature_may_be_a_tensor_of_one_element(over_support):
         assert torch.equal(head(hidden, target, temperature=temperature, support=support).logprob, expected)
 
 
-# All have as many elements as they should, so that flattening them would do.
+# All have the right number of elements, so a reshape would hide the error.
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,4 +1,4 @@
-"""Loading from local folders: what is loaded, and one clear error for every folder that cannot be used."""
+"""Loading from local folders, and one clear error for every folder that cannot be used."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_tokenizer(tiny_model):
 
 @pytest.fixture
 def folder(tiny_model, tmp_path) -> Path:
-    """A copy that may be spoilt."""
+    """A copy of a model's folder that a test may damage."""
     return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 

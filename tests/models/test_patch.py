@@ -53,7 +53,7 @@ from transformers import (
 )
 
 from rlft_fast import patch_lm_head, unpatch_lm_head
-from tests.models.accelerated import prepare_as_accelerate
+from tests.support.accelerated import prepare_as_accelerate
 from tests.support.distributed import run_distributed
 
 V = 67
@@ -91,7 +91,7 @@ def build(name: str) -> PreTrainedModel:
     model_class, config = MODELS[name]
     model = model_class(copy.deepcopy(config)).eval()
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # biases start at 0, which would hide that they are forgotten
+        if parameter.dim() == 1:  # biases start at 0, and a forgotten bias would not show
             nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)
     return model
 
@@ -309,7 +309,7 @@ def check_sharded(rank: int, name: str, shard: Callable[[PreTrainedModel, Device
     result.logprob.sum().backward()
     for parameter, value in model.named_parameters():
         torch.testing.assert_close(value.grad.full_tensor(), expected[parameter], rtol=1e-4, atol=1e-5)
-    for _ in range(2):  # whatever a pass leaves behind would show in the next one
+    for _ in range(2):  # state that a pass leaves behind would show in the next pass
         model.zero_grad()
         loss = model(
             **own, logprob_targets=targets[rank : rank + 1], loss_fn=lambda logprob, _: logprob

@@ -1,4 +1,4 @@
-"""Weights go straight into shards: the right values for every architecture, and never a whole model in memory."""
+"""Weights are read into shards: values are right for every architecture, and no process ever holds a whole model."""
 
 from pathlib import Path
 
@@ -125,7 +125,7 @@ BIG_BYTES = 4 * (2 * 20_000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 2048))
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is not a file's: what safetensors maps may be dropped at any time."""
+    """Anonymous memory of this process. The system may drop the pages that safetensors maps at any time."""
     status = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
@@ -148,7 +148,7 @@ def check_memory(rank: int, folder: Path) -> None:
     torch.Tensor.copy_ = original
     assert peaks
     largest = 4 * 20_000 * 512
-    # Half of the model, and while it is built and read no more than one tensor beside.
+    # Half of the model, and one whole tensor while the shards are filled.
     assert max(peaks) < BIG_BYTES / 2 + largest
 
 

@@ -126,7 +126,7 @@ def to_batch(prompts: list[list[int]], groups: list[list[Completion]]) -> Batch:
     )
 
 
-# What instruction-tuned models bring along. None of it may change what is sampled, or the ratio is not 1 any more.
+# Settings that instruction-tuned models bring along. None may change the samples, or the ratio is no longer 1.
 DEFAULTS = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 5.0, "do_sample": True}
 
 
@@ -177,7 +177,7 @@ def test_the_cut_by_hand():
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])
 def test_ratios_average_one_over_the_support(tiny_model, top_p):
-    """Of real samples, under the policy that sampled and under the next one; over the whole vocabulary they do not."""
+    """Ratios average 1 over the support, under the policy that sampled and the next, but not over the vocabulary."""
     config = EngineConfig(max_tokens=512, optimizer=OptimizerConfig(learning_rate=1e-3))
     engine = FSDPEngine(str(tiny_model("llama")), config, num_training_steps=4, temperature=0.8).initialize()
     rollout = HFRollout(engine.model, load_tokenizer(engine.path), 64)
@@ -336,7 +336,7 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
 
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
-    """Decoding leaves it out, so that it would never be found in the text."""
+    """Decoding removes a special token, so a search of the text would never find it."""
     rollout = make_rollout(tiny_model("llama"))
     free = rollout.generate([PROMPTS[3]], GREEDY)[0][0]
     name = rollout.tokenizer.convert_ids_to_tokens(free.token_ids[4])

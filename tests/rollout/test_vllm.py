@@ -79,7 +79,7 @@ def sample(rollout: VLLMRollout, prompts: list[list[int]], seed: int = 0) -> lis
 
 
 def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -> list[Batch]:
-    """Each rank drew its own samples, and infer takes the same batch on all ranks: look at each in turn."""
+    """Compares the samples of each rank in turn, because infer takes the same batch on all ranks."""
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
     own = Batch.from_samples(
         [prompt for prompt, _ in samples], [sample.token_ids for _, sample in samples],
@@ -184,7 +184,7 @@ def check_prefix_is_shared(rollout: VLLMRollout, long_prompt: list[int]) -> None
 
 
 def check_ends(rollout: VLLMRollout) -> None:
-    """Every rank asks for other prompts, one of them for none."""
+    """Every rank asks for its own prompts, and one rank asks for none."""
     free = rollout.generate(PROMPTS[:2], SamplingParams(max_new_tokens=8, temperature=0.0))
     tokens = free[0][0].token_ids
     assert len(tokens) == 8
@@ -293,7 +293,7 @@ def separate(rank: int, path: Path) -> None:
 
 
 def kill_generator() -> None:
-    """What the kernel does when memory is short."""
+    """Kills the process of vLLM, as the kernel does when memory is short."""
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     (core,) = (p for p in children if "EngineCore" in " ".join(p.cmdline()))
     os.kill(core.pid, signal.SIGKILL)
@@ -465,7 +465,7 @@ def shared(rank: int) -> None:
 
 
 def check_requests(rank: int) -> None:
-    """What one rank must refuse all do, and then all go on together."""
+    """If one rank must refuse a request, all ranks refuse it, and then all go on together."""
     fitting, long = [[1] * 10], [[1] * 11]
     check_request([fitting, []][rank], 6, 16, has_weights=True)
     with pytest.raises(ValueError, match=["another process", "may have 17 tokens, vLLM was started for 16"][rank]):

@@ -39,7 +39,7 @@ def test_too_few_gpus_are_refused(monkeypatch):
 
 
 def test_a_process_beside_one_of_torchrun_has_a_store_of_its_own(monkeypatch):
-    """torchrun's processes look for a store that it keeps; in vLLM's they would wait for one that nobody keeps."""
+    """Processes of torchrun use a store that torchrun keeps. vLLM's processes would wait for it forever."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with _environment(_process_environment(torch.device("cpu"), VLLMConfig(process="separate"), "shared_memory")):
         store, rank, world_size = next(dist.rendezvous("tcp://127.0.0.1:0", 0, 1, timeout=timedelta(seconds=5)))

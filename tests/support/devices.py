@@ -1,10 +1,10 @@
-"""The devices that tests of one op are run on."""
+"""Devices for tests of one op."""
 
 import pytest
 import torch
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, requires_gpu])]
-# For what runs where the package itself decides: on a GPU if there is one, whose machine then takes it for a gpu test.
+# The package itself puts some work on a GPU if there is one. A test of such work counts as a gpu test there.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_device = [pytest.mark.gpu] if torch.cuda.is_available() else []

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Processes are forked from one that has imported what takes seconds. Not where there is a GPU: imports may look for it,
-# and a fork of a process that did cannot use it.
+# A server that has imported the slow packages forks the processes: imports take seconds. A machine with a GPU spawns
+# them, because an import may initialise CUDA, and a fork of such a process cannot use the GPU.
 _START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "peft", "rlft_fast.trainer"])
 
@@ -20,7 +20,7 @@ multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "peft", "rlft_fa
 def run_distributed(function: Callable[..., None], world_size: int, *args: object) -> None:
     """Calls `function(rank, *args)` in `world_size` processes; an exception in any of them is raised here.
 
-    The processes have the environment of the first call's.
+    All calls share the environment variables of the first call.
 
     Args:
         function: picklable, so a module-level function.
@@ -41,11 +41,11 @@ def _worker(rank: int, world_size: int, store: Path, function: Callable[..., Non
         world_size=world_size,
         timeout=timedelta(seconds=120),  # a deadlock should fail the test, not the whole run
     )
-    # Whoever writes into the output of a model of ours would get wrong gradients. Of others' modules we have no say.
+    # A write into the output of one of our models would make gradients wrong. Modules of other packages may warn.
     warnings.filterwarnings("error", r"FSDP2-wrapped module \(FSDP(Policy|Value|Reward)Model\) returned a view")
     try:
         function(rank, *args)
     finally:
-        from rlft_fast.world.collectives import leave_process_group  # needs more than the ops' tests do
+        from rlft_fast.world.collectives import leave_process_group  # here, because tests of the ops have torch alone
 
         leave_process_group()

@@ -1,8 +1,7 @@
-"""How much is multiplied: what the vendor's library itself says of its calls.
+"""Counts multiplications by the log of the vendor's library.
 
-No dispatch mode of torch sees what a custom op calls, and nothing in Python what the compiled ops call. MKL and oneDNN
-write a line about every call, whoever calls it, from whichever thread. Triton's interpreter multiplies by NumPy, tile
-by tile.
+A dispatch mode of torch does not see the calls of a custom op, and Python does not see the calls of a compiled op. MKL
+and oneDNN log each call from any thread. Triton's interpreter multiplies tiles by NumPy.
 """
 
 import ctypes
@@ -25,8 +24,8 @@ requires_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason=
 def multiplications(function: Callable[[], object], device: str = "cpu") -> int:
     """M N K, summed over the GEMMs that the function calls on the device.
 
-    An emulated GPU multiplies by the same two libraries. On a real one PyTorch's profiler has to tell; compiled code of
-    ours calls no GEMM there, and Triton's kernels cannot be counted.
+    An emulated GPU multiplies by the same two libraries. On a real GPU PyTorch's profiler counts: our compiled code
+    calls no GEMM there. Triton's kernels cannot be counted there.
     """
     if device == "cuda" and torch.version.cuda is not None:
         return profiled_multiplications(function)
@@ -42,7 +41,7 @@ def _of_mkl(function: Callable[[], object]) -> int:
             function()
         lines = file.read_text().splitlines()
     mkl_calls = [re.match(r"MKL_VERBOSE SGEMM\(\w,\w,(\d+),(\d+),(\d+),", line) for line in lines if "GEM" in line]
-    # m x k : k x n; of bfloat16, which an emulated GPU multiplies so
+    # m x k : k x n; an emulated GPU multiplies bfloat16 by oneDNN
     onednn_calls = [re.search(r",(\d+)x(\d+):\2x(\d+),", line) for line in lines if re.search("exec.*matmul", line)]
     assert None not in mkl_calls + onednn_calls, f"not counted, one of {lines}"
     return sum(math.prod(map(int, call.groups())) for call in mkl_calls + onednn_calls)
@@ -50,7 +49,7 @@ def _of_mkl(function: Callable[[], object]) -> int:
 
 @contextmanager
 def _stdout_to(file: Path) -> Iterator[None]:
-    """What C writes there, too."""
+    """Redirects the output of Python and of C."""
     sys.stdout.flush()
     flush = ctypes.CDLL(None).fflush
     flush(None)
@@ -67,7 +66,7 @@ def _stdout_to(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _interpreted_dots() -> Iterator[list[int]]:
-    """M N K of every product of two tiles; masked rows and columns of a tile are multiplied like others."""
+    """M N K of every product of two tiles, masked rows and columns included."""
     dots: list[int] = []
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield dots
@@ -86,10 +85,10 @@ def _interpreted_dots() -> Iterator[list[int]]:
 
 
 def profiled_multiplications(function: Callable[[], object]) -> int:
-    """The same by PyTorch's profiler: on any device, batched products too, but not what compiled code calls."""
+    """M N K by PyTorch's profiler: on any device, with batched products, without GEMMs that compiled code calls."""
     with torch.profiler.profile(record_shapes=True) as profiler:
         function()
-    first = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0}  # operand
+    first = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0}  # position of the first operand
     products = 0
     for event in profiler.events():
         if event.name in first:

@@ -1,4 +1,4 @@
-"""What a function launches on a GPU."""
+"""Counts the kernels that a function launches on a GPU."""
 
 import ctypes
 import os
@@ -16,8 +16,8 @@ EMULATED = os.environ.get("RLFT_EMULATED_KERNELS")
 def count_launches(function: Callable[[], object], kernels: Iterable[str]) -> Counter[str]:
     """Calls the function twice and counts the second time how often each kernel is launched; a host sync raises.
 
-    The emulated GPU itself tells, and tells of all kernels of the project that are launched. On a real one PyTorch's
-    profiler tells, and other kernels of the project than these are not looked for.
+    The emulated GPU reports every kernel of the project. On a real GPU PyTorch's profiler reports, and only ``kernels``
+    are looked for.
     """
     function()
     if EMULATED:
@@ -60,7 +60,7 @@ def _take_launches() -> list[int]:
 
 @cache
 def _symbols() -> dict[int, str]:
-    """By where they begin, counted from `rlft_emulator_launches`."""
+    """Names of functions by their distance from `rlft_emulator_launches`."""
     lines = subprocess.run(["nm", "-C", EMULATED], capture_output=True, text=True, check=True).stdout.splitlines()
     symbols = [line.split(maxsplit=2) for line in lines if line[0] != " "]
     (origin,) = (int(address, 16) for address, _, name in symbols if name == "rlft_emulator_launches")

@@ -1,4 +1,4 @@
-"""The peak of the memory that something takes, and what autograd keeps of it."""
+"""Peak memory of a function, and the tensors that autograd saves."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,8 @@ _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 def peak_mib(step: Callable[[], object]) -> float:
     """Memory that ``step`` takes at most, beyond what the process holds before it, in its second run.
 
-    Meanwhile malloc gives back what is freed: what it keeps for later hides what is taken, or looks as if it were.
+    Meanwhile malloc returns freed memory to the system. Memory that malloc kept would hide an allocation, or would look
+    like one.
     """
     malloc = ctypes.CDLL(None)
     malloc.mallopt(_M_MMAP_THRESHOLD, 2**16)
@@ -31,7 +32,7 @@ def peak_mib(step: Callable[[], object]) -> float:
         step()
         return (_peak_kib() - before) / 1024
     finally:
-        malloc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # as far as it moves by itself
+        malloc.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the highest value that malloc itself would choose
 
 
 def _peak_kib() -> int:
@@ -40,7 +41,7 @@ def _peak_kib() -> int:
 
 
 def peak_allocated_bytes(step: Callable[[], object]) -> int:
-    """The most that ``step`` has from torch's CPU allocator, touched or not, beyond what is there before it."""
+    """Peak bytes that ``step`` holds from torch's CPU allocator, touched or not, beyond the bytes held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     live = peak = 0
@@ -53,7 +54,7 @@ def peak_allocated_bytes(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def saved_sizes() -> Iterator[list[int]]:
-    """The numbers of elements of the tensors that are saved for backward inside."""
+    """Collects the number of elements of each tensor that is saved for backward inside the block."""
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         yield sizes

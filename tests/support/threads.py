@@ -1,4 +1,4 @@
-"""How many threads compute."""
+"""The number of threads that compute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Tests run on one thread, where nothing is ever shared; inside, kernels share their work among ``count``."""
+    """Kernels share their work among ``count`` threads inside the block; outside, tests run on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints continue bit for bit, are written while training goes on, and survive what happens to them."""
+"""Checkpoints continue bit for bit, are written while training goes on, and survive full disks and failed writes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged are left out by name, those of another model are refused with the differences."""
+"""A damaged checkpoint is skipped and named. A checkpoint of another model is refused, and differences are listed."""
 
 import contextlib
 import itertools
@@ -163,12 +163,12 @@ def test_checkpoint_of_another_size(tiny_model, tmp_path):
 
 
 class Killed(BaseException):
-    """Nothing that the code could handle."""
+    """An error that no handler of the code catches."""
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["replacing", "next"])
 def test_ended_at_any_moment(step, tiny_model, tmp_path, monkeypatch):
-    """Before each call that changes the disk: an intact checkpoint is there, and the next save clears up."""
+    """A kill before any call that changes the disk leaves an intact checkpoint, and the next save clears up."""
     engines = {"actor": make_engine(tiny_model("llama"))}
     calls_left: float = math.inf
 
@@ -203,7 +203,7 @@ def test_ended_at_any_moment(step, tiny_model, tmp_path, monkeypatch):
 
 
 def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(tiny_model, tmp_path, monkeypatch):
-    """Or a power cut would leave the name without what it stands for: files and folders before, the name after."""
+    """Files and folders are synced before the name: a power cut could otherwise leave a name without its content."""
     engine = make_engine(tiny_model("llama"))
     events: list[int | None] = []
     fsync, rename = os.fsync, os.rename

@@ -1,4 +1,4 @@
-"""What any number of processes saved, any other number continues: 1 -> 2 -> 1 -> 4, and the same number bit for bit."""
+"""Any number of processes continues the checkpoint of any other: 1 -> 2 -> 1 -> 4; the same number, bit for bit."""
 
 import resource
 import signal

@@ -110,7 +110,7 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
 @pytest.mark.dist
 @requires_proc
 def test_memory_is_that_of_one_file(tmp_path):
-    """In a process of its own: what earlier tests have left to the allocator would move the figure by megabytes."""
+    """In a process of its own, because memory that earlier tests left to malloc moves the figure by megabytes."""
     sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
     model = save_tiny_model("llama", tmp_path / "model", **sizes)
     run_distributed(check_memory, 1, model, tmp_path / "hf")
@@ -129,7 +129,7 @@ def test_a_folder_in_use_is_not_replaced(tiny_model, tmp_path):
 
 
 def test_nothing_else_is_touched(tiny_model, tmp_path):
-    """Where a user has moved the folder of the last export aside; but what a killed export left behind goes."""
+    """A folder that a user moved aside stays. The remains of a killed export go."""
     engine = make_engine(tiny_model("llama"))
     (tmp_path / "hf.old").mkdir()
     (tmp_path / "hf.incomplete").mkdir()

@@ -1,4 +1,4 @@
-"""Models, batches and measurements against which plans are held: a profiler's view of torch's allocator."""
+"""Models, batches, and the memory that torch's allocator reports for them to the profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ TOLERANCE = 0.10
 
 
 def save_model(folder: Path, width: int, vocab_size: int = VOCAB_SIZE, **options: Any) -> Path:
-    """With thousands of tokens and a small vocabulary its activations are most of the memory."""
+    """Activations are most of its memory: it has a small vocabulary, and batches have thousands of tokens."""
     config = LlamaConfig(**{
         "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 4, "vocab_size": vocab_size, "tie_word_embeddings": False, **options,
@@ -26,7 +26,7 @@ def save_model(folder: Path, width: int, vocab_size: int = VOCAB_SIZE, **options
 
 
 def full_batch(max_tokens: int, num_micro_batches: int) -> Batch:
-    """Micro-batches of so many tokens; all but the first of a sequence are sampled."""
+    """Micro-batches of ``max_tokens`` tokens. Every token but the first of a sequence is sampled."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB_SIZE, (4 * num_micro_batches, max_tokens // 4), generator=generator).tolist()
     batch = Batch.from_samples([row[:1] for row in tokens], [row[1:] for row in tokens])

@@ -2,9 +2,9 @@
 
 With U units (blocks, embedding, head, and the root) and k micro-batches:
 
-- all-gathers: 2U - 2 per micro-batch. A unit's weights are gathered for its forward and again for its backward pass,
-  because between them they are given back; that is what sharding saves. Only the head and the root, whose backward
-  begins where their forward ends, stay gathered.
+- all-gathers: 2U - 2 per micro-batch. A unit gathers its weights for the forward pass and again for the backward pass,
+  and frees them in between: sharding saves this memory. The head and the root stay gathered, because their backward
+  pass begins where their forward pass ends.
 - reduce-scatters: U per step, with the last micro-batch, while the gradients of the others wait; or U per micro-batch.
 - all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum. In a hybrid mesh U more, with the
   last micro-batch in any case: copies add up their gradients.
@@ -74,7 +74,7 @@ def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
 
 
 def check_after_a_rollout(rank: int, path: Path) -> None:
-    """Which keeps the weights gathered; afterwards units give theirs back as they did before."""
+    """A rollout keeps the weights gathered. Afterwards units free their weights as they did before it."""
     torch.set_num_threads(1)
     batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
     for reshards in (True, False):

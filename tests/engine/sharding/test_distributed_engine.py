@@ -1,4 +1,4 @@
-"""Two processes compute what one does: everything in one pair of processes, since starting one takes seconds."""
+"""Two processes compute the results of one process. Starting a process takes seconds, so all cases share a pair."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ CASES = [(1000, 7), (24, 7), (1000, 1)]
 
 
 def run_case(path: Path, head: str, aggregation: str, max_tokens: int, num_sequences: int) -> dict:
-    """Inference, two steps, and what they leave behind."""
+    """Results of inference and of two steps, and the weights after them."""
     engine = make_engine(path, head=head, max_tokens=max_tokens, temperature=reference.TEMPERATURE)
     outputs = ("logprob", "entropy") if head == "logprob" else ("value",)
     batch = random_batch(num_sequences)
@@ -94,7 +94,7 @@ def check_steps(rank: int, path: Path, output: Path) -> None:
 
 
 def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
-    """Each rank has a row of its own that is not finite; each hears of both, and of the samples of either."""
+    """Each rank has a row that is not finite. Every rank names both rows, and the samples of both ranks."""
     assert engine.non_finite_weights() == []
     name = f"model.model.layers.{rank}.mlp.up_proj.weight"
     engine.model.get_parameter(name).to_local().data[0, 0] = (math.nan, -math.inf)[rank]

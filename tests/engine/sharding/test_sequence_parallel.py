@@ -1,4 +1,4 @@
-"""Ranks that share micro-batches, and ranks with and without images, compute what one process does."""
+"""Ranks that share micro-batches, and ranks with and without images, compute the results of one process."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def compare_with_one_process(rank: int, models: Path, expected: Path, names: lis
 
 
 def check_shares(rank: int, path: Path) -> None:
-    """Outputs are dealt out once each, with the targets of the whole micro-batch."""
+    """Every output goes to one rank, with the targets of the whole micro-batch."""
     engine, batch = make_engine(path, config={"sequence_parallel": 2}), random_batch()
     inputs = prepare_model_inputs(
         batch, engine.device, backbone=engine.model.backbone, sequence_group=engine.sequence_group
@@ -131,7 +131,7 @@ def test_two_processes_compute_what_one_does(tiny_model, tmp_path):
 
 @pytest.mark.slow
 def test_four_processes_compute_what_one_does(tiny_model, tmp_path):
-    """Two groups of two, and one of four, which are more ranks than the models have key-value heads."""
+    """Two groups of two ranks, and one group of four: more ranks than the models have key-value heads."""
     names = ["llama"]
     models = save_expected(tiny_model, tmp_path, names)
     run_distributed(compare_with_one_process, 4, models, tmp_path, names, (2, 4))

@@ -1,4 +1,4 @@
-"""Meshes of 2, 3 and 4 processes, and all that changes how a step is computed but not what comes out."""
+"""Meshes of 2, 3 and 4 processes, and options that change how a step is computed but not its result."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 
-# Ways to compute the same, by number of processes.
+# Settings that give the same result, by number of processes.
 WAYS = {
     2: [{}, {"shard_size": 1}, {"shard_size": "auto"}, {"reshard_after_forward": False}, {"wrap": ("LlamaMLP",)}],
     3: [{}, {"shard_size": 1, "reduce_every_micro_batch": True}],
@@ -48,7 +48,7 @@ def check_ways(rank: int, world_size: int, path: Path, expected: Path) -> None:
 
 
 def check_generate(path: Path) -> None:
-    """A sharded model generates, between steps, what it does alone."""
+    """Between steps, a sharded model generates the tokens of an unsharded model."""
     engine = make_engine(path)
     prompts = torch.arange(20).reshape(2, 10)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -64,7 +64,7 @@ def check_generate(path: Path) -> None:
 
 
 def check_failed_step(path: Path) -> None:
-    """Gradients that it has reduced among shards, but not added to those of the other copy, do not enter the next."""
+    """Gradients of a broken step, reduced among shards but not among copies, do not enter the next step."""
     config = {"shard_size": 1, "reduce_every_micro_batch": True}
     failed, fresh = (make_engine(path, max_tokens=24, config=config) for _ in range(2))
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -1,16 +1,16 @@
-"""How many GEMMs of T x D x V each way of computing takes: by what the GEMMs are called with, to the last product."""
+"""The exact number of GEMMs of T x D x V in each way of computing, from the shapes of the calls."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
-from tests.ops.logprob.problems import make_problem
+from tests.ops.logprob.problems import INTERPRETED
 from tests.support.devices import DEVICES
 from tests.support.gemms import multiplications, profiled_multiplications, requires_mkl
 from tests.support.threads import num_threads
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[int, Callable[..., None]]] = {
 
 
 def problem(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, weight, target, _ = make_problem(T, D, V, dtype=dtype, device=device)
+    hidden, weight, target, _ = make_inputs(T, D, V, dtype=dtype, device=device)
     return hidden.requires_grad_(), weight.requires_grad_(), target
 
 
@@ -92,14 +92,14 @@ def test_gemms_of_several_threads(way):
 
 @pytest.mark.parametrize("way", ["no grad", "forward + backward", "frozen head"])
 def test_what_counts_on_a_real_gpu_counts_the_same(way):
-    """Here no GEMM of these is called by compiled code."""
+    """The profiler and the log of MKL agree, because compiled code calls no GEMM in these ways."""
     step = partial(WAYS[way][1], *problem("cpu"))
     assert profiled_multiplications(step) == multiplications(step)
 
 
 @pytest.mark.parametrize(("way", "count"), [("no grad", 1), ("kept logits", 3), ("frozen head", 2), ("loss", 3)])
 def test_gemms_of_the_reference(way, count):
-    """All logits stay in memory."""
+    """The reference keeps all logits, so backward does not compute them again."""
     function = partial(WAYS[way][1], *problem("cpu"), backend="reference")
     assert multiplications(function) == count * T * D * V
 
@@ -114,7 +114,7 @@ def test_ignored_rows_are_not_multiplied(way, device):
     assert multiplications(partial(function, hidden, weight, target), device) == count * active * D * V
 
 
-# One row of 130 in three is silent, so that 86 are multiplied; "kept logits" does not multiply them again.
+# Every third of 130 rows is silent, so 86 rows are multiplied. "kept logits" does not compute logits again.
 @pytest.mark.parametrize(("way", "again"), [("forward + backward", 3), ("kept logits", 2), ("threshold", 3)])
 def test_rows_of_zero_gradient_are_multiplied_in_the_forward_alone(way, again):
     hidden, weight, target = problem("cpu")
@@ -136,7 +136,7 @@ def test_the_loss_multiplies_rows_of_zero_gradient_too():
 
 
 def test_products_of_a_support():
-    """T K D forward, and as many for dhidden; dweight is added up from another T K D that are no GEMM."""
+    """T K D forward, and T K D for dhidden. dweight adds up another T K D products without a GEMM."""
     hidden, weight, target = problem("cpu")
     support = torch.arange(T * 5).view(T, 5)
     step = lambda: support_logprob(hidden, weight, target, support).logprob.sum().backward()  # noqa: E731
@@ -153,13 +153,11 @@ def group_of_one(tmp_path) -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize("way", [name for name in WAYS if "threshold" not in name])
 def test_gemms_of_a_sharded_vocabulary(way, group_of_one):
     count, function = WAYS[way]
-    count += way == "frozen head, in tiles"  # its logits are needed again when those of the other ranks are known
+    count += way == "frozen head, in tiles"  # logits are computed again when the sums of all ranks are known
     assert multiplications(partial(function, *problem("cpu"), vocab_group=group_of_one)) == count * T * D * V
 
 
-triton = pytest.mark.skipif(
-    find_spec("triton") is None or torch.cuda.is_available(), reason="counts products in Triton's interpreter"
-)
+triton = pytest.mark.skipif(not INTERPRETED, reason="counts products in Triton's interpreter")
 
 
 @triton
@@ -167,8 +165,8 @@ triton = pytest.mark.skipif(
     "way", ["no grad", "kept logits", "loss", pytest.param("forward + backward", marks=pytest.mark.slow)]
 )
 def test_gemms_of_triton(way):
-    """Whole tiles of its kernels, which multiply what is masked, too."""
-    hidden, weight, target, _ = make_problem(128, 64, 1152)
+    """Shapes are whole tiles, because Triton's kernels multiply masked elements, too."""
+    hidden, weight, target, _ = make_inputs(128, 64, 1152)
     count, function = WAYS[way]
     step = partial(function, hidden.requires_grad_(), weight.requires_grad_(), target, backend="triton")
     assert multiplications(step) == count * 128 * 64 * 1152
@@ -176,7 +174,7 @@ def test_gemms_of_triton(way):
 
 @triton
 def test_triton_stops_behind_the_rows_that_the_loss_sees():
-    hidden, weight, target, _ = make_problem(256, 64, 128)
+    hidden, weight, target, _ = make_inputs(256, 64, 128)
     logprob = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), target, backend="triton").logprob
     upstream = (torch.arange(256) % 2).float()
     assert multiplications(partial(logprob.backward, upstream)) == 2 * 128 * 64 * 128

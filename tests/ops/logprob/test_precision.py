@@ -1,4 +1,4 @@
-"""Float32 heads stay float32 whatever precision torch's flags allow, and the flags stay as they were."""
+"""Float32 heads compute in float32 whatever torch's flags allow, and a call leaves the flags unchanged."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob.tiles import multiply
 from rlft_fast.ops.precision import sums_in_float32
-from tests.ops.logprob.problems import loss_problem, make_problem, ppo_clip, run
+from tests.ops.logprob.problems import gradients, loss_problem, ppo_clip, run
 from tests.support.devices import requires_gpu
 
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -52,9 +53,8 @@ def over_ids(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
 
 
 def fused(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    linear_logprob_loss(h, w, target, lambda logprob, _: -logprob).loss.backward()
-    return [h.grad, w.grad]
+    loss = lambda h, w: linear_logprob_loss(h, w, target, lambda logprob, _: -logprob).loss  # noqa: E731
+    return gradients(loss, hidden, weight)
 
 
 def trained(hidden: Tensor, weight: Tensor, target: Tensor, **how) -> list[Tensor]:
@@ -72,7 +72,7 @@ WAYS = {
 
 
 def narrows_float32() -> bool:
-    """Whether the flags change a GEMM on this CPU at all; it takes instructions that not all have."""
+    """Whether the flags change a GEMM on this CPU: only some CPUs have the instructions."""
     reset_flags()
     a, b = torch.randn(2, 480, 512)
     exact = a @ b.T
@@ -89,7 +89,7 @@ requires_narrow_gemms = pytest.mark.skipif(not narrows_float32(), reason="this C
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cpu_multiplies_float32_whatever_the_flags_allow(way, setting):
-    problem = make_problem(100, 512, 5003)[:3]
+    problem = make_inputs(100, 512, 5003)[:3]
     expected = WAYS[way](*problem)
     SETTINGS[setting]()
     for ours, same in zip(WAYS[way](*problem), expected, strict=True):
@@ -104,7 +104,7 @@ def readings() -> list[object]:
     ]  # fmt: skip
 
 
-# Each where it narrows something, and where torch itself does.
+# Each flag with a dtype whose products it rounds, and each dtype with torch's defaults.
 ON_A_GPU = [
     (torch.float32, partial(torch.set_float32_matmul_precision, "high")),
     (torch.float32, set_attribute(cuda, "allow_tf32", True)),
@@ -119,7 +119,7 @@ ON_A_GPU = [
 
 @pytest.fixture
 def allowed(monkeypatch) -> list[tuple[torch.dtype, list[object]]]:
-    """Of every GEMM on the device: the dtype of its operands, and the flags at the time of the call."""
+    """For each GEMM on the device, the dtype of its operands and the flags during the call."""
     calls = []
     for name in ("mm", "addmm", "bmm"):
         call = getattr(torch, name)
@@ -137,7 +137,7 @@ def allowed(monkeypatch) -> list[tuple[torch.dtype, list[object]]]:
 @requires_gpu
 @pytest.mark.parametrize(("dtype", "setting"), ON_A_GPU)
 def test_a_gpu_sums_in_float32_whatever_the_flags_allow(dtype, setting, allowed):
-    problem = make_problem(60, 24, 5003, dtype=dtype, device="cuda")[:3]
+    problem = make_inputs(60, 24, 5003, dtype=dtype, device="cuda")[:3]
     expected = [x for way in WAYS.values() for x in way(*problem)]
     num_expected = len(allowed)
     setting()
@@ -154,7 +154,7 @@ def test_a_gpu_sums_in_float32_whatever_the_flags_allow(dtype, setting, allowed)
 
 
 def test_a_precision_of_all_operators_is_still_that_of_gemms_after_a_call():
-    problem = make_problem(20, 8, 30)[:3]
+    problem = make_inputs(20, 8, 30)[:3]
     for value in ("bf16", "ieee"):
         torch.backends.fp32_precision = value
         scored(*problem)
@@ -194,12 +194,9 @@ def test_compiled_calls_are_exact_too():
     def step(h: Tensor, w: Tensor) -> Tensor:
         return linear_logprob(h, w, target).logprob.sum() + linear_logprob_loss(h, w, target, ppo_clip, *per_token).loss
 
-    grads = []
-    for function, setting in ((step, "highest"), (torch.compile(step, fullgraph=True, backend="aot_eager"), "medium")):
-        torch.set_float32_matmul_precision(setting)
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        function(h, w).backward()
-        grads.append((h.grad, w.grad))
+    expected = gradients(step, hidden, weight)
+    torch.set_float32_matmul_precision("medium")
+    compiled = gradients(torch.compile(step, fullgraph=True, backend="aot_eager"), hidden, weight)
     assert torch.get_float32_matmul_precision() == "medium"
-    for ours, expected in zip(*grads, strict=True):
-        assert ours.equal(expected)
+    for ours, same in zip(compiled, expected, strict=True):
+        assert ours.equal(same)

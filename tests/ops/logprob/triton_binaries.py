@@ -1,8 +1,7 @@
-"""Compiles the Triton kernels, as calls of them would, for GPUs that are not there.
+"""Compiles the Triton kernels for GPUs that this machine lacks, with the arguments of real calls.
 
-`python -m tests.ops.logprob.triton_binaries 80 90` prints what ptxas made of them for sm_80 and sm_90,
-one JSON object a line.
-TRITON_INTERPRET must not be set.
+`python -m tests.ops.logprob.triton_binaries 80 90` prints the resources of each binary for sm_80 and sm_90, one JSON
+object a line. TRITON_INTERPRET must not be set.
 """
 
 import json
@@ -27,7 +26,7 @@ BINARIES: list[tuple[str, object]] = []  # (kernel, binary) of all launches
 
 
 class Driver:
-    """All that Triton asks of a driver until it launches."""
+    """The methods of a driver that Triton calls before a launch."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -49,7 +48,7 @@ def compile_instead_of_launch(kernel: JITFunction, grid: tuple[int, ...]):
 
 
 def call_all(dtype: torch.dtype, everything: bool) -> None:
-    """Each wrapper once, with every option or with none."""
+    """Calls each wrapper once, with every option or with none."""
     rows, columns, dim = 64, 4096, 128
     logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
     hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
@@ -68,7 +67,7 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
 
 
 def resources(binary) -> dict[str, int]:
-    """Registers per thread, bytes of stack and local memory and of a block's shared memory, any TF32."""
+    """Registers per thread, bytes of stack with local memory, bytes of shared memory per block, any use of TF32."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

@@ -1,4 +1,4 @@
-"""What linear_logprob and linear_logprob_loss refuse, and in which words."""
+"""Input that linear_logprob and linear_logprob_loss refuse, and the words of each error."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
-from tests.ops.logprob.problems import WAYS, make_problem, ppo_clip
+from tests.ops.logprob.problems import WAYS, each_fast_backend, ppo_clip
 
 H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
 
@@ -61,9 +62,9 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@each_fast_backend
 def test_rows_without_a_target_need_no_temperature(backend):
-    hidden, weight, target, _ = make_problem(4, 8, 30)
+    hidden, weight, target, _ = make_inputs(4, 8, 30)
     target[2] = -100
 
     def results(temperature) -> list[Tensor]:
@@ -79,7 +80,7 @@ def test_rows_without_a_target_need_no_temperature(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
 def test_temperatures_may_be_of_any_dtype(dtype):
-    hidden, weight, target, _ = make_problem(6, 8, 30)
+    hidden, weight, target, _ = make_inputs(6, 8, 30)
     temperature = torch.tensor([1, 2, 3, 1, 2, 4])
     logprob = linear_logprob(hidden, weight, target, temperature=temperature.to(dtype)).logprob
     assert logprob.equal(linear_logprob(hidden, weight, target, temperature=temperature.float()).logprob)
@@ -87,7 +88,7 @@ def test_temperatures_may_be_of_any_dtype(dtype):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_forward_mode_is_refused(way):
-    hidden, weight, target, _ = make_problem(4, 8, 30)
+    hidden, weight, target, _ = make_inputs(4, 8, 30)
     with torch.autograd.forward_ad.dual_level():
         hidden = torch.autograd.forward_ad.make_dual(hidden, hidden)
         with pytest.raises(ValueError, match=r"\(4, 8\) input carries a tangent.*backend='reference'"):
@@ -104,8 +105,8 @@ def test_target_outside_the_vocabulary(bad_target):
 
 @pytest.mark.parametrize("way", ["no grad", *WAYS])
 def test_target_outside_the_vocabulary_where_nobody_looks(way):
-    """In a compiled graph, as on a GPU: its row is nan, the others are as they were."""
-    hidden, weight, target, _ = make_problem(5, 8, 30)
+    """A compiled graph does not check targets, as on a GPU: the row is nan, and other rows are unchanged."""
+    hidden, weight, target, _ = make_inputs(5, 8, 30)
     expected = linear_logprob(hidden, weight, target).logprob
     target[1], target[3] = 30, -1
     hidden.requires_grad_(way != "no grad"), weight.requires_grad_(way not in ("no grad", "frozen"))
@@ -115,7 +116,7 @@ def test_target_outside_the_vocabulary_where_nobody_looks(way):
     assert actual[1::2].isnan().all()
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@each_fast_backend
 @pytest.mark.parametrize(
     ("loss", "got"), [(Tensor.sum, r"got \(\)"), (lambda _: 1.0, "got float"), (lambda x: (x, x), "got tuple")]
 )

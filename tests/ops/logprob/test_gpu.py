@@ -1,4 +1,4 @@
-"""linear_logprob on a GPU: both backends against float64, and what only a device can show."""
+"""linear_logprob on a GPU: both backends beside float64, and streams, graphs and memory of a device."""
 
 from functools import partial
 
@@ -6,11 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ops.problems import LOGITS, make_inputs
 from rlft_fast.ops import backends, linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.backends import device_name
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.workspace import scratch_bytes
-from tests.ops.logprob.problems import check, gradients_without_row_7, loss_problem, make_problem, ppo_clip, run
+from tests.ops.logprob.problems import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    check,
+    check_loss,
+    gradients,
+    gradients_of_seen_rows,
+    loss_problem,
+    ppo_clip,
+    run,
+    run_loss,
+)
 from tests.support.numerics import assert_no_further_from_truth
 
 pytestmark = [
@@ -18,12 +32,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BACKENDS = ("native", "triton")
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
 def _full_float32():
-    """The float32 of the oracle must be float32, as ours is under any flag."""
+    """The oracle must multiply in float32, as our op does under any flag."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -44,7 +57,7 @@ class HalfProduct(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def _eager_multiplies_in_its_dtype(monkeypatch):
-    """Tensor cores add products in their own way, with errors that a float32 GEMM of the same numbers does not have."""
+    """Tensor cores add products in an order of their own, and a float32 GEMM of the same numbers has smaller errors."""
     in_float = reference.softmax_logits
 
     def softmax_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, *transform) -> Tensor:
@@ -56,13 +69,13 @@ def _eager_multiplies_in_its_dtype(monkeypatch):
     monkeypatch.setattr(reference, "softmax_logits", softmax_logits)
 
 
-cuda_problem = partial(make_problem, device="cuda")
+cuda_problem = partial(make_inputs, device="cuda")
 
 
 # V: below a block, odd, several blocks with a ragged end, a real vocabulary. T: one row, and no multiple of a tile.
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("logits", ["normal", "peaked", "flat", "low", "extreme"])
+@pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize(("T", "D", "V"), [(64, 64, 17), (300, 64, 5003), (1000, 576, 50257), (129, 896, 151936)])
 def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
     check(T, D, V, logits=logits, dtype=dtype, device="cuda", backend=backend)
@@ -72,13 +85,13 @@ def test_no_further_from_truth_than_pytorch(T, D, V, logits, dtype, backend):
 @pytest.mark.parametrize(("T", "workspace_mib"), [(1024, 32), (331, 8)])
 @pytest.mark.parametrize("train_weight", [False, True])
 def test_gemm_operands_are_aligned(train_weight, T, workspace_mib, monkeypatch):
-    """TMA and vectors of 16 bytes need it: a vendor's GEMM is several times slower without."""
+    """Without alignment for TMA and vectors of 16 bytes a vendor's GEMM is several times slower."""
     operands = []
     for name in ("mm", "addmm"):
         function = getattr(torch, name)
 
         def record(*matrices, function=function, out, **options):
-            if out.is_cuda:  # an emulated GPU's own multiplications are not meant
+            if out.is_cuda:  # an emulated GPU multiplies on the CPU, through the same functions
                 operands.extend([*matrices, out])
             return function(*matrices, out=out, **options)
 
@@ -105,27 +118,15 @@ def test_frozen_weight(logits, entropy, dtype, backend):
     check(129, 128, 5003, logits=logits, dtype=dtype, device="cuda", backend=backend, **how)
 
 
-def loss_results(function, problem, dtype) -> list[Tensor]:
-    hidden, weight, target, *per_token = problem
-    h, w = (x.to(dtype).detach().requires_grad_() for x in (hidden, weight))
-    out = function(h, w, target, ppo_clip, *per_token, return_entropy=True)
-    out.loss.backward()
-    return [out.logprob, out.entropy, h.grad, w.grad]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("workspace_mib", [40, None])  # several groups with a float32 accumulator, and one without
 def test_loss_no_further_from_truth_than_pytorch(workspace_mib, dtype, backend):
     problem = loss_problem(T=1500, V=5003, dtype=dtype, device="cuda")
-    ours = loss_results(partial(linear_logprob_loss, backend=backend, workspace_mib=workspace_mib), problem, dtype)
-    eager = loss_results(reference.linear_logprob_loss, problem, dtype)
-    truth = loss_results(reference.linear_logprob_loss, problem, torch.float64)
-    for o, e, t in zip(ours, eager, truth, strict=True):
-        assert_no_further_from_truth(o, e, t)
+    check_loss(problem, dtype, {"backend": backend, "workspace_mib": workspace_mib}, return_entropy=True)
 
 
-# Few rows of many dimensions: there a vendor's GEMM may split the sum, for tiles of one width and not of another.
+# For few rows of many dimensions a vendor's GEMM may split the sum, and the width of a tile decides whether it does.
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("T", "D", "V"), [(1500, 64, 5003), (64, 4096, 20011)])
 def test_paths_agree_to_float32_rounding(T, D, V, dtype):
@@ -142,14 +143,14 @@ def test_paths_agree_to_float32_rounding(T, D, V, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_kept_logits_change_nothing_but_roundings(dtype, backend):
-    """256 MiB hold all logits, and they are there in backward; 4 MiB do not, and tiles are narrower."""
+    """256 MiB hold all logits, and backward finds them. 4 MiB hold narrower tiles alone."""
     *problem, options = cuda_problem(300, 64, 5003, dtype=dtype)
     ours, eager, truth = (
         run(partial(function, **how), *problem, options, to)
         for function, how, to in (
             (linear_logprob, {"workspace_mib": 4, "backend": backend}, dtype),
             (reference.linear_logprob, {}, dtype),
-            (reference.linear_logprob, {}, torch.float64),
+            (reference.linear_logprob, {}, F64),
         )
     )
     for o, e, t in zip(ours, eager, truth, strict=True):
@@ -253,10 +254,12 @@ def test_a_target_outside_the_vocabulary_gives_nan(backend, monkeypatch):
 @pytest.mark.parametrize("way", ["recomputed", "frozen", "loss"])
 def test_rows_that_the_loss_does_not_see_add_nothing(way, dtype, backend):
     hidden, weight, target, _ = cuda_problem(100, 64, 5003, dtype=dtype)
-    expected = gradients_without_row_7(way, hidden, weight, target, backend)
+    seen = torch.ones(100, device="cuda")
+    seen[7] = 0
+    expected = gradients_of_seen_rows(way, hidden, weight, target, seen, backend)
     assert (expected[0][7] == 0).all()
     hidden[7] = torch.nan
-    for actual, good in zip(gradients_without_row_7(way, hidden, weight, target, backend), expected, strict=True):
+    for actual, good in zip(gradients_of_seen_rows(way, hidden, weight, target, seen, backend), expected, strict=True):
         assert actual.equal(good)
 
 
@@ -271,7 +274,7 @@ def test_threshold(softcap, backend):
         for function, dtype in (
             (partial(linear_logprob, backend=backend), BF16),
             (reference.linear_logprob, BF16),
-            (reference.linear_logprob, torch.float64),
+            (reference.linear_logprob, F64),
         )
     )
     for o, e, t in zip(ours, eager, truth, strict=True):
@@ -282,7 +285,7 @@ def test_compiles_to_one_graph(monkeypatch):
     entry = {"device": device_name(torch.device("cuda")), "dtype": "float32", "shape": [40, 64, 300]}
     times = {"milliseconds": {"native": 1.0, "triton": 2.0}}
     measured = [{**entry, **times, "kind": kind} for kind in backends.KINDS]
-    monkeypatch.setattr(backends, "_MEASURED", measured)  # `auto` looks something up
+    monkeypatch.setattr(backends, "_MEASURED", measured)  # `auto` finds a measurement
     hidden, weight, target, old, advantage = loss_problem(T=40, V=300, device="cuda")
 
     def step(h: Tensor, w: Tensor) -> Tensor:
@@ -291,18 +294,13 @@ def test_compiles_to_one_graph(monkeypatch):
         fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage, active_index=index)
         return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss
 
-    grads = []
-    for function in (step, torch.compile(step, fullgraph=True)):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        function(h, w).backward()
-        grads.append((h.grad, w.grad))
-    for actual, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected)
+    compiled = gradients(torch.compile(step, fullgraph=True), hidden, weight)
+    torch.testing.assert_close(compiled, gradients(step, hidden, weight))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_peak_memory(backend):
-    """The workspace bounds the logits; beyond it stand float32 dhidden and what GEMMs and reductions need."""
+    """The workspace bounds the logits. Beside it are float32 dhidden, and memory of GEMMs and reductions."""
     T, D, V = 4096, 1024, 151936
     hidden, weight, target, _ = cuda_problem(T, D, V, dtype=BF16)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -344,8 +342,8 @@ def test_scratch_is_the_memory_of_the_loss(T, workspace_mib, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_device_than_the_current_one(backend):
     problem = loss_problem(T=300, V=5003, dtype=BF16, device="cuda:0")
-    linear = partial(linear_logprob_loss, backend=backend)
-    expected = loss_results(linear, problem, BF16)
-    for ours, same in zip(loss_results(linear, [x.cuda(1) for x in problem], BF16), expected, strict=True):
+    linear = partial(linear_logprob_loss, backend=backend, return_entropy=True)
+    expected = run_loss(linear, problem, BF16)
+    for ours, same in zip(run_loss(linear, [x.cuda(1) for x in problem], BF16), expected, strict=True):
         assert ours.device.index == 1
         assert torch.equal(ours.cpu(), same.cpu())

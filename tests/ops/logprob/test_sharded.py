@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
-from tests.ops.logprob.problems import loss_problem, make_problem, ppo_clip, weighted_by
+from tests.ops.logprob.problems import loss_problem, ppo_clip, weighted_by
 from tests.support.distributed import run_distributed
 
 SHARDS = {2: [1500, 1503], 3: [1, 2000, 1002]}  # uneven, one of a single token
@@ -56,7 +57,7 @@ def check_uneven_shards(rank: int, sizes: list[int]) -> None:
     """Two MiB hold one row of the larger shard's logits and four of the smaller's: both reduce row by row."""
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     own = slice(bounds[rank], bounds[rank + 1])
-    hidden, weight, target, _ = make_problem(8, 4, sum(sizes))
+    hidden, weight, target, _ = make_inputs(8, 4, sum(sizes))
     advantage = torch.linspace(-1, 1, 8)
 
     def results(rows: slice, compiles: bool = False, **group) -> list[Tensor]:
@@ -101,9 +102,9 @@ def test_sharded_vocabulary(world_size):
 
 
 def check_targets_that_no_shard_can_give(rank: int) -> None:
-    """A target of probability 0, also beside a shard of nothing else; and one outside, where nobody may look."""
+    """A target of probability 0, also in a shard of such tokens alone; an unchecked target outside the vocabulary."""
     own = [slice(0, 4), slice(4, 10)][rank]
-    hidden, weight, target, _ = make_problem(6, 4, 10)
+    hidden, weight, target, _ = make_inputs(6, 4, 10)
     target[:2] = torch.tensor([2, 7])
     for impossible in ([2], range(4, 10)):
         bias = torch.zeros(10).index_fill_(0, torch.tensor([*impossible]), -torch.inf)
@@ -113,7 +114,7 @@ def check_targets_that_no_shard_can_give(rank: int) -> None:
             hidden, weight[own], target, bias_V=bias[own], return_entropy=True, vocab_group=dist.group.WORLD
         )
         torch.testing.assert_close(sharded[:2], whole[:2])
-    compiled = torch.compile(linear_logprob, fullgraph=True, backend="eager")  # as on a GPU, values are not looked at
+    compiled = torch.compile(linear_logprob, fullgraph=True, backend="eager")  # checks no values, like a GPU
     outside = target.clone().index_fill_(0, torch.tensor([3]), 10)
     ours = compiled(hidden, weight[own], outside, active_index=torch.arange(6), vocab_group=dist.group.WORLD).logprob
     expected = linear_logprob(hidden, weight, target).logprob.index_fill(0, torch.tensor([3]), torch.nan)
@@ -126,7 +127,7 @@ def test_targets_that_no_shard_can_give():
 
 
 def check_sharded_tensors(rank: int) -> None:
-    """They are named before torch's own error, whichever they are, and the advice helps."""
+    """A DTensor argument is named before torch itself fails, and the advice of the error works."""
     mesh = init_device_mesh("cpu", (2,))
     hidden, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
     dist.broadcast(hidden, 0), dist.broadcast(weight, 0)

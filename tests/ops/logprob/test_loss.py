@@ -1,4 +1,4 @@
-"""linear_logprob_loss against its float64 definition, and what it makes of loss functions."""
+"""linear_logprob_loss beside its float64 definition, its scratch memory, and its treatment of loss functions."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,64 +11,41 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss
-from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.loss import loss_functions
 from rlft_fast.ops.logprob.tiles import padded_columns
 from rlft_fast.ops.logprob.workspace import default_workspace_mib, group_limits, scratch_bytes
-from tests.ops.logprob.problems import loss_problem, make_problem, ppo_clip
+from tests.ops.logprob.problems import BF16, F32, INTERPRETED, check_loss, loss_problem, ppo_clip
 from tests.support.memory import peak_allocated_bytes
-from tests.support.numerics import assert_no_further_from_truth
 from tests.support.threads import num_threads
 
-F32, BF16 = torch.float32, torch.bfloat16
 
-
+# Six chunks, one, and a tall one.
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(
-    ("num_tokens", "workspace_mib"), [(300, 1), (300, 64), (1300, 64)]
-)  # six chunks, one, a tall one
-def test_loss_no_further_from_truth_than_pytorch(dtype, entropy, num_tokens, workspace_mib):
-    hidden, weight, target, old, advantage = loss_problem(T=num_tokens, dtype=dtype)
-    results = []
-    for function, to in (
-        (linear_logprob_loss, dtype),
-        (reference.linear_logprob_loss, dtype),
-        (reference.linear_logprob_loss, torch.float64),
-    ):  # fmt: skip
-        options = {"workspace_mib": workspace_mib} if function is linear_logprob_loss else {}
-        h, w = hidden.to(to).clone().requires_grad_(), weight.to(to).clone().requires_grad_()
-        out = function(h, w, target, ppo_clip, old, advantage, temperature=0.8, return_entropy=entropy, **options)
-        (2 * out.loss).backward()
-        results.append([out.loss.detach(), out.logprob, h.grad, w.grad] + ([out.entropy] if entropy else []))
-        assert not out.logprob.requires_grad
-    # The loss is one number, whose error has no statistics: a millionth of the terms it sums.
-    ours, _, truth = (values.pop(0).double() for values in results)
-    assert abs(ours - truth) < 1e-6 * (0.1 + advantage.abs()).sum()
-    for ours, eager, truth in zip(*results, strict=True):
-        assert_no_further_from_truth(ours, eager, truth)
+@pytest.mark.parametrize(("num_tokens", "workspace_mib"), [(300, 1), (300, 64), (1300, 64)])
+def test_loss_no_further_from_truth_than_pytorch(num_tokens, workspace_mib, entropy, dtype):
+    problem = loss_problem(T=num_tokens, dtype=dtype)
+    check_loss(problem, dtype, {"workspace_mib": workspace_mib}, temperature=0.8, return_entropy=entropy)
+
+
+@pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # several chunks, and one
+def test_loss_in_triton(workspace_mib, backend):
+    how = {"workspace_mib": workspace_mib, "backend": backend}
+    check_loss(loss_problem(T=40, V=20_000), F32, how, bias_V=torch.linspace(-1, 1, 20_000), return_entropy=True)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # chunks of few rows, and a tall one
 @pytest.mark.parametrize(("softcap", "shift"), [(5.0, 0), (None, -100)])  # a maximum that starts at 0 would underflow
-def test_every_option_in_any_number_of_threads(softcap, shift, threads):
-    """Tiles and blocks of columns find their part of the bias, and threads theirs of the tiles."""
-    hidden, weight, target, old, advantage = loss_problem(T=1300, D=16, V=1500)
+def test_every_option_in_any_number_of_threads(softcap, shift, workspace_mib, threads):
+    """Tiles and blocks of columns find their part of the bias, and threads find their tiles."""
     bias, temperature = shift + torch.linspace(-3, 3, 1500), torch.linspace(0.5, 2, 1300)
     options = {"softcap": softcap, "logit_scale": 0.8, "temperature": temperature, "return_entropy": True}
-
-    def results(function, dtype: torch.dtype, **others) -> list[Tensor]:
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, bias)]
-        out = function(*leaves[:2], target, ppo_clip, old, advantage, bias_V=leaves[2], **options, **others)
-        return [out.logprob, out.entropy, *torch.autograd.grad(out.loss, leaves)]
-
-    eager, truth = (results(reference.linear_logprob_loss, dtype) for dtype in (F32, torch.float64))
-    for workspace_mib in (1, 64):  # chunks of few rows, and a tall one
-        with num_threads(threads):
-            ours = results(linear_logprob_loss, F32, workspace_mib=workspace_mib)
-        for actual, plain, exact in zip(ours, eager, truth, strict=True):
-            assert_no_further_from_truth(actual, plain, exact)
+    with num_threads(threads):
+        check_loss(loss_problem(T=1300, D=16, V=1500), F32, {"workspace_mib": workspace_mib}, bias_V=bias, **options)
 
 
 def test_loss_gradients_only_where_needed():
@@ -84,7 +61,7 @@ def test_loss_gradients_only_where_needed():
 
 
 def test_entropy_alone_is_a_loss():
-    """Its upstream gradient is a single one, expanded."""
+    """The upstream gradient of the entropy is an expanded scalar."""
     hidden, weight, target, *_ = loss_problem()
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = linear_logprob_loss(*inputs, target, lambda _, entropy: entropy, return_entropy=True).loss
@@ -133,8 +110,8 @@ takes_objects = pytest.mark.skipif(
 
 @pytest.mark.parametrize("make", [weighted, pytest.param(Weighted, marks=takes_objects)])
 def test_another_loss_function_compiles_again(make):
-    """The same code with another closure, default or attribute must not be the first one for good."""
-    hidden, weight, target, _ = make_problem(20, 8, 50)
+    """A graph must not keep the first function if the same code comes with another closure, default or attribute."""
+    hidden, weight, target, _ = make_inputs(20, 8, 50)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(h: Tensor, loss_fn) -> Tensor:
@@ -142,14 +119,14 @@ def test_another_loss_function_compiles_again(make):
 
     for loss_fn in map(make, (1.0, 2.0, 3.0)):
         expected = linear_logprob_loss(hidden, weight, target, loss_fn).loss
-        for _ in range(2):  # an eager call in between leaves the graph its function
+        for _ in range(2):  # an eager call in between does not disturb the graph
             torch.testing.assert_close(step(hidden, loss_fn), expected)
             linear_logprob_loss(hidden, weight, target, loss_fn)
 
 
 @pytest.mark.parametrize("loss_fn", [partial(weighted(2.0), factor=2.0), Weighted(2.0).__call__])
 def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
-    hidden, weight, target, _ = make_problem(20, 8, 50)
+    hidden, weight, target, _ = make_inputs(20, 8, 50)
 
     def step(h: Tensor) -> Tensor:
         return linear_logprob_loss(h, weight, target, loss_fn).loss
@@ -159,10 +136,10 @@ def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
     assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
 
 
-@pytest.mark.parametrize("loss_fn", [lambda logprob, _: logprob, lambda logprob, _: logprob.sum()])  # fine, and refused
+@pytest.mark.parametrize("loss_fn", [lambda logprob, _: logprob, lambda logprob, _: logprob.sum()])  # valid, invalid
 def test_loss_functions_are_not_held_on_to(loss_fn):
     """A closure may hold the tensors of a whole step."""
-    hidden, weight, target, _ = make_problem(6, 5, 40)
+    hidden, weight, target, _ = make_inputs(6, 5, 40)
     before = dict(loss_functions)
     with contextlib.suppress(ValueError):
         linear_logprob_loss(hidden, weight, target, loss_fn)
@@ -170,7 +147,7 @@ def test_loss_functions_are_not_held_on_to(loss_fn):
 
 
 def test_threads_share_a_loss_function():
-    hidden, weight, target, _ = make_problem(6, 5, 40)
+    hidden, weight, target, _ = make_inputs(6, 5, 40)
     expected = linear_logprob_loss(hidden, weight, target, weighted(1.0)).loss
     shared = weighted(1.0)
     with ThreadPoolExecutor(4) as pool:
@@ -180,7 +157,7 @@ def test_threads_share_a_loss_function():
 
 @given(num_rows=st.integers(1, 40_000), dim=st.sampled_from([64, 896, 4096]), vocab=st.sampled_from([5003, 151936]))
 def test_on_a_gpu_rows_whose_dlogits_spare_the_accumulator_are_one_group(num_rows, dim, vocab):
-    """Any number of rows, as packing leaves it: two groups would take an accumulator and read and write it twice."""
+    """Packing gives any number of rows. Two groups of rows would need an accumulator, and read and write it twice."""
     workspace_mib = default_workspace_mib(num_rows, dim, vocab, BF16, "cuda")
     limit, group_limit = group_limits(vocab, BF16, "cuda", workspace_mib)
     assert (4 * limit + 2 * group_limit) * padded_columns(vocab) <= workspace_mib * 2**20
@@ -197,7 +174,7 @@ def test_on_a_gpu_rows_whose_dlogits_spare_the_accumulator_are_one_group(num_row
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_scratch_is_what_the_loss_takes_on_a_cpu(dtype, workspace_mib):
     T, D, V = 1024, 512, 20000
-    hidden, weight, target, _ = make_problem(T, D, V)
+    hidden, weight, target, _ = make_inputs(T, D, V)
     h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
     how = {"workspace_mib": workspace_mib}
     measured = peak_allocated_bytes(lambda: linear_logprob_loss(h, w, target, lambda logprob, _: logprob, **how))

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, support_logprob
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.reference import transform_logits
+from tests.ops.logprob.problems import each_kernel
 from tests.support.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
@@ -21,10 +23,11 @@ T, D, V = 30, 16, 200
 INF = torch.inf
 
 
-def make_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def support_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets drawn from top-k or fewer tokens; supports of different sizes, in any order."""
+    hidden, weight, *_ = make_inputs(T, D, V, seed=seed)
+    weight *= 2
     g = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 2
     support = (hidden @ weight.T).topk(top_k).indices
     sizes = torch.randint(1, top_k + 1, (T, 1), generator=g)
     target = support[:, 0].clone()
@@ -51,7 +54,7 @@ def masked(hidden, weight, target, support, bias=None, softcap=None, scale=1.0, 
     per_token=st.booleans(),
 )  # fmt: skip
 def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
-    hidden, weight, target, support = make_problem(seed, top_k)
+    hidden, weight, target, support = support_problem(seed, top_k)
     temperature = torch.linspace(0.5, 2, T) if per_token else 0.7
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -72,7 +75,7 @@ def test_equals_masking_all_logits(seed, top_k, softcap, bias, per_token):
 
 
 def test_whole_vocabulary_is_linear_logprob():
-    hidden, weight, target, _ = make_problem()
+    hidden, weight, target, _ = support_problem()
     asked = {"return_entropy": True, "return_sum_prob_squared": True}
     expected = linear_logprob(hidden, weight, target, **asked)
     everything = {"support_TK": torch.arange(V).expand(T, V), "threshold_T": torch.full((T,), -INF)}
@@ -84,15 +87,13 @@ def test_whole_vocabulary_is_linear_logprob():
 
 
 # Beyond a tile of columns, so that whole tiles hold no token that is kept; 40 rows of a mebibyte are two chunks.
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_kernel
 @pytest.mark.parametrize("V", [37, 4100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend):
     """Thresholds lie half-way between two logits, where rounding decides nothing."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    hidden, weight, target, _ = make_problem(1, 12, V=V)
+    hidden, weight, target, _ = support_problem(1, 12, V=V)
     target[0] = -100
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     options = {"softcap": softcap, "logit_scale": 0.8, "temperature": torch.linspace(0.5, 2, T)}
@@ -115,13 +116,11 @@ def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend
         assert_no_further_from_truth(actual, plain, exact)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_kernel
 @pytest.mark.parametrize("train_hidden", [False, True])
 def test_threshold_of_a_frozen_weight(train_hidden, backend):
-    """Whose ways are others: no gradient, and one of the hidden states alone."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    hidden, weight, target, _ = make_problem()
+    """A frozen weight takes other ways: no gradient at all, and a gradient of the hidden states alone."""
+    hidden, weight, target, _ = support_problem()
     threshold = (hidden @ weight.T).topk(12).values[:, -2:].mean(-1)
 
     def results(function) -> list[Tensor]:
@@ -135,8 +134,8 @@ def test_threshold_of_a_frozen_weight(train_hidden, backend):
 
 
 def test_threshold_agrees_with_ids():
-    """The k-th largest logit keeps k tokens, whichever target was sampled, and a tie both."""
-    hidden, weight, _, _ = make_problem()
+    """The k-th largest logit as threshold keeps k tokens for any sampled target, and both tokens of a tie."""
+    hidden, weight, _, _ = support_problem()
     weight[-2:] = weight[0]  # ties
     z = (hidden @ weight.T).double()
     values, support = z.topk(12)
@@ -150,7 +149,7 @@ def test_threshold_agrees_with_ids():
 
 
 def test_target_below_the_threshold_is_kept():
-    hidden, weight, _, _ = make_problem()
+    hidden, weight, _, _ = support_problem()
     z = hidden @ weight.T
     target, top = z.argmin(-1), z.amax(-1)
     logprob = support_logprob(hidden, weight, target, threshold_T=(top + z.topk(2).values[:, 1]) / 2).logprob
@@ -158,12 +157,10 @@ def test_target_below_the_threshold_is_kept():
     torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_kernel
 def test_threshold_with_bad_rows_and_silent_rows(backend):
-    """A row of nan stays alone, and one that the loss does not see leaves no trace."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    hidden, weight, target, _ = make_problem()
+    """A row of nan changes no other row, and adds nothing to a gradient if the loss does not see it."""
+    hidden, weight, target, _ = support_problem()
     hidden[3], hidden[5] = torch.nan, torch.inf
     leaves = hidden.requires_grad_(), weight.requires_grad_(), torch.zeros(V, requires_grad=True)
     options = {"bias_V": leaves[2], "threshold_T": torch.zeros(T), "softcap": 3.0, "backend": backend}
@@ -190,11 +187,11 @@ def support_gradients(problem: tuple[Tensor, ...], seen: Tensor, **options) -> l
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bad", [torch.nan, INF])
 def test_ids_with_bad_rows_and_silent_rows(bad, softcap):
-    """What counts for nothing leaves no trace, and what counts and is bad shows."""
-    hidden, weight, target, support = make_problem()
+    """Bad rows without weight in the loss add nothing to a gradient. A bad row with weight makes gradients nan."""
+    hidden, weight, target, support = support_problem()
     seen, temperature = torch.linspace(0.5, 2, T), torch.linspace(0.5, 2, T)
     target[3], seen[5] = -100, 0
-    expected = support_gradients(make_problem(), seen.index_fill(0, torch.tensor([3, 5]), 0), softcap=softcap,
+    expected = support_gradients(support_problem(), seen.index_fill(0, torch.tensor([3, 5]), 0), softcap=softcap,
                                  temperature=temperature)  # fmt: skip
     hidden[[3, 5]], temperature[3] = bad, 0
     actual = support_gradients((hidden, weight, target, support), seen, softcap=softcap, temperature=temperature)
@@ -206,7 +203,7 @@ def test_ids_with_bad_rows_and_silent_rows(bad, softcap):
 
 
 def test_entropy_alone_is_a_loss():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     hidden.requires_grad_()
     entropy = support_logprob(hidden, weight, target, support, return_entropy=True).entropy
     expected = torch.autograd.grad(masked(hidden, weight, target, support)[1].sum(), hidden)[0]
@@ -214,8 +211,8 @@ def test_entropy_alone_is_a_loss():
 
 
 def test_a_bias_may_forbid_tokens():
-    """Of a row's kept ids, of all that an ignored row keeps, and of all that a row keeps."""
-    hidden, weight, target, support = make_problem()
+    """It may forbid some of a row's ids, all ids of an ignored row, and all ids of a row that counts."""
+    hidden, weight, target, support = support_problem()
     support[:3] = torch.stack([torch.arange(12) + 12 * i for i in range(3)])
     target[:3] = torch.tensor([1, -100, 30])
     bias = torch.linspace(-1, 1, V)
@@ -245,7 +242,7 @@ class LargestResult(TorchDispatchMode):
 
 
 def test_a_frozen_head_costs_nothing_of_the_vocabularys_size():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     both = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     support_logprob(*both, target, support).logprob.sum().backward()
     for frozen in (False, True):
@@ -268,12 +265,12 @@ def test_workspace_bounds_the_memory_of_the_gathered_rows(dtype):
         logprob = support_logprob(*inputs, support[:, 0], support, workspace_mib=4).logprob
         return torch.autograd.grad(logprob.sum(), inputs)
 
-    assert peak_allocated_bytes(step) < 5.2 * 2**20  # also the gradients, and what has as many elements as the support
+    assert peak_allocated_bytes(step) < 5.2 * 2**20  # also gradients, and tensors of the size of the support
 
 
 def test_the_temperature_has_no_gradient():
     temperature = torch.full((T,), 0.7, requires_grad=True)
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     result = support_logprob(hidden, weight, target, support, temperature=temperature, return_entropy=True)
     assert not result.logprob.requires_grad
     assert not result.entropy.requires_grad
@@ -289,7 +286,7 @@ def test_ratio_of_an_unchanged_policy_averages_one():
     target = support.gather(1, sampled).squeeze(1)
     new, old = (support_logprob(hidden, w, target, support).logprob for w in (drifted, weight))
     assert abs((new - old).exp().mean() - 1) < 0.02
-    # By threshold the supports of the two policies differ, if little; those of one policy do not.
+    # By threshold the supports of two policies differ a little. The supports of one policy are equal.
     by_threshold = partial(support_logprob, hidden, target_T=target, threshold_T=top[:, -1])
     new, old = (by_threshold(weight_VD=w).logprob for w in (drifted, weight))
     assert abs((new - old).exp().mean() - 1) < 0.1
@@ -301,7 +298,7 @@ def test_ratio_of_an_unchanged_policy_averages_one():
 
 
 def test_ignored_rows_empty_supports_and_targets_outside():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     target[0], support[1], support[2] = -100, -1, torch.arange(12)
     target[2] = 150
     hidden.requires_grad_(), weight.requires_grad_()
@@ -317,7 +314,7 @@ def test_ignored_rows_empty_supports_and_targets_outside():
 
 
 def test_bfloat16_statistics_are_float32():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
     bias = torch.zeros(V, dtype=torch.bfloat16, requires_grad=True)
     result = support_logprob(hidden, weight, target, support, bias_V=bias)
@@ -336,23 +333,23 @@ def test_gradients_of_a_bfloat16_bias_are_rounded_once():
 
 
 def test_autocast_narrows_the_inputs_and_nothing_else():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
 
     def compute(cast: Callable[[Tensor], Tensor], autocast: bool) -> list[Tensor]:
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = support_logprob(cast(h), w if autocast else cast(w), target, support, return_entropy=True)
-            gradients = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), [h, w])  # there, too
-        return [*out[:2], *gradients]
+            loss = out.logprob.sum() + out.entropy.sum()
+            return [*out[:2], *torch.autograd.grad(loss, [h, w])]  # backward runs under autocast, too
 
     expected = compute(Tensor.bfloat16, autocast=False)
-    for cast in (Tensor.float, Tensor.bfloat16):  # the latter: hidden states of a layer under autocast, and its weight
+    for cast in (Tensor.float, Tensor.bfloat16):  # under autocast, layers give bfloat16
         for actual, same in zip(compute(cast, autocast=True), expected, strict=True):
             assert torch.equal(actual, same)
 
 
 def test_opcheck_and_compile():
-    hidden, weight, target, support = make_problem()
+    hidden, weight, target, support = support_problem()
     hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(torch.ops.rlft_fast.support_logits, (hidden, weight, support.clamp(min=0), 1))
     constant = [torch.ones(support.shape), hidden.detach(), weight.detach(), support.clamp(min=0), 1]
@@ -387,6 +384,6 @@ def test_opcheck_and_compile():
 )
 def test_bad_input(change, error, message):
     names = ("hidden_TD", "weight_VD", "target_T", "support_TK")
-    arguments = dict(zip(names, make_problem(), strict=True)) | change
+    arguments = dict(zip(names, support_problem(), strict=True)) | change
     with pytest.raises(error, match=message):
         support_logprob(**arguments)

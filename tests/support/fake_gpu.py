@@ -1,9 +1,15 @@
-"""A CUDA device where there is none: tensors that say ``cuda:0``, with their elements on the CPU.
+"""A CUDA device where there is none, for a process that does nothing else.
 
-Everything above the kernels takes them for a GPU's, so its code for GPUs runs. PyTorch's own operators compute on the
-CPU; the project's are the emulated CUDA kernels, and Triton's interpreter runs the Triton kernels. What a GPU refuses
-is refused: tensors of two devices in one operator. What would wait for it raises under
-``torch.cuda.set_sync_debug_mode("error")``.
+Everything above the kernels takes tensors that say ``cuda:0`` for a GPU's, so its code for GPUs runs. What a GPU
+refuses is refused: tensors of two devices in one operator. There are two kinds of such tensors:
+
+- Under :class:`CudaDevice` they have their elements on the CPU. PyTorch's own operators compute there; the project's
+  operators are the emulated CUDA kernels, and Triton's interpreter runs the Triton kernels. An operator that would wait
+  for the device raises under ``torch.cuda.set_sync_debug_mode("error")``.
+- Under :class:`DeviceOfShapes` they have no elements, so nothing is computed and whole models pass. An operator that
+  would wait for a value raises, and copies are noted.
+
+RLFT_EMULATED_KERNELS names the library to load: tests/cuda_emulator/device.cpp, with the emulated kernels or alone.
 """
 
 import ctypes
@@ -18,10 +24,9 @@ ctypes.CDLL(os.environ["RLFT_EMULATED_KERNELS"])
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
@@ -30,6 +35,35 @@ aten = torch.ops.aten
 _WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # for a value, for the size of their result
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _raise_on_sync = False
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    global _raise_on_sync
+    _raise_on_sync = mode == "error"
+
+
+def install() -> None:
+    """Makes torch and the project believe in the device."""
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the CPU, then moved
+    torch.cuda.is_available = lambda: True
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda index: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
+    torch.Generator = Generator
+    from rlft_fast.ops import backends, library
+
+    library.has_cuda_kernels = backends.has_cuda_kernels = True
+
+
+def _asked_for(kwargs: dict[str, Any]) -> str | None:
+    """Type of the device that an operator is told to put its result on."""
+    return torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+
+
+# ---- tensors with elements -------------------------------------------------------------------------------------------
 
 
 class CudaTensor(Tensor):
@@ -76,7 +110,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator as a machine with a GPU runs it."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     on_device = [x for x in tensors if isinstance(x, CudaTensor)]
-    asked_for = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+    asked_for = _asked_for(kwargs)
     if not on_device and asked_for != "cuda":
         return func(*args, **kwargs)
     if func.namespace == "rlft_fast" and (python := _python_implementation(func)) is not None:
@@ -149,30 +183,10 @@ def _check_widening(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor) -> No
     assert dtype == a.dtype or (dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16))
 
 
-def _set_sync_debug_mode(mode: str) -> None:
-    global _raise_on_sync
-    _raise_on_sync = mode == "error"
-
-
-def install() -> None:
-    """Makes torch and the project believe in the device. For a process that does nothing else."""
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the CPU, then moved
-    torch.cuda.is_available = lambda: True
-    torch.cuda._lazy_init = lambda: None
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda index: 0
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.set_sync_debug_mode = _set_sync_debug_mode
-    torch.Generator = Generator
-    from rlft_fast.ops import backends, library
-
-    library.has_cuda_kernels = backends.has_cuda_kernels = True
-    _interpret_triton()
-
-
-def _interpret_triton() -> None:
+def interpret_triton() -> None:
     """Lets Triton's interpreter have the elements, and the values of bfloat16: its dot multiplies their bits."""
+    import numpy as np
+    import triton
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     launch, dot = GridExecutor.__call__, InterpreterBuilder.create_dot
@@ -184,3 +198,49 @@ def _interpret_triton() -> None:
 
     GridExecutor.__call__ = lambda self, *args, **kwargs: launch(self, *_elements(args), **_elements(kwargs))
     InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+
+
+# ---- tensors without elements ----------------------------------------------------------------------------------------
+
+
+class DeviceOfShapes(TorchDispatchMode):
+    """While it is entered, operators that are asked for a CUDA tensor make one without elements.
+
+    Attributes:
+        seen: what happened, in order: names of the project's operators, "from device" and "from unpinned memory".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode()
+        self.pinned: list[Tensor] = []
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func is aten._pin_memory.default:
+            self.pinned.append(args[0].clone())
+            return self.pinned[-1]
+        asked_for = _asked_for(kwargs)
+        if asked_for != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
+            return func(*args, **kwargs)
+        self._note(func, tensors, asked_for)
+        args, kwargs = tree_map(self._as_fake, (args, kwargs))
+        with self.fake:
+            return func(*args, **kwargs)
+
+    def _note(self, func, tensors: list[Tensor], asked_for: str | None) -> None:
+        from_cpu = [x for x in tensors if not isinstance(x, FakeTensor)]
+        if func.namespace == "rlft_fast":
+            self.seen.append(func._opname)
+        if func not in _COPIES:
+            mixed = any(x.is_cuda for x in tensors) and any(x.dim() for x in from_cpu)
+            assert not mixed, f"{func} of tensors on the device and on the CPU"
+        elif asked_for == "cpu" and tensors[0].is_cuda:
+            self.seen.append("from device")
+        elif asked_for == "cuda" and any(x is not y for x in from_cpu for y in self.pinned[-1:] or [None]):
+            self.seen.append("from unpinned memory")
+
+    def _as_fake(self, x):
+        return self.fake.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x

@@ -1,0 +1,235 @@
+"""linear_logprob beside its float64 definition, in every backend.
+
+Errors may be no larger than errors of plain PyTorch in the same dtype.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks.ops.problems import LOGITS, make_inputs
+from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from rlft_fast.ops.logprob import reference
+from tests.ops.logprob.problems import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    INTERPRETED,
+    WAYS,
+    check,
+    each_backend,
+    each_fast_backend,
+    each_kernel,
+    gradients,
+    plain_logprob,
+    run,
+)
+from tests.support.devices import DEVICES
+
+each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+each_logits = pytest.mark.parametrize("logits", LOGITS)
+interpreted = pytest.mark.parametrize("backend", INTERPRETED)
+
+
+# V: below and above a lane multiple (17, 257), an odd one below a block (37), just over a tile (2049), several tiles
+# with a ragged end (5003). T: nothing, a single row, odd, more than one row multiple.
+@each_fast_backend
+@pytest.mark.parametrize("V", [17, 37, 257, 2049, 5003])
+@pytest.mark.parametrize("T", [0, 1, 7, 100])
+def test_small_shapes(T, V, backend):
+    check(T, 64, V, logits="peaked", backend=backend)
+
+
+# V and D of real models (Llama 2, GPT-2, Qwen; the last two V are no multiples of 1024), and T of more than a chunk.
+@each_fast_backend
+@pytest.mark.parametrize(
+    ("T", "D", "V"),
+    [
+        (1, 3584, 37), (7, 1536, 257), (1000, 896, 17), (4097, 64, 37), (4097, 576, 257), (7, 576, 32000),
+        (1000, 64, 5003), (1, 64, 50257), (7, 64, 129920), (1, 64, 151936),
+    ],
+)  # fmt: skip
+def test_real_shapes(T, D, V, backend):
+    check(T, D, V, backend=backend, rows=1 if V > 10_000 else 64)
+
+
+@interpreted
+@pytest.mark.parametrize("V", [17, 37, 257])
+@pytest.mark.parametrize("T", [0, 1, 7])
+def test_small_shapes_in_triton(T, V, backend):
+    check(T, 24, V, backend=backend, rows=T)
+
+
+# 37 fits a vector or two, 2049 is one more than a tile, 50257 has many tiles and a ragged end.
+@each_fast_backend
+@each_dtype
+@pytest.mark.parametrize("V", [37, 2049, 50257])
+@each_logits
+def test_logits(logits, V, dtype, backend):
+    check(100, 64, V, logits=logits, dtype=dtype, backend=backend)
+
+
+# Without certain targets among 17 tokens: the rounding of logits is most of their error, and the interpreter's products
+# by NumPy round otherwise than torch's.
+@interpreted
+@each_dtype
+@pytest.mark.parametrize(("logits", "V"), [(x, V) for x in LOGITS for V in (17, 257) if (x, V) != ("certain", 17)])
+def test_logits_in_triton(logits, V, dtype, backend):
+    check(40, 24, V, logits=logits, dtype=dtype, backend=backend, rows=120 if logits == "peaked" else 40)
+
+
+# One more than a block of 2048 columns, and rows of more than a tile.
+@interpreted
+@pytest.mark.parametrize("logits", ["peaked", "extreme"])
+def test_several_tiles_in_triton(logits, backend):
+    check(67, 24, 2049, logits=logits, backend=backend, rows=200)
+
+
+@pytest.mark.parametrize("logits", ["normal", "peaked", "flat"])
+@each_dtype
+@pytest.mark.parametrize(
+    "how", [{"train_weight": False}, {"train_weight": False, "entropy": False}, {"entropy": False}]
+)
+def test_frozen_weight_and_no_entropy(how, dtype, logits):
+    check(100, 64, 5003, logits=logits, dtype=dtype, rows=100, **how)
+
+
+@interpreted
+@pytest.mark.parametrize("entropy", [False, True])
+def test_frozen_weight_in_triton(entropy, backend):
+    check(67, 24, 2100, logits="peaked", backend=backend, rows=200, train_weight=False, entropy=entropy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(0, 40), D=st.integers(1, 40), V=st.integers(1, 3000), softcap=st.sampled_from([None, 2.0, 30.0]),
+    scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(),
+    workspace_mib=st.sampled_from([1, 64]), ignored=st.floats(0, 1), seed=st.integers(0, 5),
+    asked=st.fixed_dictionaries({"train_weight": st.booleans(), "entropy": st.booleans()}),
+)  # fmt: skip
+def test_any_shape_and_option(device, T, D, V, softcap, scale, bias, per_token, workspace_mib, ignored, seed, asked):
+    hidden, weight, target, _ = make_inputs(T, D, V, seed=seed)
+    target[torch.rand(T) < ignored] = -100
+    options: dict[str, Any] = {"softcap": softcap, "logit_scale": scale, "temperature": 0.7}
+    if bias:
+        options["bias_V"] = torch.randn(V)
+    if per_token:
+        options["temperature"] = torch.rand(T) + 0.5
+    truth = run(reference.linear_logprob, hidden, weight, target, options, F64, **asked)
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    problem = (hidden.to(device), weight.to(device), target.to(device), {**options, "workspace_mib": workspace_mib})
+    for o, t in zip(run(linear_logprob, *problem, F32, **asked), truth, strict=True):
+        torch.testing.assert_close(o.cpu().double(), t, rtol=2e-4, atol=2e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_every_option_in_triton(train_weight, backend):
+    hidden, weight, target, _ = make_inputs(40, 24, 500)
+    target[[0, 7]] = -100
+    options = {"bias_V": torch.randn(500), "softcap": 3.0, "logit_scale": 0.7, "temperature": torch.rand(40) + 0.5}
+    how = {"train_weight": train_weight, "entropy": train_weight}
+    ours = run(partial(linear_logprob, backend=backend), hidden, weight, target, options, F32, **how)
+    truth = run(reference.linear_logprob, hidden, weight, target, options, F64, **how)
+    for o, t in zip(ours, truth, strict=True):
+        torch.testing.assert_close(o.double(), t, rtol=2e-5, atol=2e-6)
+
+
+@each_kernel
+def test_a_soft_cap_far_away_costs_no_digits(backend):
+    """1 - exp(-2u) over 1 + exp(-2u) would leave three or four digits of tanh(u) at u = 1e-4."""
+    hidden, weight, target, _ = make_inputs(20, 16, 300)
+    logprob = linear_logprob(hidden, weight, target, softcap=1e4, backend=backend).logprob
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target, softcap=1e4).logprob
+    torch.testing.assert_close(logprob.double(), truth, rtol=1e-6, atol=1e-6)
+
+
+@each_kernel
+def test_optional_statistics(backend):
+    T, V = (40, 2100) if backend == "triton" else (100, 5003)
+    hidden, weight, target, _ = make_inputs(T, 24, V, logits="peaked")
+    target[::2] = torch.randint(0, V, (T // 2,))
+    target[5] = -100
+    asked = {"return_sum_prob_squared": True, "return_top1": True, "return_entropy": backend == "triton"}
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target, **asked)
+    for trains in (False, True):
+        ours = linear_logprob(hidden, weight.requires_grad_(trains), target, backend=backend, **asked)
+        for o, t in zip(ours[:3], truth[:3], strict=True):
+            assert (o is None) == (t is None)
+            if o is not None:
+                torch.testing.assert_close(o.double(), t, rtol=1e-5, atol=1e-6)
+        assert 0 < ours.top1.sum() < T
+        assert ours.top1.equal(truth.top1)
+        assert not ours.sum_prob_squared.requires_grad
+
+
+def test_bfloat16_statistics_are_float32():
+    hidden, weight, target, _ = make_inputs(10, 64, 257, dtype=BF16)
+    result = linear_logprob(hidden, weight, target, return_entropy=True)
+    assert result.logprob.dtype == result.entropy.dtype == F32
+
+
+def test_float64_stays_float64():
+    hidden, weight, target, _ = make_inputs(4, 8, 30)
+    result = linear_logprob(hidden.double(), weight.double(), target)
+    assert result.logprob.equal(reference.linear_logprob(hidden.double(), weight.double(), target).logprob)
+
+
+def test_more_rows_than_logits_in_the_workspace():
+    """Backward takes a tile of all rows: a single column exceeds the workspace, and still has to do."""
+    hidden, weight, target, _ = make_inputs(2**18 + 1, 2, 3)
+    ours = gradients(lambda h, w: linear_logprob(h, w, target, workspace_mib=1).logprob.sum(), hidden, weight)
+    truth = gradients(lambda h, w: plain_logprob(h, w, target).logprob.sum(), hidden.double(), weight.double())
+    for actual, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_certain_targets_are_no_difference_of_equal_numbers():
+    """The frozen head's U = (onehot - P) W where p is 1 but for 1e-5 or less, of which 1 - p has few digits."""
+    hidden, weight, target, _ = make_inputs(32, 128, 1500, logits="certain")
+    (grad,) = gradients(lambda h: linear_logprob(h, weight, target).logprob.sum(), hidden)
+    exact = plain_logprob(hidden.double(), weight.double(), target).logprob
+    assert exact.mean() > -1e-5
+    (truth,) = gradients(lambda h: plain_logprob(h, weight.double(), target).logprob.sum(), hidden.double())
+    assert (grad - truth).norm(dim=-1).div(truth.norm(dim=-1)).max() < 1e-4
+
+
+@each_backend
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # several chunks of rows, and one
+def test_narrow_gradients_are_rounded_once(workspace_mib, backend):
+    """The error of a narrow gradient is the error of one rounding, however many chunks add to it."""
+    # Triton's interpreter cuts float32 off where a GPU rounds it to bfloat16. It rounds to float16.
+    narrow, num_tokens, vocab = (F16, 64, 4500) if backend == "triton" else (BF16, 256, 9001)
+    hidden, weight, target, _ = make_inputs(num_tokens, 64, vocab, dtype=narrow)
+    hidden += 1  # a gradient that grows from chunk to chunk instead of averaging out
+    upstream, how = torch.ones(num_tokens), {"workspace_mib": workspace_mib, "backend": backend}
+    truth = gradients(lambda h, w: plain_logprob(h, w, target).logprob.sum(), hidden.double(), weight.double())
+    fused = lambda logprob, _, g: logprob * g  # noqa: E731
+    for function in (
+        lambda h, w: linear_logprob(h, w, target, **how).logprob.sum(),
+        lambda h, w: linear_logprob_loss(h, w, target, fused, upstream, **how).loss,
+    ):
+        for actual, exact in zip(gradients(function, hidden, weight), truth, strict=True):
+            rounding = (exact.to(narrow) - exact).norm()
+            assert (actual - exact).norm() < 1.02 * rounding
+
+
+# 1 / 3001, as of the mean over a batch, is no bfloat16; 1e-7 and 1e5 are no float16, though the gradients are.
+@pytest.mark.parametrize("way", ["frozen", "loss"])
+@pytest.mark.parametrize(("dtype", "upstream"), [(BF16, 1 / 3001), (F16, 1e-7), (F16, 1e5)], ids=str)
+def test_upstream_gradients_are_not_rounded(dtype, upstream, way):
+    hidden, weight, target, _ = make_inputs(64, 16, 200, dtype=dtype)
+    weight *= 0.05 if upstream > 1 else 30
+    (WAYS[way](hidden.requires_grad_(), weight, target).sum() * upstream).backward()
+    exact = lambda h: reference.linear_logprob(h, weight.detach().double(), target).logprob.sum() * upstream  # noqa: E731
+    (truth,) = gradients(exact, hidden.double())
+    # Signed like the gradient, errors of single roundings cancel; the error of the upstream gradient does not.
+    error = ((hidden.grad.double() - truth) * truth.sign()).sum() / truth.abs().sum()
+    assert abs(error) < (0.02 if upstream == 1e-7 else 2e-4)
