@@ -80,6 +80,29 @@ def test_a_folder_that_is_no_run_is_refused(model, tmp_path, capsys):
     assert written(tmp_path) == before
 
 
+# An experiment tracker's; somebody's own; half a file; YAML and JSON that no parser can hold.
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"run.json": '{"wandb": 1}'},
+        {"run.json": '["identity"]'},
+        {"run.json": ""},
+        {"run.json": "[" * 100_000},
+        {"config.yaml": "lr: 0.1\n", "metrics.jsonl": "{}\n", "hf/model.safetensors": "weights"},
+        {"config.yaml": "[" * 10_000, "metrics.jsonl": "{}\n"},
+    ],
+)
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_folder_of_another_tool_is_refused(files, resume, model, tmp_path, capsys):
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    config = config_file(model, tmp_path)
+    before = written(tmp_path)
+    assert f"output_dir {tmp_path / 'run'} is not the folder of a run" in refusal(capsys, config, *resume)
+    assert written(tmp_path) == before
+
+
 def test_an_export_keeps_what_it_did_not_write(model, tmp_path):
     config = config_file(model, tmp_path)
     assert main(["train", config]) == 0
