@@ -154,11 +154,13 @@ def test_another_run_is_not_continued(model, tmp_path, capsys):
         (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
         (["--reward.truncation_penalty", "0.5"], "reward.truncation_penalty was 0.0 and is 0.5"),
     ):
-        error = refusal(capsys, config, "--resume", "--steps", "2", *option)
-        assert (
-            f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}" in error
-        )
+        message = f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}"
+        assert message in refusal(capsys, config, "--resume", "--steps", "2", *option)
+        assert message in refusal(capsys, config, "--resume", *option)  # although there is nothing left to do
         assert written(tmp_path / "run") == before
+    assert main(["train", config, "--resume", "--seed", "2", "--force"]) == 0
+    assert "is finished, with 1 steps" in capsys.readouterr().out
+    assert written(tmp_path / "run") == before
     assert main(["train", config, "--resume", "--steps", "2", "--seed", "2", "--force"]) == 0
     assert main(["train", config, "--resume", "--steps", "3", "--seed", "2"]) == 0  # it is that run now
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
