@@ -89,6 +89,7 @@ class PPOTrainer:
         if self.held_out is not None:
             (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
             require_agreement("held-out data", self.held_out.description)
+        self.judge.load_model()
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
