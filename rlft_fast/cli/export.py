@@ -1,13 +1,13 @@
 """``rlft-fast export RUN``: the newest complete checkpoint as a folder that transformers and vLLM load."""
 
-import argparse
 from pathlib import Path
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import printable
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rlft-fast export", description="Write a run's newest complete checkpoint as a Hugging Face folder."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")

@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.cli.train import split_overrides
 from rlft_fast.config import Config
 from rlft_fast.errors import printable
@@ -26,8 +27,8 @@ def run(arguments: list[str]) -> int:
     return 0 if any(fits) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="rlft-fast plan",
         usage="rlft-fast plan CONFIG --gpus N --memory GB [--gpus-per-node N] [--key value ...]",
         description="Say what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest token "

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.errors import printable
 
@@ -121,8 +122,8 @@ def _checked(key: str, value: str | None, may_be_option: bool) -> str:
 # ---- help -----------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="rlft-fast train",
         usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file, and every one can be "
