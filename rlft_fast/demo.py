@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlft_fast.config import Config
+from rlft_fast.errors import printable
 
 Backend = Literal["hf", "vllm"]
 
@@ -39,6 +40,7 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend |
     train_path, held_out_path = write_problems(output / "data")
     summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
     print_time(add_time(output, rollout))
+    print(printable(f"the model is in {output / 'hf'}, numbers and samples of each step and these times beside it"))
     return summary
 
 

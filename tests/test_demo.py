@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,26 @@ def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
     }
     assert rows["generate"] == ["3.00", "0.00"]
     assert rows["sync"] == ["0.00", "0.50"]
+
+
+def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypatch, capsys):
+    """In a demo of one step with a model of a few thousand parameters, which has a token for every letter."""
+    full_config = demo.demo_config
+
+    def short_config(*args: Any) -> Config:
+        config = full_config(*args)
+        rollout = config.rollout.model_copy(update={"max_prompt_tokens": 99})
+        return config.model_copy(update={"steps": 1, "rollout": rollout})
+
+    monkeypatch.setattr(demo, "demo_config", short_config)
+    monkeypatch.setattr(demo, "smollm2_folder", lambda: tiny_model("llama"))
+    demo.main(output_dir=tmp_path / "run", rollout="hf")
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert (
+        last == f"the model is in {tmp_path / 'run' / 'hf'}, numbers and samples of each step and these times beside it"
+    )
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "seconds_per_step.json").is_file()
 
 
 @pytest.mark.slow  # minutes: it trains 135 million parameters

@@ -49,6 +49,11 @@ update, ± the full range. Memory is the peak of the resident set during an upda
 imports: imported libraries are not part of an update, but weights, gradients and moments are."""
 
 
+BESIDE_LEANEST = """\
+No bar: the peak memory of our update that recomputes is {ratio:.2f} of {leanest}, the leanest fast TRL. The float32
+state alone (weights, gradients and moments, {state:.0f} MiB) is {floor:.3f} of it{consequence}."""
+
+
 def write_report(
     sides: list[Side], parts: list[dict[str, float]], difference: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def write_report(
     ]
     facts = environment() | versions() | {"threads": str(arguments["threads"])}
     sections = [
-        "## Bars", bar_table(bars),
+        "## Bars", bar_table(bars), leanest_ratio(lean, leanest),
         "## Updates", side_table(sides, workload.num_tokens),
         AGREEMENT.format(difference=difference),
         "## Time by part", part_table(share, workload.num_tokens),
@@ -93,6 +98,17 @@ def rivals(sides: list[Side]) -> tuple[Side, Side]:
     fastest = min(theirs, key=lambda side: side.median_s)
     as_fast = [side for side in theirs if side.median_s <= MAX_SLOWDOWN * fastest.median_s]
     return fastest, min(as_fast, key=lambda side: side.memory_mib)
+
+
+def leanest_ratio(lean: Side, leanest: Side) -> str:
+    """The whole memory beside the leanest fast TRL, as information and not as a bar."""
+    floor = STATE_MIB / leanest.memory_mib
+    unreachable = f", so {MAX_MEMORY_RATIO:g} of this configuration cannot be reached with this state"
+    text = BESIDE_LEANEST.format(
+        ratio=lean.memory_mib / leanest.memory_mib, leanest=leanest.name, state=STATE_MIB, floor=floor,
+        consequence=unreachable if floor > MAX_MEMORY_RATIO else "",
+    )  # fmt: skip
+    return fill(text)
 
 
 def method(workload: Workload, rounds: int) -> str:

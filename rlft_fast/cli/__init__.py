@@ -4,12 +4,16 @@ A module is imported when its command runs, so that help and mistakes are answer
 """
 
 import argparse
+import logging
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from types import TracebackType
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import RunError, printable
 
 __all__ = ["COMMANDS", "main"]
@@ -38,13 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             ``train`` 128 + the signal's number: 143 after SIGTERM, 129 after SIGHUP); of ``bench`` pytest's.
     """
     options = _parser().parse_args(argv)
-    warnings.formatwarning = _format_warning
+    _escape_messages()
     try:
         return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
     except (ValueError, OSError, ImportError, RunError) as error:
         if options.traceback:
             raise
         return _report(error)
+    except SystemExit as error:
+        if not isinstance(error.code, str):
+            raise
+        return _report(error)  # Python would print the text as it is
     except KeyboardInterrupt as error:
         if options.traceback:
             raise
@@ -52,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + getattr(error, "signal", signal.SIGINT)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="rlft-fast",
         usage="rlft-fast [--version] [--traceback] COMMAND ...",
         description="Reinforcement fine-tuning of language models.",
@@ -77,7 +85,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         message += ": install it; rlft_fast's own dependencies come with it (its ops alone need none but torch)"
@@ -87,6 +95,22 @@ def _report(error: Exception) -> int:
         return 2
     print("(rlft-fast --traceback COMMAND ... shows where it was raised)", file=sys.stderr)
     return 1
+
+
+def _escape_messages() -> None:
+    """Warnings, log messages of any library and tracebacks show texts of models and data, too."""
+    warnings.formatwarning = _format_warning
+    logging.setLogRecordFactory(_LogRecord)
+    sys.excepthook = _show_traceback
+
+
+class _LogRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _format_warning(

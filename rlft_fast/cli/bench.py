@@ -1,14 +1,14 @@
 """``rlft-fast bench``: the benchmarks of a source checkout."""
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
 import rlft_fast
+from rlft_fast.cli.parser import Parser
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rlft-fast bench",
         usage="rlft-fast bench [PYTEST OPTIONS]",
         description="Run the benchmarks of a source checkout with pytest-benchmark. Options go to pytest: "

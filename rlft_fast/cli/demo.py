@@ -1,15 +1,13 @@
 """``rlft-fast demo``: teaches a small model to add, in minutes on a CPU."""
 
-import argparse
 from pathlib import Path
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.cli.train import require_writable
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="rlft-fast demo", description="Teach SmolLM2-135M-Instruct to add two numbers."
-    )
+    parser = Parser(prog="rlft-fast demo", description="Teach SmolLM2-135M-Instruct to add two numbers.")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
     parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)")
     parser.add_argument(

@@ -1,6 +1,5 @@
 """``rlft-fast doctor``: reports what is installed, which backends work, and why the others do not."""
 
-import argparse
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import printable
 
 _BUILD = "pip install --no-build-isolation -e . in the source tree"
@@ -31,7 +31,7 @@ class Check(NamedTuple):
 
 
 def run(arguments: list[str]) -> int:
-    argparse.ArgumentParser(
+    Parser(
         prog="rlft-fast doctor",
         description="Report what is installed, which backends of the ops work here, and why the others do not. "
         "The exit status is 0 if the native or the reference backend works.",

@@ -1,13 +1,13 @@
 """``rlft-fast export RUN``: writes the newest complete checkpoint as a Hugging Face folder."""
 
-import argparse
 from pathlib import Path
 
+from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import printable
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rlft-fast export",
         description="Write the newest complete checkpoint of a run as a Hugging Face folder.",
     )

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rlft_fast.cli.keys import split_overrides
+from rlft_fast.cli.parser import Parser
 from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
@@ -29,8 +30,8 @@ def run(arguments: list[str]) -> int:
     return 0 if any(fits) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="rlft-fast plan",
         usage="rlft-fast plan CONFIG --gpus N --memory GB [--gpus-per-node N]\n                      [--key value ...]",
         description="Compute what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
+from rlft_fast.cli.parser import Parser
 from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
@@ -76,8 +77,8 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
         print(f"warning: {printable(warning)}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="rlft-fast train",
         usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
         "                       [--no-memory-check]",

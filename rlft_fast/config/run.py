@@ -247,7 +247,7 @@ class Config(Section):
         """
         try:
             values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")

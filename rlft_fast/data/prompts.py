@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -110,12 +110,15 @@ def _check_rows(rows: list[dict[str, Any]], column: str, name: str) -> None:
             f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content, for example {rows[other[0]][column]!r}"
         )
-    if media := {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}:
-        first = min(media)
-        raise ValueError(
-            f"{name}: {_name_rows([*media])} have images, videos or audio in their {column!r} (row {first} has "
-            f"{media[first]!r}), which do not reach the model: leave these rows out"
-        )
+    in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}
+    beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=column)))}
+    for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
+        if media:
+            first = min(media)
+            raise ValueError(
+                f"{name}: {_name_rows([*media])} have images, videos or audio {where} (row {first} has "
+                f"{media[first]!r}), which do not reach the model: leave these rows out"
+            )
 
 
 def _is_prompt(value: Any) -> bool:
@@ -129,8 +132,16 @@ def _media(prompt: str | list[dict[str, Any]]) -> str | None:
     messages = prompt if isinstance(prompt, list) else []
     contents = [m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages]
     parts = [part for part in (*messages, *chain.from_iterable(contents)) if isinstance(part, dict)]
-    names = [name for part in parts for name in (part.get("type"), *(key for key, value in part.items() if value))]
+    return _first_media(name for part in parts for name in (part.get("type"), *_filled(part)))
+
+
+def _first_media(names: Iterable[Any]) -> str | None:
     return next((name for name in names if isinstance(name, str) and _MEDIA.fullmatch(name)), None)
+
+
+def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
+    """The keys that hold something."""
+    return [key for key, value in values.items() if value and key != but]
 
 
 def _tokenize(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, list[int]]:

@@ -53,7 +53,7 @@ def compute_rewards(
         result = function(**copies)
         if inspect.isawaitable(result):
             result = asyncio.run(_finish(result))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a function must not end the run without a checkpoint
         raise RewardError(
             f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
         ) from error

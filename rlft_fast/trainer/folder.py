@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config
-from rlft_fast.files import write_text
+from rlft_fast.config import Config, ConfigError
+from rlft_fast.files import TEMPORARY, write_text
 from rlft_fast.trainer.lock import NAME as LOCK
 
 MARKER = "run.json"
@@ -56,15 +56,35 @@ def _place(path: str | Path, output: Path) -> str | None:
 
 def require_claimable(output: Path) -> None:
     """Raises ValueError for a folder with files in it that is not a run's."""
-    names = sorted(path.name for path in output.iterdir() if path.name != LOCK) if output.is_dir() else []
+    own = (LOCK, MARKER + TEMPORARY)
+    names = sorted(path.name for path in output.iterdir() if path.name not in own) if output.is_dir() else []
     if names and not is_run(output):
         shown = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
         raise ValueError(f"output_dir {output} is not the folder of a run, and holds {shown}: name another folder")
 
 
 def is_run(output: Path) -> bool:
-    """Whether a run has written the folder; before there was a `MARKER`, its configuration and its log tell."""
-    return (output / MARKER).is_file() or all((output / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    """Whether a run has written the folder: its `MARKER` tells, or, as before there was one, its configuration and log.
+
+    Other programs also write files of these names.
+    """
+    return _identity(output) is not None or ((output / "metrics.jsonl").is_file() and _has_config(output))
+
+
+def _identity(output: Path) -> Any:
+    """What `claim` has noted of the run; None if the folder has no `MARKER` of ours."""
+    try:
+        return json.loads((output / MARKER).read_text())["identity"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def _has_config(output: Path) -> bool:
+    try:
+        Config.load(output / "config.yaml")
+    except ConfigError:
+        return False
+    return True
 
 
 def claim(output: Path, identity: Mapping[str, Any] | None = None) -> None:
@@ -79,7 +99,9 @@ def claim(output: Path, identity: Mapping[str, Any] | None = None) -> None:
     """
     require_claimable(output)
     output.mkdir(parents=True, exist_ok=True)
-    write_text(output / MARKER, json.dumps({"identity": identity or {}}, indent=2, ensure_ascii=False) + "\n")
+    temporary = output / (MARKER + TEMPORARY)  # half a marker would make the folder nobody's
+    write_text(temporary, json.dumps({"identity": identity or {}}, indent=2, ensure_ascii=False) + "\n")
+    temporary.replace(output / MARKER)
 
 
 def require_same(output: Path, identity: Mapping[str, Any]) -> None:
@@ -89,10 +111,7 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
         output: the folder; nothing is known of a run that wrote no `MARKER`.
         identity: nested settings, which JSON can hold.
     """
-    try:
-        found = json.loads((output / MARKER).read_text())["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    found = _identity(output)
     before, now = (dict(flat(settings)) if isinstance(settings, Mapping) else {} for settings in (found, identity))
     different = [name for name in now if name in before and before[name] != now[name]]
     if different:

@@ -29,23 +29,22 @@ Answers = list[tuple[int, Completion]]
 
 
 class Judge:
-    """The reward functions of a run, and its reward model.
+    """The reward functions of a run, and, after `load_model`, its reward model.
 
     Args:
         config: of the run.
         tokenizer: of the policy.
 
     Raises:
-        ValueError: a function or the model cannot be used.
+        ValueError: a function cannot be used.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
         self.tokenizer = tokenizer
         self.functions = _functions(config)
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
-        if config.reward.model is not None:
-            self.model = RewardModelScorer(config.reward.model, config.actor, tokenizer)
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "Judge | None":
@@ -84,6 +83,15 @@ class Judge:
         """Raises ValueError if a function cannot be called with the columns of these prompts, `what` in messages."""
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
+
+    def load_model(self) -> None:
+        """Loads the reward model, if there is one. It takes long: data is checked before.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+        if self.config.reward.model is not None:
+            self.model = RewardModelScorer(self.config.reward.model, self.config.actor, self.tokenizer)
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""

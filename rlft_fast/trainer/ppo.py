@@ -83,16 +83,13 @@ class PPOTrainer:
         self.tokenizer = load_tokenizer(config.model)
         self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer)
         self.judge = Judge(config, self.tokenizer)
-        self.prompts = load_prompts(config.data, self.tokenizer, config.rollout.max_prompt_tokens)
+        self.prompts, self.held_out = load_data(config, self.tokenizer)
         self.judge.check(self.prompts, "the training data")
         require_agreement("training data", self.prompts.description)
-        self.held_out: Prompts | None = None
-        if config.evaluation is not None:
-            self.held_out = load_prompts(
-                config.data, self.tokenizer, config.rollout.max_prompt_tokens, config.evaluation.path
-            )
+        if self.held_out is not None:
             (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
             require_agreement("held-out data", self.held_out.description)
+        self.judge.load_model()
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
@@ -331,6 +328,18 @@ class PPOTrainer:
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
             for part in filter(None, (self.rollout, self.evaluation_judge, self.judge)):
                 stack.callback(part.close)
+
+
+def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, Prompts | None]:
+    """The prompts to learn from, and the held-out ones, if any.
+
+    Raises:
+        ValueError: they cannot be used, see `load_prompts`.
+    """
+    max_tokens, evaluation = config.rollout.max_prompt_tokens, config.evaluation
+    prompts = load_prompts(config.data, tokenizer, max_tokens)
+    held_out = None if evaluation is None else load_prompts(config.data, tokenizer, max_tokens, evaluation.path)
+    return prompts, held_out
 
 
 def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:

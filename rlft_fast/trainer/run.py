@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from rlft_fast.config import Config
+from rlft_fast.data import Prompts
 from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.errors import Interrupted, RunError
-from rlft_fast.models import name_some
+from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
@@ -25,7 +26,7 @@ from rlft_fast.trainer.folder import claim, require_same, require_usable
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
-from rlft_fast.trainer.ppo import PPOTrainer, Step
+from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
 from rlft_fast.world import STOP, any_rank, barrier, get_rank, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3
@@ -65,22 +66,35 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
     with naming_lost_ranks(store):
         require_usable(config, resume=resume)
         if resume and (summary := _finished(config)) is not None:
-            return summary
+            return _same_again(config, summary, force=force)
         return Run(PPOTrainer(config)).run(resume, force=force)
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
-    """What the run in ``output_dir`` ended with, if it has done all its steps, which is said."""
-    directory = Path(config.output_dir)
+    """What the run in ``output_dir`` ended with, if it has done all its steps."""
     try:
-        summary = json.loads((directory / "summary.json").read_text())
-        done = summary["steps"] >= config.steps
+        summary = json.loads((Path(config.output_dir) / "summary.json").read_text())
+        return summary if summary["steps"] >= config.steps else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if done:
-        log = RunLog(directory, config.steps, get_rank())
-        log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
-    return summary if done else None
+
+
+def _same_again(config: Config, summary: dict[str, Any], *, force: bool) -> dict[str, Any]:
+    """The summary of a finished run, which is said; raises ValueError if this configuration is of another run."""
+    directory = Path(config.output_dir)
+    if not force:
+        prompts, held_out = load_data(config, load_tokenizer(config.model))
+        _by_first(lambda: require_same(directory, _identity(config, prompts, held_out)))
+    log = RunLog(directory, config.steps, get_rank())
+    log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
+    return summary
+
+
+def _identity(config: Config, prompts: Prompts, held_out: Prompts | None) -> dict[str, Any]:
+    """What a run has to have in common with the one that it continues."""
+    settings = config.model_dump(mode="json", include=_DECIDE_WHAT_IS_LEARNED)  # type: ignore[arg-type]
+    data = {"training": prompts.description} | ({"held_out": held_out.description} if held_out else {})
+    return {"data": data, **settings}
 
 
 class DivergedError(RunError):
@@ -150,7 +164,7 @@ class Run:
 
     def _prepare(self, resume: bool, force: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
-        identity = self._identity()
+        identity = _identity(self.config, self.trainer.prompts, self.trainer.held_out)
         if resume and not force and self.checkpoints.latest() is not None:
             _by_first(lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.engines) if resume else None
@@ -174,13 +188,6 @@ class Run:
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
         return state
-
-    def _identity(self) -> dict[str, Any]:
-        """What a run has to have in common with the one that it continues."""
-        settings = self.config.model_dump(mode="json", include=_DECIDE_WHAT_IS_LEARNED)  # type: ignore[arg-type]
-        held_out = self.trainer.held_out
-        data = {"training": self.trainer.prompts.description} | ({"held_out": held_out.description} if held_out else {})
-        return {"data": data, **settings}
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
@@ -258,7 +265,7 @@ class Run:
     def _saved(self) -> str:
         if self.saved_step == 0:
             return "nothing was learned yet, so nothing is saved"
-        return f"step {self.saved_step} is saved, continue with --resume"
+        return f"step {self.saved_step} is saved in {self.directory}, continue with --resume"
 
     def _evaluate_if_due(self, state: dict[str, Any]) -> None:
         """Every so many steps, each of them once; the last one has its evaluation at the end of the run."""

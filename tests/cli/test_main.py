@@ -83,14 +83,39 @@ def test_traceback_option_lets_the_error_through(tmp_path):
         main(["--traceback", "plot", str(tmp_path / "missing")])
 
 
-def test_paths_and_warnings_cannot_steer_the_terminal(tmp_path):
-    shown = run_cli("export", str(tmp_path / "run\x1b[31m")).stderr
-    assert r"run\x1b[31m" in shown
-    assert all(x.isprintable() or x == "\n" for x in shown)
-    code = "import warnings; from rlft_fast.cli import main; main(['plot', '/nowhere']); warnings.warn('\x1b[31m')"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stderr
-    assert r"UserWarning: \x1b[31m" in shown
-    assert all(x.isprintable() or x == "\n" for x in shown)
+def shown_harmlessly(text: str) -> bool:
+    return r"\x1b[31m" in text and all(x.isprintable() or x == "\n" for x in text)
+
+
+# The message of an error and its traceback; arguments that one of the parsers does not know.
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "run\x1b[31m"],
+        ["--traceback", "export", "run\x1b[31m"],
+        ["train", "c.yaml", "\x1b[31m"],
+        ["demo", "\x1b[31m"],
+    ],
+)
+def test_arguments_cannot_steer_the_terminal(arguments):
+    assert shown_harmlessly(run_cli(*arguments).stderr)
+
+
+# A warning; a log message, as transformers has for a rope_type of config.json; an error that no command expects; the
+# end of a program by its own code, with a text.
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import warnings; warnings.warn(TEXT)",
+        "from transformers.utils.logging import get_logger; get_logger('transformers.x').warning('%s', TEXT)",
+        "raise KeyError(type('Name', (), {'__repr__': lambda self: TEXT})())",
+        "import rlft_fast.cli.plot as plot; plot.run = lambda _: sys.exit(TEXT); sys.exit(main(['plot', '/nowhere']))",
+    ],
+)
+def test_messages_of_libraries_cannot_steer_the_terminal(code):
+    before = "import sys; from rlft_fast.cli import main; TEXT = 'z\\x1b[31m'; main(['plot', '/nowhere'])"
+    command = [sys.executable, "-c", f"{before}\n{code}"]
+    assert shown_harmlessly(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr)
 
 
 def test_version():

@@ -1,7 +1,11 @@
 """``rlft-fast plan`` prints what a run needs; its exit status says whether the run fits."""
 
 import json
+import resource
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +14,7 @@ from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.engine.memory.run import most_micro_batches
 
+ROOT = Path(__file__).parents[2]
 CONFIG = {
     "output_dir": "runs/x", "steps": 1, "data": {"task": "chain_sum"},
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 30, "max_new_tokens": 34},
@@ -125,3 +130,14 @@ def test_code_in_a_model_folder_is_not_run(config_file, tiny_model, tmp_path, ca
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("it asks"))
     assert main(["plan", config_file, "--gpus", "2", "--memory", "1", "--model", str(folder)]) == 1
     assert "contains custom code" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_large_model_takes_seconds():
+    """Of 80 layers a few are simulated, and the others inferred from them; all of them took 92 s."""
+    command = [sys.executable, "-m", "rlft_fast", "plan", "examples/plan_70b.yaml", "--gpus", "1024", "--memory", "141"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "on 1024 GPUs of 141 GB" in result.stdout, result.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 20

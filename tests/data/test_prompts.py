@@ -142,6 +142,24 @@ def test_media_in_messages_are_refused(part, named, tmp_path, chat_tokenizer):
     )
 
 
+# As TRL and verl lay out their data: a placeholder in the text, the images in a column of their own.
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+def test_media_beside_the_prompts_are_refused(column, tmp_path, tokenizer):
+    rows = [{"prompt": "hi", column: []}, {"prompt": "<image>what?", column: ["a.png"]}]
+    path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="which do not reach the model") as error:
+        load(path, tokenizer)
+    assert str(error.value) == (
+        f"{path}: rows 1 (counted from 0) have images, videos or audio beside their 'prompt' (row 1 has {column!r}), "
+        "which do not reach the model: leave these rows out"
+    )
+
+
+def test_a_prompt_column_may_have_any_name(tmp_path, tokenizer):
+    path = write(tmp_path, json.dumps({"image": "a cat", "prompt": None}))
+    assert load(path, tokenizer, prompt_column="image").texts == ["a cat"]
+
+
 def test_dataset_folder_equals_jsonl(tmp_path, tokenizer):
     rows = [{"prompt": "ab", "answer": 1}, {"prompt": "c", "answer": 2}]
     Dataset.from_list(rows).save_to_disk(tmp_path / "dataset")

@@ -317,6 +317,29 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class,
         load_policy(tmp_path)
 
 
+# Vision-language models; a model with attention of its own; one whose text half is not where its class says; a type for
+# which transformers has no causal language model.
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "reason"),
+    [
+        ("LlavaForConditionalGeneration", "llava", "a vision-language model of type llava, which is not supported"),
+        ("MllamaForConditionalGeneration", "mllama", "a vision-language model of type mllama, which is not supported"),
+        ("MllamaForCausalLM", "mllama", "has no backbone under the name 'language_model' of its class"),
+        ("FalconForCausalLM", "falcon", "does not take its attention from transformers' AttentionInterface"),
+        ("Mistral4ForCausalLM", "mistral4", "has no ModelForCausalLM of type mistral4"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused_in_one_sentence(architecture, model_type, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
+    with pytest.raises(ValueError, match=re.escape(reason)) as error:
+        load_policy(tmp_path)
+    message = str(error.value).replace(str(tmp_path), "")
+    assert "has no lm_head" not in message
+    assert "KeyError" not in message
+    assert "\n" not in message
+    assert len(message) < 250
+
+
 def test_rotary_embeddings_by_layer_type():
     """Each type may have its own; here one of them changes for all sequences, once one is longer than 16."""
     ropes = {"full_attention": {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}

@@ -89,9 +89,14 @@ def test_an_async_function_is_awaited():
     async def fails(**columns):
         raise KeyError("judge")
 
+    def leaves(**columns):
+        raise SystemExit("no key")
+
     assert compute(reward) == [2.0, 5.0]
     with pytest.raises(RewardError, match="fails raised KeyError on a batch of 2 samples: 'judge'"):
         compute(fails)
+    with pytest.raises(RewardError, match="leaves raised SystemExit on a batch of 2 samples: no key"):
+        compute(leaves)
 
 
 @pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3])

@@ -187,6 +187,19 @@ def test_unusable_data(text, message, run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_data_is_checked_before_the_reward_model_is_loaded(run, tiny_model, tmp_path):
+    """Which takes minutes where it is large; this one cannot be loaded at all."""
+    reward_model = shutil.copytree(tiny_model("llama-reward"), tmp_path / "reward")
+    (reward_model / "model.safetensors").unlink()
+    code, _, error = run(reward={"model": str(reward_model)})
+    assert code == 1
+    assert "cannot load the model" in error
+    (tmp_path / "images.jsonl").write_text('{"prompt": "<image>what?", "images": ["a.png"]}')
+    code, _, error = run(reward={"model": str(reward_model)}, data__path=str(tmp_path / "images.jsonl"))
+    assert code == 1
+    assert "rows 0 (counted from 0) have images, videos or audio beside their 'prompt'" in error
+
+
 def test_unusable_held_out_data(run, tmp_path):
     write_rows(tmp_path / "held_out.jsonl", [{"prompt": "a"}, {"prompt": "too long a prompt"}])
     code, _, error = run(evaluation__path=str(tmp_path / "held_out.jsonl"))

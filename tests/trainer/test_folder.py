@@ -80,6 +80,29 @@ def test_a_folder_that_is_no_run_is_refused(model, tmp_path, capsys):
     assert written(tmp_path) == before
 
 
+# An experiment tracker's; somebody's own; half a file; YAML and JSON that no parser can hold.
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"run.json": '{"wandb": 1}'},
+        {"run.json": '["identity"]'},
+        {"run.json": ""},
+        {"run.json": "[" * 100_000},
+        {"config.yaml": "lr: 0.1\n", "metrics.jsonl": "{}\n", "hf/model.safetensors": "weights"},
+        {"config.yaml": "[" * 10_000, "metrics.jsonl": "{}\n"},
+    ],
+)
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_folder_of_another_tool_is_refused(files, resume, model, tmp_path, capsys):
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    config = config_file(model, tmp_path)
+    before = written(tmp_path)
+    assert f"output_dir {tmp_path / 'run'} is not the folder of a run" in refusal(capsys, config, *resume)
+    assert written(tmp_path) == before
+
+
 def test_an_export_keeps_what_it_did_not_write(model, tmp_path):
     config = config_file(model, tmp_path)
     assert main(["train", config]) == 0
@@ -131,11 +154,13 @@ def test_another_run_is_not_continued(model, tmp_path, capsys):
         (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
         (["--reward.truncation_penalty", "0.5"], "reward.truncation_penalty was 0.0 and is 0.5"),
     ):
-        error = refusal(capsys, config, "--resume", "--steps", "2", *option)
-        assert (
-            f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}" in error
-        )
+        message = f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}"
+        assert message in refusal(capsys, config, "--resume", "--steps", "2", *option)
+        assert message in refusal(capsys, config, "--resume", *option)  # although there is nothing left to do
         assert written(tmp_path / "run") == before
+    assert main(["train", config, "--resume", "--seed", "2", "--force"]) == 0
+    assert "is finished, with 1 steps" in capsys.readouterr().out
+    assert written(tmp_path / "run") == before
     assert main(["train", config, "--resume", "--steps", "2", "--seed", "2", "--force"]) == 0
     assert main(["train", config, "--resume", "--steps", "3", "--seed", "2"]) == 0  # it is that run now
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlft_fast.engine.checkpoint.manifest import describe_file, describe_model, find_differences
+from rlft_fast.engine.checkpoint.manifest import STATE_NAME, describe_file, describe_model, find_differences, read_state
 from rlft_fast.engine.checkpoint.storage import LocalPart, Snapshot, load_tensors, local_parts, save_parts, whole
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import write_text
 from rlft_fast.world import get_rank, get_world_size
 
-_CLIENT, _STATE = "client.safetensors", "state.json"
+_CLIENT = "client.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any]) -> Cont
     parts[_file_of_rank("rng")] = {name: whole(tensor) for name, tensor in _random_states().items()}
     texts = {}
     if get_rank() == 0:
-        texts[_STATE] = json.dumps({"engines": counters, "client": values})
+        texts[STATE_NAME] = json.dumps({"engines": counters, "client": values})
         parts[_CLIENT] = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
     models = {name: describe_model(engine) for name, engine in engines.items()}
     return Content({file: named for file, named in parts.items() if named}, texts, models)
@@ -101,7 +101,7 @@ def restore(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], fold
     Returns:
         The state that was saved with the engines.
     """
-    saved = json.loads((folder / _STATE).read_text())
+    saved = read_state(folder)
     for name, engine in engines.items():
         load_tensors(engine.state_tensors(), folder / name)
         engine.load_counters(saved["engines"][name])

@@ -19,7 +19,7 @@ from rlft_fast.models import ValueModel, token_classifier
 from rlft_fast.world import all_reduce, forked_rng, get_rank
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
-_OWN_FILES = ".export.json"  # lists the files that an export has written
+_OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -48,7 +48,7 @@ def export_hf(
 
     Raises:
         ValueError: the folder exists and is not empty.
-        CheckpointError: the folder could not be written.
+        CheckpointError: the folder could not be written, or ``<output>.incomplete`` is not an export's.
     """
     output = Path(output).absolute()
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -64,7 +64,7 @@ def export_hf(
     failure = failure or _attempt(shards.finish) or _attempt(_keep_others_files, output, temporary)
     failure = failure or _attempt(publish, temporary, output, replaced)
     if all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _attempt(_clear, temporary)
         raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
 
 
@@ -122,8 +122,9 @@ class _ShardWriter:
 
 def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]) -> None:
     """Copies everything but weights, and sets the dtype in config.json, to which loading converts the weights."""
-    shutil.rmtree(target, ignore_errors=True)
+    _clear(target)
     target.mkdir(parents=True)
+    write_text(target / _OWN_FILES, "{}\n")
     for path in source.iterdir():
         is_weights = ".safetensors" in path.name or path.suffix in _WEIGHTS
         if path.is_file() and not is_weights and path.name != _OWN_FILES:
@@ -132,6 +133,13 @@ def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]
     config: dict[str, Any] = json.loads((target / "config.json").read_text()) | config_changes
     config.pop("torch_dtype", None)
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _clear(temporary: Path) -> None:
+    """Removes what an export that failed or was killed has left. Raises ValueError if it is somebody else's."""
+    if temporary.is_dir() and any(temporary.iterdir()) and not (temporary / _OWN_FILES).is_file():
+        raise ValueError(f"{temporary}, where an export writes first, is not an export's: move it away, or delete it")
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _keep_others_files(output: Path, temporary: Path) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlft_fast.engine.checkpoint.content import Content, check_models, collect, restore
-from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_manifest, write_manifest
+from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_manifest, read_state, write_manifest
 from rlft_fast.engine.checkpoint.storage import Snapshot
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, publish, remove
@@ -223,10 +223,13 @@ class CheckpointManager:
         def find() -> str | None:
             try:
                 files = read_manifest(folder, _step(folder))["files"]
+                share = list(files.items())[get_rank() :: get_world_size()]
+                if problem := find_extra(folder, files) or find_damage(folder, dict(share)):
+                    return problem
+                read_state(folder)
             except ValueError as error:
                 return str(error)
-            share = list(files.items())[get_rank() :: get_world_size()]
-            return find_extra(folder, files) or find_damage(folder, dict(share))
+            return None
 
         return next((problem for problem in self._together(find) if problem is not None), None)
 

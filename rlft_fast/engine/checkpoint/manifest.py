@@ -9,7 +9,7 @@ import reprlib
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
@@ -17,7 +17,9 @@ from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import write_text
 
 FILE_NAME = "manifest.json"
+STATE_NAME = "state.json"
 VERSION = 1
+T = TypeVar("T", bound=BaseModel)
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 3
 
@@ -68,6 +70,13 @@ class _Manifest(BaseModel):
     files: Annotated[dict[Annotated[str, AfterValidator(_inside)], _File], Field(min_length=1)]
 
 
+class _State(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    engines: dict[str, dict[str, int]]
+    client: dict[str, Any]
+
+
 def write_manifest(
     folder: Path, step: int, world_size: int, models: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
@@ -95,24 +104,52 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         ValueError: the manifest is missing or cannot be used; the message names the file and the reason.
     """
     try:
-        manifest = dict(json.loads((folder / FILE_NAME).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        manifest = dict(_parse(folder / FILE_NAME))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{FILE_NAME} cannot be read ({error})") from error
     if manifest.get("version") != VERSION:
         raise ValueError(f"{FILE_NAME} has format version {manifest.get('version')}, and this program reads {VERSION}")
     expected = manifest.pop("crc32", None)
     if (crc := _checksum(manifest)) != expected:
         raise ValueError(f"{FILE_NAME} has the checksum {crc} instead of {expected}")
+    named = _validated(_Manifest, manifest, FILE_NAME).step
+    if STATE_NAME not in manifest["files"]:
+        raise ValueError(f"{FILE_NAME} does not name {STATE_NAME}")
+    source = FILE_NAME if named is not None else STATE_NAME
+    named = read_state(folder)["client"].get("step") if named is None else named
+    if named not in (None, step):
+        raise ValueError(f"{source} is of step {named}")
+    return manifest
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The counters of the engines and the values of the caller. Its checksum is not compared here.
+
+    Raises:
+        ValueError: there are none that can be used; the message names the file and the reason.
+    """
     try:
-        named = _Manifest.model_validate(manifest).step
+        state = _parse(folder / STATE_NAME)
+    except ValueError as error:
+        raise ValueError(f"{STATE_NAME} cannot be read ({error})") from error
+    _validated(_State, state, STATE_NAME)
+    return state
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _validated(kind: type[T], values: Any, name: str) -> T:
+    try:
+        return kind.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        got = reprlib.repr(problem["input"])
-        raise ValueError(f"{FILE_NAME} has {where} = {got}: {problem['msg']}") from error
-    if named not in (None, step):
-        raise ValueError(f"{FILE_NAME} is of step {named}")
-    return manifest
+        where, got = ".".join(map(str, problem["loc"])), reprlib.repr(problem["input"])
+        raise ValueError(f"{name} {f'has {where} =' if where else 'is'} {got}: {problem['msg']}") from error
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

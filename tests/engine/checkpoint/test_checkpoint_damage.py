@@ -40,6 +40,24 @@ def rewrite(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(manifest | {"crc32": checksum}))
 
 
+def restate(folder: Path, text: str) -> None:
+    """A state by hand, with the size and the checksum that belong to it in the manifest."""
+    (folder / "state.json").write_text(text)
+    described = {"bytes": len(text.encode()), "crc32": f"{zlib.crc32(text.encode()):08x}"}
+    rewrite(folder, files=manifest_files(folder) | {"state.json": described})
+
+
+def manifest_files(folder: Path) -> dict[str, dict[str, int | str]]:
+    return json.loads((folder / "manifest.json").read_text())["files"]
+
+
+def hide_state(folder: Path) -> None:
+    """A manifest that does not name the state, which is edited."""
+    rewrite(folder, files={name: file for name, file in manifest_files(folder).items() if name != "state.json"})
+    change(folder / "state.json", '"step": 2', '"step": 1')
+
+
+NESTED = "[" * 100_000
 RANK = "actor/rank_00000.safetensors"
 ENTRY = {"bytes": 1, "crc32": "0"}
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -67,6 +85,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "words-as-shape": (
         lambda f: rewrite(f, models={"actor": {"architecture": "", "shapes": {"x": ["many"]}}}),
         "manifest.json has models.actor.shapes.x.0 = 'many': Input should be a valid integer",
+    ),
+    "nested-manifest": (
+        lambda f: (f / "manifest.json").write_text(NESTED),
+        "manifest.json cannot be read (maximum rec",
+    ),
+    "state-not-named": (hide_state, "manifest.json does not name state.json"),
+    "list-as-state": (lambda f: restate(f, "[]"), "state.json is []: Input should be a valid dictionary"),
+    "nested-state": (lambda f: restate(f, NESTED), "state.json cannot be read (maximum recursion depth"),
+    "no-counters": (
+        lambda f: restate(f, '{"engines": {"actor": 1}, "client": {}}'),
+        "state.json has engines.actor = 1",
     ),
     "another-step": (lambda f: rewrite(f, step=7), "manifest.json is of step 7"),
     "extra-weights": (
@@ -105,6 +134,17 @@ def test_a_checkpoint_whose_manifest_names_no_step(tiny_model, tmp_path):
     engines, manager = {"actor": make_engine(tiny_model("llama"))}, CheckpointManager(tmp_path)
     rewrite(manager.save(2, engines, {"step": 2}), step=None)
     assert manager.load(engines) == {"step": 2}
+
+
+def test_the_state_confirms_the_step_where_the_manifest_names_none(tiny_model, tmp_path):
+    """A copy under a later name is not the newest."""
+    engines, manager = {"actor": make_engine(tiny_model("llama"))}, CheckpointManager(tmp_path)
+    saved = manager.save(2, engines, {"step": 2})
+    rewrite(saved, step=None)
+    shutil.copytree(saved, tmp_path / "step_00000099")
+    assert manager.latest() == saved
+    with pytest.warns(UserWarning, match=r"step_00000099 is damaged: state\.json is of step 2"):
+        assert manager.load(engines) == {"step": 2}
 
 
 def test_damaged_one_does_not_drive_out_good_ones(tiny_model, tmp_path):

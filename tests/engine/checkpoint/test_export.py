@@ -134,10 +134,24 @@ def test_nothing_else_is_touched(tiny_model, tmp_path):
     (tmp_path / "hf.old").mkdir()
     (tmp_path / "hf.incomplete").mkdir()
     (tmp_path / "hf.incomplete" / "7.safetensors").write_bytes(b"half of")
+    (tmp_path / "hf.incomplete" / ".export.json").write_text("{}")
     for _ in range(2):  # a new folder, and one that is replaced
         export_hf(engine, tmp_path / "hf", overwrite=True)
         assert names(tmp_path) == ["hf", "hf.old"]
         assert names(tmp_path / "hf") == [".export.json", *names(tiny_model("llama"))]
+
+
+def test_a_folder_with_the_name_of_an_unfinished_export_is_kept(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    notes = tmp_path / "hf.incomplete" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"hf\.incomplete, where an export writes first, is not an export's: move"
+    ):
+        export_hf(engine, tmp_path / "hf")
+    assert notes.read_text() == "mine"
+    assert names(tmp_path) == ["hf.incomplete"]
 
 
 def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):

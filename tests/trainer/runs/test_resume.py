@@ -100,7 +100,7 @@ def test_a_scheduler_that_ends_the_run_loses_no_step(name, status, model, tmp_pa
     assert main(["train", str(config)]) == status
     out = capsys.readouterr().out
     assert f"{name}: stopping after this step, then saving" in out
-    assert "stopped after step 5: step 5 is saved, continue with --resume" in out
+    assert f"stopped after step 5: step 5 is saved in {tmp_path / 'run'}, continue with --resume" in out
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step_00000003", "step_00000005"}
 
 
@@ -119,7 +119,7 @@ def test_ctrl_c_finishes_the_step_and_saves(model, uninterrupted, tmp_path, caps
     (tmp_path / "strike").write_text(f"SIGINT {IN_STEP_5} 0")
     assert main(["train", str(config)]) == 130
     captured = capsys.readouterr()
-    assert "stopped after step 5: step 5 is saved, continue with --resume" in captured.out
+    assert f"stopped after step 5: step 5 is saved in {tmp_path / 'run'}, continue with --resume" in captured.out
     assert captured.err.endswith("interrupted\n")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(["train", str(config), "--resume"]) == 0
@@ -151,7 +151,10 @@ def test_a_reward_function_that_raises_loses_nothing(model, uninterrupted, tmp_p
     (tmp_path / "strike").write_text(f"raise {IN_STEP_5} 0")
     assert main(["train", str(config)]) == 1
     captured = capsys.readouterr()
-    assert "the reward function failed after step 4: step 4 is saved, continue with --resume" in captured.out
+    assert (
+        f"the reward function failed after step 4: step 4 is saved in {tmp_path / 'run'}, continue with --resume"
+        in captured.out
+    )
     assert "error: reward function even_share_until_struck raised RuntimeError on a batch of 16" in captured.err
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
     # Again: what is saved already stays as it is.

@@ -76,7 +76,7 @@ def test_before_the_first_optimizer_step_the_step_is_left(
     calls = signal_at(FSDPEngine, method, call)
     said = stop_and_resume(model, tmp_path, uninterrupted, capsys)
     assert "SIGTERM: leaving this step, then saving the last complete one" in said
-    assert "stopped after step 1: step 1 is saved, continue with --resume" in said
+    assert f"stopped after step 1: step 1 is saved in {tmp_path / 'run'}, continue with --resume" in said
     per_step = {"infer": 3, "train_step": 8}[method]
     assert len(calls) == call + 2 * per_step
 
@@ -138,7 +138,7 @@ def test_torchrun_is_done_long_before_it_kills(number, model, tmp_path):
     process.send_signal(number)
     assert process.wait(60) == 1  # torchrun's own
     assert time.monotonic() - started < 15
-    assert "stopped after step 4: step 4 is saved, continue with --resume" in log.read_text()
+    assert f"stopped after step 4: step 4 is saved in {tmp_path / 'run'}, continue with --resume" in log.read_text()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert comparable(tmp_path / "run")[-1]["step"] == 4
 
