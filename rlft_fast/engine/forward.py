@@ -1,6 +1,6 @@
 """From a batch to micro-batches, from these to model calls, and back: free functions around ``model(inputs)``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def prepare_model_inputs(
 
 def active_fields(
     micro_batch: Batch, inputs: ModelInputs, names: tuple[str, ...], device: torch.device
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """The named per-token fields at the positions of the outputs, (A,) each, on the device.
 
     Raises:
@@ -104,7 +104,16 @@ def active_fields(
     for name in names:
         if getattr(micro_batch, name) is None:
             raise ValueError(f"the loss reads {name}, which this batch does not have: compute it before train_step")
-    return tuple(_move(getattr(micro_batch, name)[inputs.output_index], device) for name in names)
+    return {name: _move(getattr(micro_batch, name)[inputs.output_index], device) for name in names}
+
+
+def positional(per_token: Callable[[Mapping[str, Tensor]], Tensor], names: Sequence[str]) -> Callable[..., Tensor]:
+    """A loss of named tensors as the ops call it: with its tensors in the order of these names."""
+
+    def loss_fn(*tensors: Tensor | None) -> Tensor:
+        return per_token({name: x for name, x in zip(names, tensors, strict=True) if x is not None})
+
+    return loss_fn
 
 
 def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index: Tensor) -> Tensor:

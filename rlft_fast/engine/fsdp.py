@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from rlft_fast.engine.forward import (
     active_fields,
     check_batch,
     gather_outputs,
+    positional,
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
@@ -71,8 +72,20 @@ _OUTPUTS: dict[Head, tuple[Output, ...]] = {
 }  # fmt: skip
 
 
+_LOSS_READS: dict[Head, tuple[str, ...]] = {
+    "logprob": ("logprob_T", "entropy_T"), "value": ("new_value_T",), "score": ("score_T",),
+}  # fmt: skip
+
+
 class Loss(Protocol):
-    """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own."""
+    """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own.
+
+    `per_token` and `metrics` are called with one mapping of (T,) tensors by name: the outputs of the head (logprob_T
+    and entropy_T of a policy, new_value_T of a critic, score_T of a reward model) and the fields of the batch that
+    `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
+    micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
+    `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
+    """
 
     @property
     def aggregation(self) -> Aggregation: ...
@@ -337,22 +350,29 @@ class FSDPEngine:
     def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> dict[str, Tensor]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
-        whole = {}
+        names = _LOSS_READS[self.head]
+        whole: dict[str, Any] = {}
         if self.head != "logprob":
             outputs = (self.model(inputs),)
-            total = loss.per_token(*outputs, *fields).sum()
-        elif loss.needs_sequences:  # of which a chunk of rows may hold a part only
+            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
+        elif loss.needs_sequences:  # a chunk of rows may hold a part of a sequence only
             whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
             result = self.model(inputs, temperature=self.temperature, return_entropy=True)
             outputs = (result.logprob, result.entropy)
-            total = loss.per_token(*outputs, *fields, **whole).sum()
+            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
         else:
+            loss_fn = positional(loss.per_token, (*names, *fields))
             total, *outputs = self.model(
-                inputs, temperature=self.temperature, return_entropy=True, loss_fn=loss.per_token, per_token=fields
+                inputs,
+                temperature=self.temperature,
+                return_entropy=True,
+                loss_fn=loss_fn,
+                per_token=(*fields.values(),),
             )
         total = total * scale
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
-        return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
+        results = {name: x.detach() for name, x in zip(names, outputs, strict=True)}
+        return loss.metrics(results | fields, **whole) | {"loss": total.detach()}
 
     def _optimizer_step(self, norm: Tensor) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

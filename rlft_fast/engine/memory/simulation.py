@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
@@ -204,14 +205,16 @@ def _run(
     inputs = _inputs(model, workload, group)
     num_rows = inputs.input_ids.shape[-1]
     options: dict[str, Any] = {"return_entropy": True} if isinstance(model, PolicyModel) else {}
-    fields = tuple(torch.zeros(num_rows) for _ in range(3 if workload.trains else 0))
+    loss = PolicyLoss() if isinstance(model, PolicyModel) else ValueLoss()
+    fields = {name: torch.zeros(num_rows) for name in loss.fields} if workload.trains else {}
     if not workload.trains:
         model(inputs, **options)
     elif isinstance(model, PolicyModel):
-        total, *_ = model(inputs, **options, loss_fn=PolicyLoss().per_token, per_token=fields)
+        loss_fn = positional(loss.per_token, ("logprob_T", "entropy_T", *fields))
+        total, *_ = model(inputs, **options, loss_fn=loss_fn, per_token=(*fields.values(),))
         total.backward()
     else:
-        ValueLoss().per_token(model(inputs), *fields).sum().backward()
+        loss.per_token({"new_value_T": model(inputs)} | fields).sum().backward()
     tracker.mark((micro_batch, "end"))
 
 
