@@ -8,6 +8,7 @@ from torch import Tensor
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
+from rlft_fast.rl.methods import needs
 from rlft_fast.rl.whitening import whiten
 
 
@@ -97,6 +98,7 @@ def reinforce_plus_plus(reward_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tenso
     return whiten(discounted_returns(reward_T, loss_mask_T, cu_seqlens, gamma=gamma), loss_mask_T)
 
 
+@needs(greedy=True)
 def remax_advantage(reward_T: Tensor, baseline_B: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """A_t = Σ_{s >= t} r_s - R(greedy answer to the same prompt) (ReMax, arXiv 2310.10505).
 

@@ -19,17 +19,16 @@ from rlft_fast.rl import (
     AdaptiveKL,
     AdvantageError,
     PolicyLoss,
+    arguments_of,
     check_correction,
-    clip_cov_tokens,
     compute_advantages,
     correction_weights,
     high_entropy_tokens,
-    kl_cov_tokens,
     kl_estimate,
+    needs_of,
     reward_with_kl,
 )
 
-_SELECTIONS = ("clip-cov", "kl-cov")
 _FIELDS = frozenset(field.name for field in fields(Batch))
 
 
@@ -43,6 +42,7 @@ class Objective:
 
     Attributes:
         advantage: the estimator.
+        needs_greedy: whether the reward of a greedy answer to every prompt is the baseline.
 
     Raises:
         ValueError: an unknown method or option, or a method reads what the run does not have.
@@ -54,6 +54,8 @@ class Objective:
         if self._corrects:
             check_correction(config.rollout_correction, **self._bounds)
         policy_loss = find_function("policy loss", POLICY_LOSSES, config.policy_loss)
+        self.needs_greedy = needs_of(self.advantage).greedy
+        self._selection = needs_of(policy_loss).selection
         self._check_fields(policy_loss, has_critic)
         self._loss = PolicyLoss(
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
@@ -71,9 +73,10 @@ class Objective:
     # ---- what it needs ------------------------------------------------------------------------------------------
 
     @property
-    def needs_greedy(self) -> bool:
-        """Whether a greedy answer to every prompt is the baseline."""
-        return "baseline_B" in parameter_names(self.advantage)
+    def _reads(self) -> set[str]:
+        """What the methods read before the first optimizer step."""
+        methods = filter(None, (self.advantage, self._selection))
+        return {name for method in methods for name in parameter_names(method)}
 
     @property
     def on_policy(self) -> bool:
@@ -85,9 +88,8 @@ class Objective:
         read_before = (
             config.rollout_correction != "none"
             or config.mask_truncated  # the metrics are of all samples, the update is not
-            or config.policy_loss in _SELECTIONS
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
-            or "old_logprob_T" in parameter_names(self.advantage)
+            or "old_logprob_T" in self._reads
         )
         return config.epochs * config.mini_batches == 1 and not read_before and not self._statistics
 
@@ -105,10 +107,9 @@ class Objective:
     @property
     def _statistics(self) -> tuple[Output, ...]:
         """What else is read of that policy."""
-        reads = parameter_names(self.advantage)
         asked: dict[Output, bool] = {
-            "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in reads,
-            "sum_prob_squared": "sum_prob_squared_T" in reads,
+            "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in self._reads,
+            "sum_prob_squared": "sum_prob_squared_T" in self._reads,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
@@ -123,23 +124,31 @@ class Objective:
         return {name: value for name, value in bounds.items() if value is not None}
 
     def _check_fields(self, policy_loss: Callable[..., Any], has_critic: bool) -> None:
-        """Refuses what a method reads and no batch of this run has by then."""
-        config = self.config
+        """Refuses a method that reads a field which no batch of this run has by then."""
+        missing, later = self._never_made(has_critic), "it is made after the advantages"
+        early = missing | dict.fromkeys(("logprob_T", "loss_weight_T", "selected_T"), later)
+        if not self.needs_greedy:
+            early["baseline_B"] = "declare that greedy answers are sampled for it, @rlft_fast.rl.needs(greedy=True)"
+        made = dict.fromkeys(("advantage_T", "return_T"), later)
+        _check_names("advantage", self.advantage, {*_FIELDS, "gamma", "lam"}, early | made)
+        if self._selection is None:
+            missing["selected_T"] = "declare what chooses these tokens, @rlft_fast.rl.needs(selection=...)"
+        else:
+            _check_names("token selection", self._selection, {*_FIELDS, "seed"}, early)
+        if "sum_prob_squared_T" not in self._reads:
+            missing["sum_prob_squared_T"] = "it is made for an advantage that reads it"
+        bounds = {name for name in ("clip_low", "clip_high") if getattr(self.config, name) is not None}
+        settings = bounds | {"sequence_mean", *self.config.loss_options}
+        _check_names("policy loss", policy_loss, {name for name in _FIELDS if name.endswith("_T")} | settings, missing)
+
+    def _never_made(self, has_critic: bool) -> dict[str, str]:
+        """The fields that this run makes for no method, each with the reason."""
         missing = {"multi_modal_inputs": "rollouts are of text alone"}
         if not has_critic:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
-        if not config.kl_coef:
+        if not self.config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
-        later = ("logprob_T", "advantage_T", "return_T", "loss_weight_T", "selected_T")
-        too_early = dict.fromkeys(later, "it is made after the advantages")
-        _check_names("advantage", self.advantage, {*_FIELDS, "gamma", "lam"}, missing | too_early)
-        if config.policy_loss not in _SELECTIONS:
-            missing["selected_T"] = "it is made for clip-cov and kl-cov alone"
-        if "sum_prob_squared_T" not in parameter_names(self.advantage):
-            missing["sum_prob_squared_T"] = "it is made for an advantage that reads it"
-        bounds = {name for name in ("clip_low", "clip_high") if getattr(config, name) is not None}
-        per_token = {name for name in _FIELDS if name.endswith("_T")}
-        _check_names("policy loss", policy_loss, per_token | bounds | {"sequence_mean", *config.loss_options}, missing)
+        return missing
 
     # ---- what it makes ------------------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class Objective:
 
         Args:
             batch: the whole rollout with the log-probabilities (entropies, values) of the models.
-            seed: of the choice of tokens by clip-cov.
+            seed: of the choice of tokens that the policy loss declares.
 
         Raises:
             ValueError: the batch lacks a field that a method reads.
@@ -181,15 +190,11 @@ class Objective:
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
 
     def _with_selection(self, batch: Batch, seed: int) -> Batch:
-        """The tokens that clip-cov and kl-cov treat apart."""
-        if self.config.policy_loss not in _SELECTIONS:
+        """The tokens that the policy loss treats apart."""
+        if self._selection is None:
             return batch
-        assert batch.old_logprob_T is not None
-        assert batch.advantage_T is not None
-        tensors = (batch.old_logprob_T, batch.advantage_T, batch.loss_mask_T)
-        if self.config.policy_loss == "clip-cov":
-            return batch.replace(selected_T=clip_cov_tokens(*tensors, seed=seed))
-        return batch.replace(selected_T=kl_cov_tokens(*tensors))
+        arguments = arguments_of("token selection", self._selection, batch, {"seed": seed})
+        return batch.replace(selected_T=self._selection(**arguments))
 
     def _weights(self, batch: Batch) -> Tensor:
         """(T,) factor on the policy loss of each token."""
