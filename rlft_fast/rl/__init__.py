@@ -10,9 +10,7 @@ from rlft_fast.rl.correction import (
     CORRECTIONS,
     check_correction,
     correction_weights,
-    mismatch_from_sums,
     mismatch_metrics,
-    mismatch_sums,
 )
 from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
@@ -53,9 +51,7 @@ __all__ = [
     "kl_estimate",
     "loss_scale",
     "loss_weights",
-    "mismatch_from_sums",
     "mismatch_metrics",
-    "mismatch_sums",
     "needs",
     "needs_of",
     "response_lengths",

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
-from rlft_fast.rl.correction import mismatch_sums
 from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 
@@ -40,8 +39,7 @@ class PolicyLoss:
         aggregation: Mode for `loss_weights`, read where `loss_weight_T` is filled in, and for `loss_scale`.
         max_response_tokens: the constant of aggregation "constant".
         on_policy: The policy has made no step since the rollout, so log π_old is its own log-probability, detached, and
-            the batch needs none. How far the sampler is from it then stands in the metrics, see `mismatch_sums`.
-        bypass: log π_old is the sampler's log-probability; how far it is from the policy's stands in the metrics, too.
+            the batch needs no old_logprob_T.
 
     Raises:
         ValueError: An option is out of range or unknown, or the loss does not return one number per token.
@@ -57,7 +55,6 @@ class PolicyLoss:
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     on_policy: bool = False
-    bypass: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
@@ -75,8 +72,8 @@ class PolicyLoss:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the model's outputs, in order."""
-        compared = "rollout_logprob_T" if self.on_policy else "old_logprob_T"
-        fields = (compared, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
+        old = () if self.on_policy else ("old_logprob_T",)
+        fields = (*old, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
         known = (*fields, "logprob_T", "entropy_T", "old_logprob_T")
         return (*fields, *(name for name in self._tensors if name not in known))
 
@@ -115,8 +112,8 @@ class PolicyLoss:
 
         Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
         a gradient, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
-        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0; `mismatch_sums` when `on_policy` or
-        `bypass`. Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced by max instead.
+        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without
+        active tokens) are reduced by max instead.
 
         Args:
             fields: As in `per_token`; entropy_T may always be there.
@@ -146,9 +143,6 @@ class PolicyLoss:
         weight_T = tensors["loss_weight_T"]
         sums = {name: (weight_T * value_T).sum() for name, value_T in per_token.items()}
         ratio_T = torch.where(weight_T != 0, policy_ratio(tensors["logprob_T"], old_logprob_T), 0.0)
-        if self.on_policy or self.bypass:
-            rollout_logprob_T = old_logprob_T if self.bypass else tensors["rollout_logprob_T"]
-            sums |= mismatch_sums(tensors["logprob_T"], rollout_logprob_T, weight_T != 0)
         # The padding is the value of the maximum where a micro-batch has no token at all.
         return sums | {"ratio_max": pad(ratio_T, (0, 1)).amax()}
 

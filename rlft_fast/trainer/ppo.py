@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Prompts, load_prompts
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, Output
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
@@ -30,10 +30,10 @@ from rlft_fast.trainer.experience import (
     leave_out_truncated,
     merge_metrics,
     mini_batches,
+    mismatch,
     penalize_length,
     rollout_metrics,
     rows_with_signal,
-    take_mismatch,
 )
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
@@ -259,7 +259,7 @@ class PPOTrainer:
         inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
         old_logprob_T = None if self.objective.on_policy else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
-            old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
+            logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
             sum_prob_squared_T=inferred.get("sum_prob_squared"),
         )  # fmt: skip
         if self.config.algorithm.kl_coef:
@@ -293,13 +293,22 @@ class PPOTrainer:
             with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
         with self.actor.train_mode():
-            steps = [self._actor_step(mini_batch) for mini_batch in cut()]
-        mismatch = take_mismatch(steps)  # and out of what is merged
-        return metrics | mismatch | merge_metrics(steps)
+            return metrics | self._actor_steps(cut())
 
-    def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
-        metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
-        return metrics | self.objective.after_optimizer_step(metrics)
+    def _actor_steps(self, cut: list[Batch]) -> dict[str, float]:
+        """Metrics of the policy's optimizer steps, and the mismatch where no pass before them gave log-probabilities.
+
+        The forward of the first step then gives them: in later steps the policy is no longer the one that sampled.
+        """
+        steps: list[dict[str, float]] = []
+        found: dict[str, float] = {}
+        for mini_batch in cut:
+            outputs: dict[Output, Tensor] | None = None if steps or mini_batch.logprob_T is not None else {}
+            metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=outputs)
+            steps.append(metrics | self.objective.after_optimizer_step(metrics))
+            if outputs:
+                found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"]))
+        return found | merge_metrics(steps)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
         assert self.critic is not None

@@ -99,7 +99,9 @@ def check_on_policy(rank: int, path: Path, dtype: str) -> None:
     engine = make_engine(path, config={"sequence_parallel": 2}, max_tokens=80, dtype=dtype)
     batch = batch_for(path.name, 6)
     batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
-    assert engine.train_step(batch, PolicyLoss())["ratio_max"] == 1.0
+    outputs = {}
+    assert engine.train_step(batch, PolicyLoss(), outputs=outputs)["ratio_max"] == 1.0
+    assert torch.equal(outputs["logprob"], batch.old_logprob_T)
 
 
 def check_refusals(rank: int, path: Path) -> None:
