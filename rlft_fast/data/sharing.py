@@ -7,7 +7,7 @@ to themselves. Outputs and gradients are those of the plain batch, up to the ord
     batch    [p p p a a] [p p p b]        rows    [p p p] [a] [b -> not run if nothing is predicted from it] ...
     queries  [p p p] [a]                  keys    [p p p] [p p p a]
 
-Shapes: T packed tokens, U rows that run, S segments, K keys.
+Shapes: T packed tokens, U rows that run, S segments, M keys.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class PackedLayout:
         cu_seqlens_q: (S + 1,) int32 boundaries of the segments among the rows.
         cu_seqlens_k: (S + 1,) int32 boundaries of the keys that each segment attends to. Its queries are the last of
             them, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
-        key_index_K: (K,) int64 row of each key; None: keys are the rows themselves.
+        key_index_M: (M,) int64 row of each key; None: keys are the rows themselves.
     """
 
     token_index_U: Tensor
     row_T: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    key_index_K: Tensor | None
+    key_index_M: Tensor | None
 
 
 def share_prompts(batch: Batch) -> PackedLayout:
@@ -86,7 +86,7 @@ def share_prompts(batch: Batch) -> PackedLayout:
         row_T=torch.from_numpy(row_T),
         cu_seqlens_q=_boundaries(pieces[1:]),
         cu_seqlens_k=_boundaries(keys[1:]),
-        key_index_K=torch.from_numpy(key_index) if shared else None,
+        key_index_M=torch.from_numpy(key_index) if shared else None,
     )
 
 

@@ -87,7 +87,7 @@ class _Done(NamedTuple):
 
     outputs: Mapping[str, Tensor]
     micro_batch: Batch
-    output_index: Tensor
+    output_index_A: Tensor
 
 
 class Loss(Protocol):
@@ -272,13 +272,13 @@ class FSDPEngine:
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
                 STOP.leave_together()
                 inputs = self._inputs(micro_batch)
-                done.append(_Done(self._forward(inputs, outputs), micro_batch, inputs.output_index))
+                done.append(_Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             reshard(self.model)
         return {name: self._gather(done, name, batch, plan) for name in outputs}
 
     def _gather(self, done: list["_Done"], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
-        own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index) for x in done]
+        own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
         return gather_outputs(torch.cat(own), batch, plan, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
@@ -406,7 +406,7 @@ class FSDPEngine:
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
         done: dict[str, Tensor] = dict(zip(_TRAINED[self.head], results, strict=True))
-        return metrics, _Done(done, micro_batch, inputs.output_index)
+        return metrics, _Done(done, micro_batch, inputs.output_index_A)
 
     def _optimizer_step(self, norm: Tensor) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

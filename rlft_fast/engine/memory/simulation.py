@@ -203,7 +203,7 @@ def _run(
     """Forward, and backward if it trains, of a micro-batch in which every token has an output."""
     tracker.mark((micro_batch, "embedding"))
     inputs = _inputs(model, workload, group)
-    num_rows = inputs.input_ids.shape[-1]
+    num_rows = len(inputs.input_ids_U)
     options: dict[str, Any] = {"return_entropy": True} if isinstance(model, PolicyModel) else {}
     loss = PolicyLoss() if isinstance(model, PolicyModel) else ValueLoss()
     fields = {name: torch.zeros(num_rows) for name in loss.fields} if workload.trains else {}
@@ -220,15 +220,15 @@ def _run(
 
 def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None) -> ModelInputs:
     num_rows = -(-workload.num_tokens // workload.config.sequence_parallel)
-    ids = torch.zeros(1, num_rows, dtype=torch.int64)
+    ids = torch.zeros(num_rows, dtype=torch.int64)
     boundaries = torch.zeros(2, dtype=torch.int32)
     position_ids, images = ids, None
     if has_vision(model.backbone):
-        position_ids, images = ids.expand(3, 1, -1), _images(model.backbone, num_rows, workload.num_patches)
+        position_ids, images = ids.expand(3, -1), _images(model.backbone, num_rows, workload.num_patches)
     return ModelInputs(
-        input_ids=ids, position_ids=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
-        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index=ids[0],
-        target=ids[0], output_index=ids[0], images=images, sequence_group=group,
+        input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
+        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index_M=None, active_index_A=ids,
+        target_A=ids, output_index_A=ids, images=images, sequence_group=group,
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def _images(backbone: Any, num_rows: int, num_patches: int) -> ImageInputs:
     return ImageInputs(
         pixel_values=torch.zeros(num_patches, channels * vision.patch_size**2),
         image_grid_thw=torch.zeros(1, 3, dtype=torch.int64),
-        source_index=torch.zeros(num_rows, dtype=torch.int64),
+        source_index_U=torch.zeros(num_rows, dtype=torch.int64),
     )
 
 
