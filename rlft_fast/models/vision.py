@@ -6,8 +6,8 @@ has image tokens, and these take the tokens' places.
 
 Sequences that hold the very same tensor, as samples of one prompt do, share its features: it goes through once.
 
-The tower runs once per micro-batch whatever is in it, without images on a blank one that nothing uses: ranks whose data
-have none run the same collectives as the others, and their gradients of the tower are zeros.
+The tower runs once per micro-batch. Without images it runs on a blank one that nothing uses, so that every rank runs
+the same collectives; the gradients of the tower are then zeros.
 
 Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank, P patches, I images.
 """

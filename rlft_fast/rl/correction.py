@@ -1,4 +1,4 @@
-"""Where the sampler's probabilities are not the trainer's: how far apart they are, and weights that make up for it.
+"""The distance between the sampler's and the trainer's probabilities, and importance weights that correct for it.
 
 With w = π_old/μ of each token, μ the sampler's probability, an importance weight of the token or its sequence is
 bounded from above ("truncate") or dropped where it is out of bounds ("mask"). The log-ratio is clamped at ±20.
@@ -57,11 +57,11 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
 
 
 def check_correction(name: str, **bounds: float) -> None:
-    """Refuses a correction that does not exist, and bounds that it does not take or that nothing lies between.
+    """Refuses an unknown correction, a bound that the correction does not have, and a low bound above the high one.
 
     Args:
         name: one of `CORRECTIONS`.
-        **bounds: `low` and `high` where they are not to be the correction's own.
+        **bounds: `low` and `high`; a bound left out is the correction's default.
 
     Raises:
         ValueError: see above.
@@ -94,7 +94,7 @@ def correction_weights(
         rollout_logprob_T: (T,) the same as the sampler reported it.
         loss_mask_T: (T,) bool, True at response tokens.
         cu_seqlens: (B + 1,) int32 sequence boundaries.
-        **bounds: `low` and `high` where they are not to be the correction's own.
+        **bounds: `low` and `high`; a bound left out is the correction's default.
 
     Returns:
         (T,) weights >= 0, zero outside the mask.

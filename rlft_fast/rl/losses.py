@@ -186,7 +186,7 @@ class PolicyLoss:
         return kl_estimate(tensors["logprob_T"], tensors["ref_logprob_T"], self.kl_estimator, tensors["old_logprob_T"])
 
     def _try_out(self) -> None:
-        """Finds out on one token what would otherwise fail after a whole rollout."""
+        """Runs the loss on one token, so that a mistake in it shows before the first rollout."""
         name = function_name(self._function)
         possible = [p for p in parameter_names(self._function) if not p.endswith("_T") and p != "sequence_mean"]
         if unknown := [option for option in self._options if option not in possible]:

@@ -51,23 +51,23 @@ def gae(
     check_shapes(loss_mask_T, reward_T=reward_T, value_T=value_T)
     position = loss_mask_T.nonzero().squeeze(1)
     sequence = torch.repeat_interleave(length_B, output_size=len(position))
-    # Row s of a step matrix holds the s-th response token from the end of every sequence, so that sequences of any
-    # length start the backward recursion together in row 0.
+    # Row s of an (L, B) matrix holds the s-th response token from the end of each sequence. Sequences of all lengths
+    # then start the backward recursion together, in row 0.
     step = length_B.cumsum(0)[sequence] - 1 - torch.arange(len(position), device=position.device)
     num_steps = int(length_B.max()) if len(position) else 0
-    reward_SB = value_T.new_zeros(num_steps, len(length_B))
-    value_SB = torch.zeros_like(reward_SB)
-    reward_SB[step, sequence] = reward_T[position].to(value_T.dtype)
-    value_SB[step, sequence] = value_T[position]
+    reward_LB = value_T.new_zeros(num_steps, len(length_B))
+    value_LB = torch.zeros_like(reward_LB)
+    reward_LB[step, sequence] = reward_T[position].to(value_T.dtype)
+    value_LB[step, sequence] = value_T[position]
 
-    advantage_SB = reward_SB - value_SB
-    advantage_SB[1:] += gamma * value_SB[:-1]
+    advantage_LB = reward_LB - value_LB
+    advantage_LB[1:] += gamma * value_LB[:-1]
     for s in range(1, num_steps):
-        advantage_SB[s].add_(advantage_SB[s - 1], alpha=gamma * lam)
+        advantage_LB[s].add_(advantage_LB[s - 1], alpha=gamma * lam)
 
     advantage_T, return_T = torch.zeros_like(value_T), torch.zeros_like(value_T)
-    advantage_T[position] = advantage_SB[step, sequence]
-    return_T[position] = (advantage_SB + value_SB)[step, sequence]
+    advantage_T[position] = advantage_LB[step, sequence]
+    return_T[position] = (advantage_LB + value_LB)[step, sequence]
     return AdvantageReturn(advantage_T, return_T)
 
 
@@ -163,7 +163,8 @@ def optimal_token_advantage(
     probability = old_logprob_T[position].double().exp()
     squared_norm = 1.0 - 2.0 * probability + sum_prob_squared_T[position].double()
     total = squared_norm.cumsum(0)
-    weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)  # from the sequence's beginning on
+    # The sums run on through all sequences: what came before a sequence is taken off again.
+    weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)
     returns = discounted_returns(reward_T.double(), loss_mask_T, cu_seqlens)[position]
 
     groups, group_index_B = group_B.unique(return_inverse=True)

@@ -77,9 +77,9 @@ def _gather_supports(own: list[Tensor | None], lengths: list[int]) -> Sequence[T
 
 
 def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
-    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it.
+    """The samples with the penalties for reaching the limit of tokens, or coming near it, taken from their rewards.
 
-    Where it costs anything, that is a part of its own, "length", which is negative.
+    A penalty is also a part of the reward, "length", which is negative.
     """
 
     def cost(completion: Completion) -> float:
@@ -136,7 +136,7 @@ def _is_scored(sample: Sample, greedy: dict[int, float] | None) -> bool:
 
 
 def leave_out_truncated(batch: Batch, samples: list[Sample], greedy: dict[int, float] | None = None) -> Batch:
-    """What `build_batch` made of the same arguments, without the samples that were cut off at the limit of tokens."""
+    """The batch without the samples that the limit of tokens cut off; `build_batch` made it of the same arguments."""
     kept = [sample for sample in samples if _is_scored(sample, greedy)]
     return batch.select([i for i, sample in enumerate(kept) if sample.completion.finish_reason == "stop"])
 

@@ -80,9 +80,9 @@ class Objective:
 
     @property
     def on_policy(self) -> bool:
-        """Whether the log-probabilities that start the update are needed in its only step alone, which has them itself.
+        """Whether π_old is read in the update's only step alone.
 
-        Its own are theirs, on CPUs to the bit, so a pass for nothing but them is left out.
+        The forward of this step computes π_old itself, on CPUs to the bit, so no pass before the update is needed.
         """
         config = self.config
         read_before = (
@@ -95,9 +95,9 @@ class Objective:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What is asked of the policy that starts the update.
+        """The outputs to infer with the policy that starts the update.
 
-        Its log-probabilities are not, where those of the update serve (`on_policy`) or the sampler's stand in (bypass).
+        Log-probabilities are left out where the update computes them (`on_policy`) or the sampler's are used (bypass).
         """
         logprob: tuple[Output, ...] = ("logprob",)
         if self.on_policy or self.config.rollout_correction == "bypass":
@@ -106,7 +106,7 @@ class Objective:
 
     @property
     def _statistics(self) -> tuple[Output, ...]:
-        """What else is read of that policy."""
+        """The outputs to infer besides log-probabilities."""
         asked: dict[Output, bool] = {
             "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in self._reads,
             "sum_prob_squared": "sum_prob_squared_T" in self._reads,
@@ -119,7 +119,7 @@ class Objective:
 
     @property
     def _bounds(self) -> dict[str, float]:
-        """Those of the correction that are not to be its own."""
+        """The bounds that the configuration sets; the correction has defaults for the others."""
         bounds = {"low": self.config.correction_low, "high": self.config.correction_high}
         return {name: value for name, value in bounds.items() if value is not None}
 
@@ -172,7 +172,7 @@ class Objective:
             )
         batch = self._with_selection(batch, seed)
         assert batch.advantage_T is not None
-        # A factor on the advantage is one on the policy loss, and leaves entropy bonus, penalty and critic alone.
+        # A policy loss is proportional to |A|: a factor on A scales it, but not the entropy bonus, penalty or critic.
         return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
 
     def _with_rewards(self, batch: Batch) -> Batch:
@@ -184,7 +184,7 @@ class Objective:
             assert batch.ref_logprob_T is not None
             kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
         reward_T = reward_with_kl(batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef)
-        # From its own parts: a sequence without response tokens has a reward, though no token to carry it.
+        # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
         kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
         reward_B = batch.reward_B - self._kl_coef * kl_B
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
@@ -253,7 +253,7 @@ class Objective:
 
 
 def _check_names(what: str, function: Callable[..., Any], known: set[str], missing: dict[str, str]) -> None:
-    """Refuses parameters that are missing, or not known: those without a default, and whatever is named as a tensor."""
+    """Refuses a parameter of a missing field, and an unknown one without a default or with the name of a tensor."""
     required = required_names(function)
     for name in parameter_names(function):
         reads = f"{what} {function_name(function)} reads {name}"

@@ -48,7 +48,7 @@ from rlft_fast.world import (
 
 
 class Step(NamedTuple):
-    """What a step was made of, and what it was like."""
+    """The prompts, samples and metrics of a step."""
 
     prompts: Prompts
     samples: list[Sample]
@@ -126,7 +126,7 @@ class PPOTrainer:
         self.seconds: dict[str, float] = {}  # of the current step, by part
 
     def _check_support(self) -> None:
-        """Before the first rollout: the op would refuse a support whose weight rows exceed its workspace after it."""
+        """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
         top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
         if top_k is None:
             return
@@ -179,10 +179,10 @@ class PPOTrainer:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
-        """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
+        """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
-        What length costs is not yet taken from the rewards.
-        Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
+        The penalties on length are not yet in the rewards. Each step has its own window of the stream of prompts, so
+        its prompts are a function of the step.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
         rows: list[int] = []
@@ -275,7 +275,7 @@ class PPOTrainer:
             return self.actor.infer(batch, ("logprob",))["logprob"]
 
     def _with_advantages(self, batch: Batch, seed: int) -> Batch:
-        """What the objective makes of the batch, on all ranks or none: nobody updates beside a rank that gave up."""
+        """The batch with advantages; a failure on one rank is raised on all, so that no rank updates alone."""
         failure: AdvantageError | None = None
         try:
             batch = self.objective.prepare(batch, seed)
@@ -319,7 +319,7 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        """The first of the step's seeds, of which every attempt of every rank takes one."""
+        """The first seed of a step; each attempt of each rank adds its own number to it."""
         num_seeds = (1 + self.config.algorithm.max_refills) * get_world_size()
         return (self.config.seed * 1_000_003 + step) * max(num_seeds, 1_009) % 2**63
 
@@ -343,7 +343,7 @@ class PPOTrainer:
 
 
 def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
-    """Before an embedding is asked for a row that it does not have, which ends a GPU's process without saying why."""
+    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
     num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
     highest = max(max(ids) for prompts in given if prompts is not None for ids in prompts.token_ids)
     if highest >= num_rows:
@@ -354,7 +354,7 @@ def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
 
 
 def _check_finite(key: str, engine: FSDPEngine) -> None:
-    """Before a run of which nothing could be saved."""
+    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
     if bad := engine.non_finite_weights():
         raise ValueError(
             f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
