@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,12 +53,14 @@ class RightOrWrong:
     fields: tuple[str, ...] = ("reward_T", "loss_weight_T")
     needs_sequences: bool = False
 
-    def per_token(self, score_T: Tensor, right_T: Tensor, loss_weight_T: Tensor) -> Tensor:
-        return loss_weight_T * binary_cross_entropy_with_logits(score_T, right_T, reduction="none")
+    def per_token(self, fields: Mapping[str, Tensor]) -> Tensor:
+        loss_T = binary_cross_entropy_with_logits(fields["score_T"], fields["reward_T"], reduction="none")
+        return fields["loss_weight_T"] * loss_T
 
-    def metrics(self, score_T: Tensor, right_T: Tensor, loss_weight_T: Tensor) -> dict[str, Tensor]:
-        known_T = loss_weight_T * (right_T != 0.5)
-        return {"known": known_T.sum(), "correct": (known_T * ((score_T > 0) == (right_T > 0.5))).sum()}
+    def metrics(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        right_T = fields["reward_T"]
+        known_T = fields["loss_weight_T"] * (right_T != 0.5)
+        return {"known": known_T.sum(), "correct": (known_T * ((fields["score_T"] > 0) == (right_T > 0.5))).sum()}
 
 
 def read_answers(samples: Path, rng: random.Random) -> tuple[Answers, Answers]:

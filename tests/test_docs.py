@@ -57,8 +57,11 @@ def test_methods():
     run_examples(ROOT / "docs" / "methods.md", names)
     assert names["batch"].advantage_T.tolist() == [1, 1, 0, 0, 0, 0]
     logprob_T, advantage_T = torch.full((2,), -1.0), torch.tensor([1.0, -1.0])
-    fields = {"old_logprob_T": logprob_T, "advantage_T": advantage_T, "loss_weight_T": torch.ones(2)}
-    assert names["loss"].per_token(logprob_T, torch.ones(2), *fields.values()).tolist() == pytest.approx([-1.01, 0.19])
+    fields = {
+        "logprob_T": logprob_T, "entropy_T": torch.ones(2), "old_logprob_T": logprob_T, "advantage_T": advantage_T,
+        "loss_weight_T": torch.ones(2),
+    }  # fmt: skip
+    assert names["loss"].per_token(fields).tolist() == pytest.approx([-1.01, 0.19])
 
 
 def torchrun_examples(rank: int) -> None:

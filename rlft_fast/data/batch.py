@@ -197,8 +197,7 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Packs the named sequences, in that order, into a new batch.
 
-        `batch.select(plan.indices).select(plan.inverse)` is `batch` again: outputs that were computed in the order of
-        a plan return to the order of the batch this way.
+        `batch.select(plan.indices).select(plan.inverse)` is `batch` again.
 
         Args:
             indices: integers in [0, B), in any order; repeated or left out as wished, also empty.
@@ -214,22 +213,24 @@ class Batch:
         if ((index_B < 0) | (index_B >= self.num_sequences)).any():
             raise ValueError(f"select got an index outside [0, {self.num_sequences}): {index_B.tolist()}")
         lengths = self.lengths[index_B]
-        cu_seqlens = cumulative(lengths)
-        shift_B = self.cu_seqlens.numpy()[index_B] - cu_seqlens[:-1]  # from a new position to the old one
-        rows = {
-            "T": torch.from_numpy(np.arange(cu_seqlens[-1]) + np.repeat(shift_B, lengths)),
-            "B": torch.from_numpy(index_B),
-        }
+        rows = {"T": self.token_index(index_B), "B": torch.from_numpy(index_B)}
         fields: dict[str, Any] = {
             name: tensor.index_select(0, rows[_rows(name)])
             for name, tensor in self._tensors().items()
             if name != "cu_seqlens"
         }
-        fields["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+        fields["cu_seqlens"] = torch.from_numpy(cumulative(lengths).astype(np.int32))
         fields["max_seqlen"] = int(lengths.max(initial=0))
         if self.multi_modal_inputs is not None:
             fields["multi_modal_inputs"] = {k: [v[i] for i in index_B] for k, v in self.multi_modal_inputs.items()}
         return self.replace(**fields)
+
+    def token_index(self, index_B: np.ndarray) -> Tensor:
+        """int64 positions here of the tokens of these sequences, in the order in which `select` packs them."""
+        lengths = self.lengths[index_B]
+        ends = lengths.cumsum()
+        shift_B = self.cu_seqlens.numpy()[index_B] - (ends - lengths)  # from a packed position to the one here
+        return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(shift_B, lengths))
 
     def asking_at_the_end(self) -> "Batch":
         """The same sequences with one position active in each: the last. For models that judge whole sequences.

@@ -68,13 +68,13 @@ class Prompts:
         return indices
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_tokens: int, path: str | None = None) -> Prompts:
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None) -> Prompts:
     """Reads, checks and tokenizes all prompts.
 
     Args:
         config: where they come from and how texts become tokens.
         tokenizer: the policy's.
-        max_tokens: longest prompt allowed.
+        max_prompt_tokens: tokens of the longest prompt allowed.
         path: read this file or folder instead, for example the held-out one.
 
     Raises:
@@ -87,10 +87,10 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_tokens: int, path
     _check_rows(rows, column, name)
     pairs = [_tokenize(i, row[column], config, tokenizer, name) for i, row in enumerate(rows)]
     texts, token_ids = [text for text, _ in pairs], [ids for _, ids in pairs]
-    if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_tokens]:
+    if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
         worst = max(long, key=lambda i: len(token_ids[i]))
         raise ValueError(
-            f"{name}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_tokens} "
+            f"{name}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} "
             f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
         )
     others = sorted({key for row in rows for key in row} - {column})

@@ -7,7 +7,7 @@ to themselves. Outputs and gradients are those of the plain batch, up to the ord
     batch    [p p p a a] [p p p b]        rows    [p p p] [a] [b -> not run if nothing is predicted from it] ...
     queries  [p p p] [a]                  keys    [p p p] [p p p a]
 
-Shapes: T packed tokens, U rows that run, K keys.
+Shapes: T packed tokens, U rows that run, M keys.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ class PackedLayout:
         token_index_U: (U,) int64 positions in the batch of the tokens that run.
         row_T: (T,) int64 row that computes each position, -1 where none does.
         cu_seqlens_q: (segments + 1,) int32 boundaries of the segments among the rows.
-        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries are
-            the last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
-        key_index_K: (K,) int64 row of each key; None: keys are the rows themselves.
+        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries are the
+            last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
+        key_index_M: (M,) int64 row of each key; None: keys are the rows themselves.
     """
 
     token_index_U: Tensor
     row_T: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    key_index_K: Tensor | None
+    key_index_M: Tensor | None
 
 
 def share_prompts(batch: Batch) -> PackedLayout:
@@ -86,7 +86,7 @@ def share_prompts(batch: Batch) -> PackedLayout:
         row_T=torch.from_numpy(row_T),
         cu_seqlens_q=_boundaries(pieces[1:]),
         cu_seqlens_k=_boundaries(keys[1:]),
-        key_index_K=torch.from_numpy(key_index) if shared else None,
+        key_index_M=torch.from_numpy(key_index) if shared else None,
     )
 
 

@@ -1,7 +1,8 @@
 """From a batch to micro-batches, from these to model calls, and back: free functions around ``model(inputs)``."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,15 @@ from rlft_fast.models import (
     ModelInputs,
     check_images,
     has_vision,
-    image_positions,
-    pixels_and_grids,
+    prepare_images,
     require_fixed_rope,
-    rope_positions,
+    rotary_positions,
 )
+from rlft_fast.ops import slice_tokens
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.world import all_gather_ragged
+
+_Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
 
 
 def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:
@@ -69,33 +72,40 @@ def prepare_model_inputs(
         sequence_group: the ranks that share the micro-batch.
     """
     layout = share_prompts(micro_batch)
-    rows = _Rows(len(layout.token_index_U), sequence_group)
-    boundaries_q, boundaries_k, key_index = _pad_segments(layout, rows.num_padded)
-    here, active_index = rows.find(layout.row_T[micro_batch.active_index_T])
-    output_index = micro_batch.active_index_T[here]
-    position_ids, images, support_TK = micro_batch.position_ids_T, None, micro_batch.support_TK
-    if has_vision(backbone):
-        position_ids, images = _prepare_images(micro_batch, backbone, layout, rows, device)
-    return ModelInputs(
-        input_ids=_move(rows.own(micro_batch.input_ids_T[layout.token_index_U]), device).unsqueeze(0),
-        position_ids=_move(rows.own(position_ids[..., layout.token_index_U]), device).unsqueeze(-2),
-        cu_seqlens_q=_move(boundaries_q, device),
-        cu_seqlens_k=_move(boundaries_k, device),
+    num_padded = _num_padded(len(layout.token_index_U), sequence_group)
+    boundaries_q, boundaries_k, key_index_M = _pad_segments(layout, num_padded)
+
+    def own_rows(x_T: Tensor) -> Tensor:
+        """(*, T) -> (*, U), the rows of this rank; padded rows hold 0."""
+        rows = pad(x_T[..., layout.token_index_U], (0, num_padded))
+        return slice_tokens(rows.movedim(-1, 0), sequence_group).movedim(0, -1)
+
+    input_ids_U = own_rows(micro_batch.input_ids_T)
+    row_T = _own_row(layout, len(input_ids_U), sequence_group)
+    active_row = row_T[micro_batch.active_index_T]
+    output_index_A = micro_batch.active_index_T[active_row >= 0]
+    support_TK, images = micro_batch.support_TK, prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
+    inputs = ModelInputs(
+        input_ids_U=input_ids_U,
+        position_ids_U=own_rows(rotary_positions(backbone, micro_batch)),
+        cu_seqlens_q=boundaries_q,
+        cu_seqlens_k=boundaries_k,
         max_seqlen_q=int(boundaries_q.diff().max()),
         max_seqlen_k=int(boundaries_k.diff().max()),
-        key_index=None if key_index is None else _move(key_index, device),
-        active_index=_move(active_index, device),
-        target=_move(micro_batch.target_T[output_index], device),
-        output_index=output_index,
-        support=None if support_TK is None else _move(support_TK[output_index], device).long(),
-        images=images,
+        key_index_M=key_index_M,
+        active_index_A=active_row[active_row >= 0],
+        target_A=micro_batch.target_T[output_index_A],
+        output_index_A=output_index_A,
+        support_AK=None if support_TK is None else support_TK[output_index_A].long(),
+        images=None if images is None else _move_fields(images, device),
         sequence_group=sequence_group,
     )
+    return _move_fields(inputs, device)
 
 
 def active_fields(
     micro_batch: Batch, inputs: ModelInputs, names: tuple[str, ...], device: torch.device
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """The named per-token fields at the positions of the outputs, (A,) each, on the device.
 
     Raises:
@@ -104,10 +114,19 @@ def active_fields(
     for name in names:
         if getattr(micro_batch, name) is None:
             raise ValueError(f"the loss reads {name}, which this batch does not have: compute it before train_step")
-    return tuple(_move(getattr(micro_batch, name)[inputs.output_index], device) for name in names)
+    return {name: _move(getattr(micro_batch, name)[inputs.output_index_A], device) for name in names}
 
 
-def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index: Tensor) -> Tensor:
+def positional(per_token: Callable[[Mapping[str, Tensor]], Tensor], names: Sequence[str]) -> Callable[..., Tensor]:
+    """A loss of named tensors as the ops call it: with its tensors in the order of these names."""
+
+    def loss_fn(*tensors: Tensor | None) -> Tensor:
+        return per_token({name: x for name, x in zip(names, tensors, strict=True) if x is not None})
+
+    return loss_fn
+
+
+def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index_A: Tensor) -> Tensor:
     """Outputs back at their places: (T,) float32 on the CPU, 0 elsewhere, also where another rank has the row.
 
     Waits for the device.
@@ -115,10 +134,10 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index: Te
     Args:
         values_A: (A,) float32.
         micro_batch: that they are of.
-        output_index: (A,) their positions in it.
+        output_index_A: (A,) their positions in it.
     """
     values_T = torch.zeros(micro_batch.num_tokens, dtype=torch.float32)
-    values_T[output_index] = values_A.cpu()
+    values_T[output_index_A] = values_A.cpu()
     return values_T
 
 
@@ -130,10 +149,9 @@ def gather_outputs(own_T: Tensor, batch: Batch, plan: MicroBatchPlan, sequence_g
         all_reduce(own_T, group=sequence_group)  # each has its own rows' results, and zeros
     sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
     parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
-    planned_T = torch.cat([part.cpu() for part in parts[::share]])
-    restored_T = batch.select(plan.indices).replace(logprob_T=planned_T).select(plan.inverse).logprob_T
-    assert restored_T is not None
-    return restored_T
+    outputs_T = torch.empty(batch.num_tokens)
+    outputs_T[batch.token_index(plan.indices)] = torch.cat([part.cpu() for part in parts[::share]])
+    return outputs_T
 
 
 def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -141,7 +159,7 @@ def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device)
 
     The means are over whole sequences, also where the ranks of a sequence group have parts of them.
     """
-    boundaries = torch.searchsorted(inputs.output_index, micro_batch.cu_seqlens.long()).int()  # outputs are in order
+    boundaries = torch.searchsorted(inputs.output_index_A, micro_batch.cu_seqlens.long()).int()  # outputs are in order
     length_B = segment_sum(micro_batch.loss_mask_T, micro_batch.cu_seqlens)
     boundaries, length_B = _move(boundaries, device), _move(length_B, device)
 
@@ -154,28 +172,21 @@ def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device)
     return mean
 
 
-class _Rows:
-    """Which of U rows this rank runs: the same number on each of the group's ranks, at least one."""
+def _num_padded(num_rows: int, group: ProcessGroup | None) -> int:
+    """Rows to add, so that each rank of the group has equally many, and at least one."""
+    size = 1 if group is None else group.size()
+    return size * max(1, -(-num_rows // size)) - num_rows
 
-    def __init__(self, num_rows: int, group: ProcessGroup | None) -> None:
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        self.share = max(1, -(-num_rows // size))
-        self.first = rank * self.share
-        self.num_padded = size * self.share - num_rows
 
-    def own(self, x_U: Tensor) -> Tensor:
-        """(*, U) -> (*, share), 0 in rows that are padding."""
-        return pad(x_U, (0, self.num_padded))[..., self.first : self.first + self.share]
-
-    def find(self, row_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(N,) bool, which of these rows are here, and they, counted from this rank's first."""
-        here_N = (row_N >= self.first) & (row_N < self.first + self.share)
-        return here_N, row_N[here_N] - self.first
+def _own_row(layout: PackedLayout, num_rows: int, group: ProcessGroup | None) -> Tensor:
+    """(T,) int64, which of this rank's rows computes each token; -1 where another rank does, or none."""
+    row_T = layout.row_T - (0 if group is None else group.rank() * num_rows)
+    return row_T.where((row_T >= 0) & (row_T < num_rows), -1)
 
 
 def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Boundaries of segments and keys, and the keys, with the padded rows as a segment of their own."""
-    boundaries_q, boundaries_k, key_index = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_index_K
+    boundaries_q, boundaries_k, key_index = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_index_M
     if num_padded == 0:
         return boundaries_q, boundaries_k, key_index
     if key_index is not None:
@@ -184,20 +195,10 @@ def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor
     return longer_q, longer_k, key_index
 
 
-def _prepare_images(
-    micro_batch: Batch, backbone: Any, layout: PackedLayout, rows: _Rows, device: torch.device
-) -> tuple[Tensor, ImageInputs]:
-    """(3, T) position ids, and the images; every rank of a group runs the tower and takes its own rows' features."""
-    position_N, feature_N = image_positions(backbone, micro_batch)
-    here_N, row_N = rows.find(layout.row_T[position_N])
-    source_index = torch.arange(rows.share)
-    source_index[row_N] = rows.share + feature_N[here_N]
-    pixel_values, grids = pixels_and_grids(backbone, micro_batch)
-    images = ImageInputs(
-        pixel_values=_move(pixel_values, device), image_grid_thw=_move(grids, device),
-        source_index=_move(source_index, device),
-    )  # fmt: skip
-    return rope_positions(backbone, micro_batch), images
+def _move_fields(inputs: _Inputs, device: torch.device) -> _Inputs:
+    """The same with its tensors on the device, but for the places of the outputs, which are filled on the host."""
+    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "output_index_A"}
+    return replace(inputs, **{name: _move(x, device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,9 +7,9 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from rlft_fast.engine.forward import (
     active_fields,
     check_batch,
     gather_outputs,
+    positional,
     prepare_micro_batches,
     prepare_model_inputs,
     prepare_model_outputs,
@@ -71,8 +72,33 @@ _OUTPUTS: dict[HeadKind, tuple[Output, ...]] = {
 }  # fmt: skip
 
 
+_LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
+    "logprob": ("logprob_T", "entropy_T"), "value": ("new_value_T",), "score": ("score_T",),
+}  # fmt: skip
+
+
+_TRAINED: dict[HeadKind, tuple[Output, ...]] = {
+    "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),
+}  # fmt: skip
+
+
+class _Done(NamedTuple):
+    """The outputs of a micro-batch by name, (A,) each, and their positions in it."""
+
+    outputs: Mapping[str, Tensor]
+    micro_batch: Batch
+    output_index_A: Tensor
+
+
 class Loss(Protocol):
-    """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own."""
+    """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own.
+
+    `per_token` and `metrics` are called with one mapping of (T,) tensors by name: the outputs of the head (logprob_T
+    and entropy_T of a policy, new_value_T of a critic, score_T of a reward model) and the fields of the batch that
+    `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
+    micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
+    `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
+    """
 
     @property
     def aggregation(self) -> Aggregation: ...
@@ -241,15 +267,19 @@ class FSDPEngine:
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
-        done: list[tuple[dict[str, Tensor], Batch, Tensor]] = []
+        done: list[_Done] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
                 STOP.leave_together()
                 inputs = self._inputs(micro_batch)
-                done.append((self._forward(inputs, outputs), micro_batch, inputs.output_index))
+                done.append(_Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             reshard(self.model)
-        own = {name: [prepare_model_outputs(results[name], x, i) for results, x, i in done] for name in outputs}
-        return {name: gather_outputs(torch.cat(own[name]), batch, plan, self.sequence_group) for name in outputs}
+        return {name: self._gather(done, name, batch, plan) for name in outputs}
+
+    def _gather(self, done: list["_Done"], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
+        """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
+        own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
+        return gather_outputs(torch.cat(own), batch, plan, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
@@ -296,7 +326,7 @@ class FSDPEngine:
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on the whole batch.
 
         plan -> forward and backward per micro-batch, gradients reduced with the last -> global norm -> AdamW, which
@@ -306,6 +336,8 @@ class FSDPEngine:
         Args:
             batch: the batch of this step, the same on every rank, on the CPU, with the fields that the loss reads.
             loss: per-token loss; ``loss_weight_T`` is filled in here over the whole batch.
+            outputs: filled with what the forward passes of this step gave, before the step, as `infer` returns it:
+                "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model.
 
         Returns:
             The loss's metrics, ``loss``, ``grad_norm``, ``learning_rate`` and ``skipped_steps`` (in all).
@@ -317,42 +349,64 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ValueError("this engine is frozen: give it num_training_steps to train it")
         batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
-        scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
-        micro_batches = prepare_micro_batches(batch, self._plan(batch), self._data_rank)
-        totals: dict[str, Tensor] = {}
+        plan = self._plan(batch)
         with self.train_mode():
-            with no_leftovers(self.model):
-                for i, micro_batch in enumerate(micro_batches):
-                    STOP.leave_together()
-                    reduce_gradients(self.model, i == len(micro_batches) - 1, self.config.reduce_every_micro_batch)
-                    accumulate(totals, self._forward_backward(micro_batch, loss, scale))
-                STOP.leave_or_finish()
+            totals, done = self._accumulate_gradients(batch, plan, loss)
             norm = grad_norm(self.model.parameters())
             learning_rate = self._optimizer_step(norm)
         totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
+        if outputs is not None:
+            outputs |= {name: self._gather(done, name, batch, plan) for name in _TRAINED[self.head]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
-    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> dict[str, Tensor]:
+    def _accumulate_gradients(
+        self, batch: Batch, plan: MicroBatchPlan, loss: Loss
+    ) -> tuple[dict[str, Tensor], list["_Done"]]:
+        """Forward and backward of this rank's micro-batches: its sums of the metrics, and its outputs."""
+        scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
+        micro_batches = prepare_micro_batches(batch, plan, self._data_rank)
+        totals: dict[str, Tensor] = {}
+        done: list[_Done] = []
+        with no_leftovers(self.model):
+            for i, micro_batch in enumerate(micro_batches):
+                STOP.leave_together()
+                reduce_gradients(self.model, i == len(micro_batches) - 1, self.config.reduce_every_micro_batch)
+                metrics, results = self._forward_backward(micro_batch, loss, scale)
+                accumulate(totals, metrics)
+                done.append(results)
+            STOP.leave_or_finish()
+        return totals, done
+
+    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> tuple[dict[str, Tensor], "_Done"]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
-        whole = {}
+        names = _LOSS_READS[self.head]
+        whole: dict[str, Any] = {}
         if self.head != "logprob":
             outputs = (self.model(inputs),)
-            total = loss.per_token(*outputs, *fields).sum()
-        elif loss.needs_sequences:  # of which a chunk of rows may hold a part only
+            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
+        elif loss.needs_sequences:  # a chunk of rows may hold a part of a sequence only
             whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
             result = self.model(inputs, temperature=self.temperature, return_entropy=True)
             outputs = (result.logprob, result.entropy)
-            total = loss.per_token(*outputs, *fields, **whole).sum()
+            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
         else:
+            loss_fn = positional(loss.per_token, (*names, *fields))
             total, *outputs = self.model(
-                inputs, temperature=self.temperature, return_entropy=True, loss_fn=loss.per_token, per_token=fields
+                inputs,
+                temperature=self.temperature,
+                return_entropy=True,
+                loss_fn=loss_fn,
+                per_token=(*fields.values(),),
             )
         total = total * scale
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
-        return loss.metrics(*(x.detach() for x in outputs), *fields, **whole) | {"loss": total.detach()}
+        results = [x.detach() for x in outputs]
+        metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
+        done: dict[str, Tensor] = dict(zip(_TRAINED[self.head], results, strict=True))
+        return metrics, _Done(done, micro_batch, inputs.output_index_A)
 
     def _optimizer_step(self, norm: Tensor) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

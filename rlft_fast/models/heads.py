@@ -222,13 +222,13 @@ class PolicyModel(nn.Module):
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
-        hidden_TD = packed_hidden(self.backbone, inputs)
+        hidden_UD = packed_hidden(self.backbone, inputs)
         # All A rows are active. Passing this index spares the op a search for them.
-        everything = torch.arange(len(inputs.target), device=inputs.target.device)
-        hidden_AD = hidden_TD.index_select(0, inputs.active_index)
+        everything = torch.arange(len(inputs.target_A), device=inputs.target_A.device)
+        hidden_AD = hidden_UD.index_select(0, inputs.active_index_A)
         if self.hidden_scale != 1.0:
             hidden_AD = self.hidden_scale * hidden_AD
-        return self.head(hidden_AD, inputs.target, support=inputs.support, active_index=everything, **head)
+        return self.head(hidden_AD, inputs.target_A, support=inputs.support_AK, active_index=everything, **head)
 
     @torch.no_grad()
     def deviation(self) -> Tensor:
@@ -242,7 +242,7 @@ class PolicyModel(nn.Module):
         with padded_attention(self.model):
             own_logits = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
-        return (self(_one_sequence(self.pretrained, input_ids, target_T)).logprob - own_T).abs().max()
+        return (self(_one_sequence(self.pretrained, input_ids[0], target_T)).logprob - own_T).abs().max()
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
@@ -278,17 +278,17 @@ class PolicyModel(nn.Module):
         return sequences, prompt_ids.shape[1]
 
 
-def _one_sequence(model: PreTrainedModel, input_ids: Tensor, target_T: Tensor) -> ModelInputs:
-    """(1, T) tokens that are all active."""
+def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor) -> ModelInputs:
+    """(T,) tokens that are all active."""
     length, device = len(target_T), target_T.device
-    position_ids = torch.arange(length, device=device)[None]
+    position_ids_T = torch.arange(length, device=device)
     if has_vision(model.base_model):
-        position_ids = position_ids.expand(3, 1, -1)
+        position_ids_T = position_ids_T.expand(3, -1)
     boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
     return ModelInputs(
-        input_ids=input_ids, position_ids=position_ids,
-        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index=None,
-        active_index=torch.arange(length, device=device), target=target_T, output_index=torch.arange(length),
+        input_ids_U=input_ids_T, position_ids_U=position_ids_T,
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index_M=None,
+        active_index_A=torch.arange(length, device=device), target_A=target_T, output_index_A=torch.arange(length),
     )  # fmt: skip
 
 
@@ -317,8 +317,8 @@ class ValueModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
-        hidden_TD = packed_hidden(self.backbone, inputs)
-        return _reshaped(self.head(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
+        hidden_UD = packed_hidden(self.backbone, inputs)
+        return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
 
 
 class RewardModel(nn.Module):
@@ -338,9 +338,9 @@ class RewardModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 rewards at the active positions."""
-        hidden_TD = packed_hidden(self.backbone, inputs)
+        hidden_UD = packed_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
-        return _reshaped(score(hidden_TD.index_select(0, inputs.active_index)).float(), inputs.target)
+        return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
 
 
 RLModel = PolicyModel | ValueModel | RewardModel

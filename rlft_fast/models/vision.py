@@ -6,10 +6,10 @@ has image tokens, and these take the tokens' places.
 
 Sequences that hold the very same tensor, as samples of one prompt do, share its features: it goes through once.
 
-The tower runs once per micro-batch whatever is in it, without images on a blank one that nothing uses: ranks whose data
-have none run the same collectives as the others, and their gradients of the tower are zeros.
+The tower runs once per micro-batch. Without images it runs on a blank one that nothing uses, so that every rank runs
+the same collectives; the gradients of the tower are then zeros.
 
-Shapes: T tokens of a micro-batch, N of them image tokens, S rows that run on this rank, P patches, I images.
+Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank, P patches, I images.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class ImageInputs:
     """What a vision tower needs, and where its features go.
 
     Args:
-        pixel_values: (P, C) float32 patches of all images.
+        pixel_values: (P, channels) float32 patches of all images.
         image_grid_thw: (I, 3) int64 patches of each image along time, height and width.
-        source_index: (S,) int64 what each row holds: its own token's embedding s, or feature f as S + f.
+        source_index_U: (U,) int64, what each row holds: u for the embedding of the token in row u, U + f for feature f.
     """
 
     pixel_values: Tensor
     image_grid_thw: Tensor
-    source_index: Tensor
+    source_index_U: Tensor
 
 
 def has_vision(backbone: nn.Module) -> bool:
@@ -45,12 +45,13 @@ def has_vision(backbone: nn.Module) -> bool:
     return isinstance(getattr(backbone, "visual", None), nn.Module)
 
 
-def embed_with_images(backbone: Any, input_ids: Tensor, images: ImageInputs) -> Tensor:
-    """(1, S, D) token embeddings with image features in their places."""
-    tokens = backbone.get_input_embeddings()(input_ids)[0]
+def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -> Tensor:
+    """(U, D) token embeddings with image features in their places."""
+    tokens_UD = backbone.get_input_embeddings()(input_ids_U)
     features = backbone.get_image_features(images.pixel_values, images.image_grid_thw).pooler_output
     # One index_select does without masked_scatter's wait for the device, and gives features that no row takes zeros.
-    return torch.cat([tokens, *(x.to(tokens.dtype) for x in features)]).index_select(0, images.source_index)[None]
+    rows = torch.cat([tokens_UD, *(x.to(tokens_UD.dtype) for x in features)])
+    return rows.index_select(0, images.source_index_U)
 
 
 def check_images(backbone: Any, batch: Batch) -> None:
@@ -71,15 +72,34 @@ def check_images(backbone: Any, batch: Batch) -> None:
             )
 
 
-def image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(N,) int64 each: positions of the image tokens, and the feature that takes the place of each."""
-    position_N = _is_image(backbone, batch).nonzero().squeeze(1)
-    features = _features(batch, backbone.config.vision_config.spatial_merge_size)
-    return position_N, torch.cat([position_N[:0], *features])
+def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> ImageInputs | None:
+    """The images of a micro-batch and the rows of this rank that hold their features, on the CPU.
+
+    Every rank of a sequence group runs the tower on all images and takes the features of its own rows.
+
+    Args:
+        backbone: of the model; None is returned for one without a vision tower.
+        batch: the micro-batch, checked by `check_images`.
+        row_T: (T,) int64, the row of this rank that runs each token, -1 where none of its rows does.
+        num_rows: U.
+    """
+    if not has_vision(backbone):
+        return None
+    position_N, feature_N = _image_positions(backbone, batch)
+    row_N = row_T[position_N]
+    source_index_U = torch.arange(num_rows)
+    source_index_U[row_N[row_N >= 0]] = num_rows + feature_N[row_N >= 0]
+    pixel_values, grids = _pixels_and_grids(backbone, batch)
+    return ImageInputs(pixel_values=pixel_values, image_grid_thw=grids, source_index_U=source_index_U)
 
 
-def rope_positions(backbone: Any, batch: Batch) -> Tensor:
-    """(3, T) int64 position of each token in time, height and width, from the model's own ``get_rope_index``."""
+def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
+    """(T,) int64 position of each token in its sequence; (3, T) in time, height and width for a model of images.
+
+    The three are computed by the model's own ``get_rope_index``.
+    """
+    if not has_vision(backbone):
+        return batch.position_ids_T
     ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
     parts = [
         backbone.get_rope_index(x[None], mm_token_type_ids=type_[None], image_grid_thw=grid)[0][:, 0]
@@ -88,8 +108,15 @@ def rope_positions(backbone: Any, batch: Batch) -> Tensor:
     return torch.cat([torch.zeros(3, 0, dtype=torch.int64), *parts], dim=1)
 
 
-def pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(P, C) float32 and (I, 3) int64 of all different images; of one blank image where there are none."""
+def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(N,) int64 each: positions of the image tokens, and the feature that takes the place of each."""
+    position_N = _is_image(backbone, batch).nonzero().squeeze(1)
+    features = _features(batch, backbone.config.vision_config.spatial_merge_size)
+    return position_N, torch.cat([position_N[:0], *features])
+
+
+def _pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(P, channels) float32 and (I, 3) int64 of all different images; of one blank image where there are none."""
     if different := _different_images(batch):
         pixels, grids = zip(*different.values(), strict=True)
         return torch.cat(pixels).float(), torch.cat(grids)

@@ -10,13 +10,12 @@ from rlft_fast.rl.correction import (
     CORRECTIONS,
     check_correction,
     correction_weights,
-    mismatch_from_sums,
     mismatch_metrics,
-    mismatch_sums,
 )
 from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, ValueLoss, explained_variance
+from rlft_fast.rl.methods import TokenSelection, arguments_of, needs, needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
 from rlft_fast.rl.tokens import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
@@ -36,7 +35,9 @@ __all__ = [
     "PolicyLoss",
     "PolicyLossFunction",
     "SequenceMean",
+    "TokenSelection",
     "ValueLoss",
+    "arguments_of",
     "check_correction",
     "clip_cov_tokens",
     "compute_advantages",
@@ -50,9 +51,9 @@ __all__ = [
     "kl_estimate",
     "loss_scale",
     "loss_weights",
-    "mismatch_from_sums",
     "mismatch_metrics",
-    "mismatch_sums",
+    "needs",
+    "needs_of",
     "response_lengths",
     "reward_with_kl",
     "whiten",

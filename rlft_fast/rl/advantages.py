@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlft_fast.data import Batch
 from rlft_fast.ops.packing import segment_expand
-from rlft_fast.plugins import function_name, parameter_names
+from rlft_fast.plugins import function_name
 from rlft_fast.rl.group_advantages import (
     dr_grpo_advantage,
     gpg_advantage,
@@ -20,6 +20,7 @@ from rlft_fast.rl.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo_advantage,
 )
+from rlft_fast.rl.methods import arguments_of
 from rlft_fast.rl.token_advantages import (
     AdvantageReturn,
     optimal_token_advantage,
@@ -66,7 +67,8 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
     """
     if not batch.num_sequences:
         return batch.replace(advantage_T=torch.zeros(0), return_T=torch.zeros(0))
-    name, arguments = function_name(function), _arguments(batch, function, {"gamma": gamma, "lam": lam})
+    name, settings = function_name(function), {"gamma": gamma, "lam": lam}
+    arguments = arguments_of("advantage", function, batch, settings)
     try:
         result = function(**arguments)
     except Exception as error:
@@ -84,16 +86,3 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
     if not advantage_T.isfinite().all():
         raise AdvantageError(f"advantage {name} returned numbers that are not finite at response tokens")
     return batch.replace(advantage_T=advantage_T, return_T=batch.return_T if return_T is None else return_T)
-
-
-def _arguments(batch: Batch, function: AdvantageFunction, settings: dict[str, float]) -> dict[str, Tensor | float]:
-    """What the estimator reads; a parameter that is neither a field nor a setting keeps its default."""
-    arguments: dict[str, Tensor | float] = {}
-    for name in parameter_names(function):
-        if name in settings:
-            arguments[name] = settings[name]
-        elif hasattr(batch, name):
-            if getattr(batch, name) is None:
-                raise ValueError(f"advantage {function_name(function)} reads {name}, which this batch does not have")
-            arguments[name] = getattr(batch, name)
-    return arguments

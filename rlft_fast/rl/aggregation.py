@@ -31,8 +31,8 @@ def response_lengths(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> Tensor:
     """Weights w_t such that the loss of the batch is Σ_t w_t·l_t, times `loss_scale`.
 
-    - "sequence-mean": w_t = 1/(S·n_b), the mean over the S sequences that have response tokens of each sequence's
-      token mean (GRPO, arXiv 2402.03300).
+    - "sequence-mean": w_t = 1/(B'·n_b). Each sequence b has n_b response tokens; the loss is the mean of their losses,
+      and then the mean over the B' sequences with response tokens (GRPO, arXiv 2402.03300).
     - all others: w_t = 1/N over all N response tokens (DAPO, arXiv 2503.14476).
 
     The denominators are those of the whole batch, so the gradient does not depend on how the sequences are later
@@ -61,11 +61,11 @@ def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> 
 
 
 def loss_scale(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation, max_response_tokens: int | None) -> float:
-    """What the weighted sum of a batch is multiplied with; with N response tokens in S sequences:
+    """The factor on the weighted sum of a batch with N response tokens in B' sequences that have some.
 
     - "token-mean" and "sequence-mean": 1.
-    - "sequence-mean-token-sum": N/S, the mean over sequences of their token sums.
-    - "constant": N/(S·max_response_tokens), the same over a constant length (Dr. GRPO, arXiv 2503.20783).
+    - "sequence-mean-token-sum": N/B', the mean over sequences of their token sums.
+    - "constant": N/(B'·max_response_tokens), the same over a constant length (Dr. GRPO, arXiv 2503.20783).
     - "token-sum": N, the plain sum.
 
     Args:

@@ -1,15 +1,14 @@
-"""Where the sampler's probabilities are not the trainer's: how far apart they are, and weights that make up for it.
+"""The distance between the sampler's and the trainer's probabilities, and importance weights that correct for it.
 
 With w = π_old/μ of each token, μ the sampler's probability, an importance weight of the token or its sequence is
 bounded from above ("truncate") or dropped where it is out of bounds ("mask"). The log-ratio is clamped at ±20.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl._checks import check_shapes
@@ -58,11 +57,11 @@ CORRECTIONS: dict[str, CorrectionFunction] = {
 
 
 def check_correction(name: str, **bounds: float) -> None:
-    """Refuses a correction that does not exist, and bounds that it does not take or that nothing lies between.
+    """Refuses an unknown correction, a bound that the correction does not have, and a low bound above the high one.
 
     Args:
         name: one of `CORRECTIONS`.
-        **bounds: `low` and `high` where they are not to be the correction's own.
+        **bounds: `low` and `high`; a bound left out is the correction's default.
 
     Raises:
         ValueError: see above.
@@ -95,7 +94,7 @@ def correction_weights(
         rollout_logprob_T: (T,) the same as the sampler reported it.
         loss_mask_T: (T,) bool, True at response tokens.
         cu_seqlens: (B + 1,) int32 sequence boundaries.
-        **bounds: `low` and `high` where they are not to be the correction's own.
+        **bounds: `low` and `high`; a bound left out is the correction's default.
 
     Returns:
         (T,) weights >= 0, zero outside the mask.
@@ -114,63 +113,35 @@ def correction_weights(
     return CORRECTIONS[name](log_ratio_T, loss_mask_T, cu_seqlens, **bounds).where(loss_mask_T, 0.0)
 
 
-def mismatch_metrics(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, float]:
+@torch.no_grad()
+def mismatch_metrics(logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, float]:
     """How far the sampler's log-probabilities are from the policy's, over the response tokens.
 
-    Keys: mismatch_mean and mismatch_max of |log π_old - log μ|; estimates mismatch_k1 and mismatch_k3 of KL(μ ‖ π_old);
-    effective_sample_share, (Σ w)² / (N·Σ w²): 1 where the two agree.
+    Keys: mismatch_mean and mismatch_max of |log π - log μ|; estimates mismatch_k1 and mismatch_k3 of KL(μ ‖ π);
+    effective_sample_share, (Σ w)² / (N·Σ w²) with w = π/μ: 1 where the two agree.
 
     Args:
-        old_logprob_T: (T,) log-probability of the sampled tokens under the policy.
+        logprob_T: (T,) log-probability of the sampled tokens under the policy that sampled them.
         rollout_logprob_T: (T,) the same as the sampler reported it.
-        loss_mask_T: (T,) bool, True at response tokens, of which there is at least one.
+        loss_mask_T: (T,) bool, True at response tokens.
+
+    Returns:
+        The metrics, summed in float64; {} where there is no response token.
 
     Raises:
         ValueError: Shapes differ.
     """
-    sums = mismatch_sums(old_logprob_T.double(), rollout_logprob_T.double(), loss_mask_T)
-    return mismatch_from_sums({name: value.item() for name, value in sums.items()})
-
-
-@torch.no_grad()
-def mismatch_sums(old_logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: Tensor) -> dict[str, Tensor]:
-    """What `mismatch_metrics` is made of, as 0-d tensors without a host sync.
-
-    Over micro-batches and ranks they are added, mismatch_max is the maximum; then `mismatch_from_sums` takes them.
-
-    Args:
-        old_logprob_T: as in `mismatch_metrics`, like the others; here the mask may be empty.
-        rollout_logprob_T: (T,).
-        loss_mask_T: (T,) bool.
-
-    Raises:
-        ValueError: Shapes differ.
-    """
-    check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, rollout_logprob_T=rollout_logprob_T)
-    old, rollout = (x.where(loss_mask_T, 0.0) for x in (old_logprob_T, rollout_logprob_T))
-    difference, weight = (old - rollout).abs(), _exp(old - rollout) * loss_mask_T
-    return {
-        "mismatch_count": loss_mask_T.sum(),
-        "mismatch_sum": difference.sum(),
-        "mismatch_max": pad(difference, (0, 1)).amax(),  # the padding is the maximum of no token at all
-        "mismatch_k1": kl_estimate(rollout, old, "k1").sum(),
-        "mismatch_k3": kl_estimate(rollout, old, "k3").sum(),
-        "mismatch_weight": weight.sum(),
-        "mismatch_weight_square": weight.square().sum(),
-    }
-
-
-def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of `mismatch_metrics` from the whole batch's `mismatch_sums`; {} where they count no token."""
-    count = sums["mismatch_count"]
-    if not count:
+    check_shapes(loss_mask_T, logprob_T=logprob_T, rollout_logprob_T=rollout_logprob_T)
+    if not (count := int(loss_mask_T.sum())):
         return {}
+    policy_T, sampler_T = (x_T.double().where(loss_mask_T, 0.0) for x_T in (logprob_T, rollout_logprob_T))
+    distance_T, weight_T = (policy_T - sampler_T).abs(), _exp(policy_T - sampler_T) * loss_mask_T
     return {
-        "mismatch_mean": sums["mismatch_sum"] / count,
-        "mismatch_max": sums["mismatch_max"],
-        "mismatch_k1": sums["mismatch_k1"] / count,
-        "mismatch_k3": sums["mismatch_k3"] / count,
-        "effective_sample_share": sums["mismatch_weight"] ** 2 / (count * sums["mismatch_weight_square"]),
+        "mismatch_mean": distance_T.sum().item() / count,
+        "mismatch_max": distance_T.amax().item(),
+        "mismatch_k1": kl_estimate(sampler_T, policy_T, "k1").sum().item() / count,
+        "mismatch_k3": kl_estimate(sampler_T, policy_T, "k3").sum().item() / count,
+        "effective_sample_share": weight_T.sum().item() ** 2 / (count * weight_T.square().sum().item()),
     }
 
 

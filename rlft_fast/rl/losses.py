@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.nn.functional import pad
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
-from rlft_fast.rl.correction import mismatch_sums
 from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 
@@ -38,11 +36,10 @@ class PolicyLoss:
         entropy_coef: Weight of the entropy bonus.
         kl_coef: Weight of the penalty on the divergence from the reference policy.
         kl_estimator: see `kl_estimate`; k1 has no useful gradient here.
-        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads, and for `loss_scale`.
+        aggregation: Mode for `loss_weights`, read where `loss_weight_T` is filled in, and for `loss_scale`.
         max_response_tokens: the constant of aggregation "constant".
         on_policy: The policy has made no step since the rollout, so log π_old is its own log-probability, detached, and
-            the batch needs none. How far the sampler is from it then stands in the metrics, see `mismatch_sums`.
-        bypass: log π_old is the sampler's log-probability; how far it is from the policy's stands in the metrics, too.
+            the batch needs no old_logprob_T.
 
     Raises:
         ValueError: An option is out of range or unknown, or the loss does not return one number per token.
@@ -58,7 +55,6 @@ class PolicyLoss:
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     on_policy: bool = False
-    bypass: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
@@ -76,8 +72,8 @@ class PolicyLoss:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the `Batch` fields that `per_token` and `metrics` take after the model's outputs, in order."""
-        compared = "rollout_logprob_T" if self.on_policy else "old_logprob_T"
-        fields = (compared, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
+        old = () if self.on_policy else ("old_logprob_T",)
+        fields = (*old, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
         known = (*fields, "logprob_T", "entropy_T", "old_logprob_T")
         return (*fields, *(name for name in self._tensors if name not in known))
 
@@ -86,30 +82,23 @@ class PolicyLoss:
         """Whether the loss looks at whole sequences: `per_token` and `metrics` are then given `sequence_mean`."""
         return "sequence_mean" in parameter_names(self._function)
 
-    def per_token(
-        self,
-        logprob_T: Tensor,
-        entropy_T: Tensor | None,
-        *fields: Tensor,
-        sequence_mean: SequenceMean | None = None,
-    ) -> Tensor:
+    def per_token(self, fields: Mapping[str, Tensor], *, sequence_mean: SequenceMean | None = None) -> Tensor:
         """Weighted loss of each token; its sum over all micro-batches and ranks is the loss of the batch.
 
         Args:
-            logprob_T: (T,) log-probability of the sampled tokens under the policy, with gradient.
-            entropy_T: (T,) entropy of the policy; may be None where the loss does not read it.
-            *fields: (T,) each, as `fields` names them: old_logprob_T, the log-probability that the ratio is taken
-                against (`on_policy`: rollout_logprob_T in its place, for the metrics alone), advantage_T, loss_weight_T
-                from `loss_weights` of the whole batch, and so on.
+            fields: (T,) tensors by name: logprob_T, the log-probability of the sampled tokens under the policy, with
+                gradient; entropy_T, the entropy of the policy, where the loss reads it; and the fields that `fields`
+                names, among them old_logprob_T, the log-probability that the ratio is taken against, and loss_weight_T
+                from `loss_weights` of the whole batch. Other names are ignored.
             sequence_mean: (T,) to (T,), the detached mean over each token's sequence; where `needs_sequences`.
 
         Returns:
             (T,) weighted loss.
 
         Raises:
-            ValueError: A needed tensor is None, or shapes differ.
+            ValueError: A needed tensor is missing, or shapes differ.
         """
-        tensors = self._named(logprob_T, entropy_T, fields)
+        tensors = self._active(fields)
         loss_T = self._policy_loss(tensors, sequence_mean)
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * tensors["entropy_T"]
@@ -118,33 +107,25 @@ class PolicyLoss:
         return tensors["loss_weight_T"] * loss_T
 
     @torch.no_grad()
-    def metrics(
-        self,
-        logprob_T: Tensor,
-        entropy_T: Tensor | None,
-        *fields: Tensor,
-        sequence_mean: SequenceMean | None = None,
-    ) -> dict[str, Tensor]:
+    def metrics(self, fields: Mapping[str, Tensor], *, sequence_mean: SequenceMean | None = None) -> dict[str, Tensor]:
         """Weighted sums over these tokens: added over micro-batches and ranks they are the figures of the batch.
 
         Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
         a gradient, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
-        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0; `mismatch_sums` when `on_policy` or
-        `bypass`. Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced by max instead.
+        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without
+        active tokens) are reduced by max instead.
 
         Args:
-            logprob_T: As in `per_token`, like all the others.
-            entropy_T: (T,) or None.
-            *fields: (T,) each.
-            sequence_mean: as in `per_token`.
+            fields: As in `per_token`; entropy_T may always be there.
+            sequence_mean: As in `per_token`.
 
         Returns:
             0-d tensors on the device of the inputs, without a host sync.
 
         Raises:
-            ValueError: A needed tensor is None, or shapes differ.
+            ValueError: A needed tensor is missing, or shapes differ.
         """
-        tensors = self._named(logprob_T, entropy_T, fields)
+        tensors = self._active(fields)
         loss_T, gradient_T = self._loss_and_gradient(tensors, sequence_mean)
         old_logprob_T, advantage_T = tensors["old_logprob_T"], tensors["advantage_T"]
         low_T, high_T = ((gradient_T == 0) & (sign * advantage_T > 0) for sign in (-1.0, 1.0))
@@ -155,16 +136,13 @@ class PolicyLoss:
             "clip_share_high": high_T,
             "approx_kl": kl_estimate(old_logprob_T, tensors["logprob_T"], "k3"),
         }
-        if entropy_T is not None:
+        if "entropy_T" in tensors:
             per_token["entropy"] = tensors["entropy_T"]
         if self.kl_coef:
             per_token["ref_kl"] = self._ref_kl(tensors)
         weight_T = tensors["loss_weight_T"]
         sums = {name: (weight_T * value_T).sum() for name, value_T in per_token.items()}
         ratio_T = torch.where(weight_T != 0, policy_ratio(tensors["logprob_T"], old_logprob_T), 0.0)
-        if self.on_policy or self.bypass:
-            rollout_logprob_T = old_logprob_T if self.bypass else tensors["rollout_logprob_T"]
-            sums |= mismatch_sums(tensors["logprob_T"], rollout_logprob_T, weight_T != 0)
         # The padding is the value of the maximum where a micro-batch has no token at all.
         return sums | {"ratio_max": pad(ratio_T, (0, 1)).amax()}
 
@@ -183,20 +161,12 @@ class PolicyLoss:
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         return {name: value for name, value in bounds.items() if value is not None} | dict(self.options)
 
-    def _named(
-        self, logprob_T: Tensor, entropy_T: Tensor | None, fields: tuple[Tensor | None, ...]
-    ) -> dict[str, Tensor]:
-        """The tensors by name, zeroed where the weight is."""
-        tensors: dict[str, Tensor | None] = dict(zip_longest(self.fields, fields))
-        weight_T = tensors.pop("loss_weight_T")
-        assert weight_T is not None
-        tensors["logprob_T"] = logprob_T
-        if self.on_policy:
-            tensors["old_logprob_T"] = logprob_T.detach()
-        if entropy_T is not None or self.entropy_coef or "entropy_T" in self._tensors:
-            tensors["entropy_T"] = entropy_T
-        active = dict(zip(tensors, _zero_inactive(weight_T, **tensors), strict=True))
-        return active | {"loss_weight_T": weight_T}
+    def _active(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the loss reads, zeroed where the weight is 0."""
+        reads_entropy = "entropy_T" in fields or self.entropy_coef or "entropy_T" in self._tensors
+        names = ("logprob_T", *(("entropy_T",) if reads_entropy else ()), *self.fields)
+        tensors = _active(fields, names)
+        return tensors | ({"old_logprob_T": tensors["logprob_T"].detach()} if self.on_policy else {})
 
     def _policy_loss(self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None) -> Tensor:
         whole = {"sequence_mean": sequence_mean} if self.needs_sequences else {}
@@ -216,12 +186,12 @@ class PolicyLoss:
         return kl_estimate(tensors["logprob_T"], tensors["ref_logprob_T"], self.kl_estimator, tensors["old_logprob_T"])
 
     def _try_out(self) -> None:
-        """Finds out on one token what would otherwise fail after a whole rollout."""
+        """Runs the loss on one token, so that a mistake in it shows before the first rollout."""
         name = function_name(self._function)
         possible = [p for p in parameter_names(self._function) if not p.endswith("_T") and p != "sequence_mean"]
         if unknown := [option for option in self._options if option not in possible]:
             raise ValueError(f"policy loss {name} has no option {unknown[0]!r}: it has {', '.join(possible) or 'none'}")
-        tensors = dict.fromkeys((*self.fields, "logprob_T", "entropy_T", "old_logprob_T"), torch.zeros(1))
+        tensors = dict.fromkeys(("logprob_T", "entropy_T", "old_logprob_T", *self.fields), torch.zeros(1))
         loss_T, _ = self._loss_and_gradient(tensors, lambda x: x.detach())
         if loss_T.shape != (1,):
             raise ValueError(f"policy loss {name} returned shape {tuple(loss_T.shape)} for one token, expected (1,)")
@@ -238,7 +208,7 @@ class ValueLoss:
 
     Attributes:
         clip: How far the value may move from the old one; inf turns clipping off.
-        aggregation: Mode for `loss_weights`, which whoever fills in `loss_weight_T` reads, and for `loss_scale`.
+        aggregation: Mode for `loss_weights`, read where `loss_weight_T` is filled in, and for `loss_scale`.
         max_response_tokens: the constant of aggregation "constant".
 
     Raises:
@@ -263,52 +233,41 @@ class ValueLoss:
     def needs_sequences(self) -> bool:
         return False
 
-    def per_token(self, new_value_T: Tensor, old_value_T: Tensor, return_T: Tensor, loss_weight_T: Tensor) -> Tensor:
+    def per_token(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Weighted loss of each token.
 
         Args:
-            new_value_T: (T,) values from the critic, with gradient.
-            old_value_T: (T,) values at the time of the rollout.
-            return_T: (T,) returns.
-            loss_weight_T: (T,) weights from `loss_weights` of the whole batch.
+            fields: (T,) tensors by name: new_value_T, the values of the critic, with gradient; value_T, the values at
+                the time of the rollout; return_T; and loss_weight_T from `loss_weights` of the whole batch.
 
         Returns:
             (T,) weighted loss.
 
         Raises:
-            ValueError: Shapes differ.
+            ValueError: A tensor is missing, or shapes differ.
         """
-        new_value_T, old_value_T, return_T = _zero_inactive(
-            loss_weight_T, new_value_T=new_value_T, old_value_T=old_value_T, return_T=return_T
-        )
-        return loss_weight_T * torch.maximum(*self._losses(new_value_T, old_value_T, return_T))
+        tensors = _active(fields, ("new_value_T", *self.fields))
+        return tensors["loss_weight_T"] * torch.maximum(*self._losses(tensors))
 
     @torch.no_grad()
-    def metrics(
-        self, new_value_T: Tensor, old_value_T: Tensor, return_T: Tensor, loss_weight_T: Tensor
-    ) -> dict[str, Tensor]:
+    def metrics(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over these tokens: added over micro-batches and ranks they are the figures of the batch.
 
         Keys: value_loss; value_clip_share, the share of tokens whose clipped error is the larger one; and the moments
         that `explained_variance` needs: return_mean, return_square_mean, value_error_mean, value_error_square_mean.
 
         Args:
-            new_value_T: As in `per_token`, like all the others.
-            old_value_T: (T,).
-            return_T: (T,).
-            loss_weight_T: (T,).
+            fields: As in `per_token`.
 
         Returns:
             0-d tensors on the device of the inputs, without a host sync.
 
         Raises:
-            ValueError: Shapes differ.
+            ValueError: A tensor is missing, or shapes differ.
         """
-        new_value_T, old_value_T, return_T = _zero_inactive(
-            loss_weight_T, new_value_T=new_value_T, old_value_T=old_value_T, return_T=return_T
-        )
-        unclipped_T, clipped_T = self._losses(new_value_T, old_value_T, return_T)
-        error_T = return_T - new_value_T
+        tensors = _active(fields, ("new_value_T", *self.fields))
+        unclipped_T, clipped_T = self._losses(tensors)
+        return_T, error_T = tensors["return_T"], tensors["return_T"] - tensors["new_value_T"]
         per_token = {
             "value_loss": torch.maximum(unclipped_T, clipped_T),
             "value_clip_share": clipped_T > unclipped_T,
@@ -317,10 +276,12 @@ class ValueLoss:
             "value_error_mean": error_T,
             "value_error_square_mean": error_T.square(),
         }
-        return {name: (loss_weight_T * value_T).sum() for name, value_T in per_token.items()}
+        return {name: (tensors["loss_weight_T"] * value_T).sum() for name, value_T in per_token.items()}
 
-    def _losses(self, new_value_T: Tensor, old_value_T: Tensor, return_T: Tensor) -> tuple[Tensor, Tensor]:
-        clipped_value_T = new_value_T.clamp(old_value_T - self.clip, old_value_T + self.clip)
+    def _losses(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of the value as it is, and of the value held near the old one."""
+        new_value_T, value_T, return_T = (tensors[name] for name in ("new_value_T", "value_T", "return_T"))
+        clipped_value_T = new_value_T.clamp(value_T - self.clip, value_T + self.clip)
         return 0.5 * (new_value_T - return_T).square(), 0.5 * (clipped_value_T - return_T).square()
 
 
@@ -340,8 +301,16 @@ def explained_variance(metrics: Mapping[str, Tensor]) -> Tensor:
     return torch.where(varies, 1.0 - error_variance / return_variance, torch.nan)
 
 
-def _zero_inactive(loss_weight_T: Tensor, **tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Zeroes entries of weight 0: multiplying by the weight would keep NaN · 0 = NaN, in backward as well."""
-    check_shapes(loss_weight_T, **tensors)
-    active_T = loss_weight_T != 0
-    return tuple(torch.where(active_T, tensor, 0.0) for tensor in tensors.values() if tensor is not None)
+def _active(fields: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The named tensors, zeroed where the weight is 0: multiplying by the weight would keep NaN · 0 = NaN.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape than the weights.
+    """
+    if missing := [name for name in (*names, "loss_weight_T") if fields.get(name) is None]:
+        raise ValueError(f"the loss reads {missing[0]}, which is not among its fields: {', '.join(fields) or 'none'}")
+    weight_T = fields["loss_weight_T"]
+    tensors = {name: fields[name] for name in names if name != "loss_weight_T"}
+    check_shapes(weight_T, **tensors)
+    active_T = weight_T != 0
+    return {name: torch.where(active_T, x_T, 0.0) for name, x_T in tensors.items()} | {"loss_weight_T": weight_T}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from rlft_fast.rl.kl import MAX_LOG_RATIO, policy_ratio
+from rlft_fast.rl.methods import needs
+from rlft_fast.rl.tokens import clip_cov_tokens, kl_cov_tokens
 
 PolicyLossFunction = Callable[..., Tensor]
 SequenceMean = Callable[[Tensor], Tensor]
@@ -155,6 +157,7 @@ def reinforce(logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
     return -advantage_T * logprob_T
 
 
+@needs(selection=clip_cov_tokens)
 def clip_cov(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -169,6 +172,7 @@ def clip_cov(
     return torch.where(selected_T > 0, 0.0, loss_T)
 
 
+@needs(selection=kl_cov_tokens)
 def kl_cov(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, selected_T: Tensor, *, penalty: float = 1.0
 ) -> Tensor:
@@ -179,17 +183,8 @@ def kl_cov(
 
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
-    "ppo": ppo,
-    "dual-clip": dual_clip,
-    "two-sided": two_sided,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo-tv": dppo_tv,
-    "reinforce": reinforce,
-    "clip-cov": clip_cov,
-    "kl-cov": kl_cov,
+    loss.__name__.replace("_", "-"): loss
+    for loss in (ppo, dual_clip, two_sided, gspo, gmpo, cispo, sapo, dppo_tv, reinforce, clip_cov, kl_cov)
 }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
+from rlft_fast.rl.methods import needs
 from rlft_fast.rl.whitening import whiten
 
 
@@ -50,8 +51,8 @@ def gae(
     check_shapes(loss_mask_T, reward_T=reward_T, value_T=value_T)
     position = loss_mask_T.nonzero().squeeze(1)
     sequence = torch.repeat_interleave(length_B, output_size=len(position))
-    # Row s of a step matrix holds the s-th response token from the end of every sequence, so that sequences of any
-    # length start the backward recursion together in row 0.
+    # Row s of an (L, B) matrix holds the s-th response token from the end of each sequence. Sequences of all lengths
+    # then start the backward recursion together, in row 0.
     step = length_B.cumsum(0)[sequence] - 1 - torch.arange(len(position), device=position.device)
     num_steps = int(length_B.max()) if len(position) else 0
     reward_LB = value_T.new_zeros(num_steps, len(length_B))
@@ -97,6 +98,7 @@ def reinforce_plus_plus(reward_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tenso
     return whiten(discounted_returns(reward_T, loss_mask_T, cu_seqlens, gamma=gamma), loss_mask_T)
 
 
+@needs(greedy=True)
 def remax_advantage(reward_T: Tensor, baseline_B: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """A_t = Σ_{s >= t} r_s - R(greedy answer to the same prompt) (ReMax, arXiv 2310.10505).
 
@@ -161,7 +163,8 @@ def optimal_token_advantage(
     probability = old_logprob_T[position].double().exp()
     squared_norm = 1.0 - 2.0 * probability + sum_prob_squared_T[position].double()
     total = squared_norm.cumsum(0)
-    weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)  # from the sequence's beginning on
+    # The sums run on through all sequences: what came before a sequence is taken off again.
+    weight = (total - (total - squared_norm)[start_B[sequence]]).clamp(min=0.0)
     returns = discounted_returns(reward_T.double(), loss_mask_T, cu_seqlens)[position]
 
     groups, group_index_B = group_B.unique(return_inverse=True)

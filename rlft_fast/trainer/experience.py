@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch
 from rlft_fast.rewards import Parts, overlong_penalty
-from rlft_fast.rl import kl_estimate, mismatch_from_sums, mismatch_metrics
+from rlft_fast.rl import kl_estimate, mismatch_metrics
 from rlft_fast.rollout import Completion
 from rlft_fast.world import all_gather_ragged, all_reduce
 
@@ -77,9 +77,9 @@ def _gather_supports(own: list[Tensor | None], lengths: list[int]) -> Sequence[T
 
 
 def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
-    """The samples, with what being long costs taken from their rewards: reaching the limit, or coming near it.
+    """The samples with the penalties for reaching the limit of tokens, or coming near it, taken from their rewards.
 
-    Where it costs anything, that is a part of its own, "length", which is negative.
+    A penalty is also a part of the reward, "length", which is negative.
     """
 
     def cost(completion: Completion) -> float:
@@ -136,7 +136,7 @@ def _is_scored(sample: Sample, greedy: dict[int, float] | None) -> bool:
 
 
 def leave_out_truncated(batch: Batch, samples: list[Sample], greedy: dict[int, float] | None = None) -> Batch:
-    """What `build_batch` made of the same arguments, without the samples that were cut off at the limit of tokens."""
+    """The batch without the samples that the limit of tokens cut off; `build_batch` made it of the same arguments."""
     kept = [sample for sample in samples if _is_scored(sample, greedy)]
     return batch.select([i for i, sample in enumerate(kept) if sample.completion.finish_reason == "stop"])
 
@@ -160,13 +160,11 @@ def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch
     return parts
 
 
-def take_mismatch(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of `mismatch_sums`, which are taken out of all optimizer steps' metrics.
-
-    They are those of the first step: later ones would add how far the policy has moved since the rollout.
-    """
-    sums = [{name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")} for metrics in steps]
-    return mismatch_from_sums(sums[0]) if any(sums) else {}
+def mismatch(batch: Batch) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the policy's; {} where the batch lacks one of them."""
+    if batch.logprob_T is None or batch.rollout_logprob_T is None:
+        return {}
+    return mismatch_metrics(batch.logprob_T, batch.rollout_logprob_T, batch.loss_mask_T)
 
 
 def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -196,10 +194,7 @@ def rollout_metrics(samples: list[Sample], batch: Batch, num_with_signal: int) -
         "left_out_share": 1.0 - len(rewards) / len(samples),
         "zero_std_group_share": 1.0 - num_with_signal / len(groups) if groups else 0.0,
     }
-    old_T, rollout_T = batch.old_logprob_T, batch.rollout_logprob_T
-    # The same tensor under both names (a bypassed correction) says nothing: the first optimizer step then tells.
-    if old_T is not None and rollout_T is not None and old_T is not rollout_T and batch.loss_mask_T.any():
-        metrics |= mismatch_metrics(old_T, rollout_T, batch.loss_mask_T)
+    metrics |= mismatch(batch)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()

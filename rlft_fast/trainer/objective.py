@@ -19,17 +19,16 @@ from rlft_fast.rl import (
     AdaptiveKL,
     AdvantageError,
     PolicyLoss,
+    arguments_of,
     check_correction,
-    clip_cov_tokens,
     compute_advantages,
     correction_weights,
     high_entropy_tokens,
-    kl_cov_tokens,
     kl_estimate,
+    needs_of,
     reward_with_kl,
 )
 
-_SELECTIONS = ("clip-cov", "kl-cov")
 _FIELDS = frozenset(field.name for field in fields(Batch))
 
 
@@ -43,6 +42,7 @@ class Objective:
 
     Attributes:
         advantage: the estimator.
+        needs_greedy: whether the reward of a greedy answer to every prompt is the baseline.
 
     Raises:
         ValueError: an unknown method or option, or a method reads what the run does not have.
@@ -54,12 +54,14 @@ class Objective:
         if self._corrects:
             check_correction(config.rollout_correction, **self._bounds)
         policy_loss = find_function("policy loss", POLICY_LOSSES, config.policy_loss)
+        self.needs_greedy = needs_of(self.advantage).greedy
+        self._selection = needs_of(policy_loss).selection
         self._check_fields(policy_loss, has_critic)
         self._loss = PolicyLoss(
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
-            on_policy=self.on_policy, bypass=config.rollout_correction == "bypass",
+            on_policy=self.on_policy,
         )  # fmt: skip
         self._kl: AdaptiveKL | None = None
         if config.kl_target is not None:
@@ -71,31 +73,31 @@ class Objective:
     # ---- what it needs ------------------------------------------------------------------------------------------
 
     @property
-    def needs_greedy(self) -> bool:
-        """Whether a greedy answer to every prompt is the baseline."""
-        return "baseline_B" in parameter_names(self.advantage)
+    def _reads(self) -> set[str]:
+        """What the methods read before the first optimizer step."""
+        methods = filter(None, (self.advantage, self._selection))
+        return {name for method in methods for name in parameter_names(method)}
 
     @property
     def on_policy(self) -> bool:
-        """Whether the log-probabilities that start the update are needed in its only step alone, which has them itself.
+        """Whether π_old is read in the update's only step alone.
 
-        Its own are theirs, on CPUs to the bit, so a pass for nothing but them is left out.
+        The forward of this step computes π_old itself, on CPUs to the bit, so no pass before the update is needed.
         """
         config = self.config
         read_before = (
             config.rollout_correction != "none"
             or config.mask_truncated  # the metrics are of all samples, the update is not
-            or config.policy_loss in _SELECTIONS
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
-            or "old_logprob_T" in parameter_names(self.advantage)
+            or "old_logprob_T" in self._reads
         )
         return config.epochs * config.mini_batches == 1 and not read_before and not self._statistics
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What is asked of the policy that starts the update.
+        """The outputs to infer with the policy that starts the update.
 
-        Its log-probabilities are not, where those of the update serve (`on_policy`) or the sampler's stand in (bypass).
+        Log-probabilities are left out where the update computes them (`on_policy`) or the sampler's are used (bypass).
         """
         logprob: tuple[Output, ...] = ("logprob",)
         if self.on_policy or self.config.rollout_correction == "bypass":
@@ -104,11 +106,10 @@ class Objective:
 
     @property
     def _statistics(self) -> tuple[Output, ...]:
-        """What else is read of that policy."""
-        reads = parameter_names(self.advantage)
+        """The outputs to infer besides log-probabilities."""
         asked: dict[Output, bool] = {
-            "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in reads,
-            "sum_prob_squared": "sum_prob_squared_T" in reads,
+            "entropy": self.config.high_entropy_share < 1.0 or "entropy_T" in self._reads,
+            "sum_prob_squared": "sum_prob_squared_T" in self._reads,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
@@ -118,28 +119,36 @@ class Objective:
 
     @property
     def _bounds(self) -> dict[str, float]:
-        """Those of the correction that are not to be its own."""
+        """The bounds that the configuration sets; the correction has defaults for the others."""
         bounds = {"low": self.config.correction_low, "high": self.config.correction_high}
         return {name: value for name, value in bounds.items() if value is not None}
 
     def _check_fields(self, policy_loss: Callable[..., Any], has_critic: bool) -> None:
-        """Refuses what a method reads and no batch of this run has by then."""
-        config = self.config
+        """Refuses a method that reads a field which no batch of this run has by then."""
+        missing, later = self._never_made(has_critic), "it is made after the advantages"
+        early = missing | dict.fromkeys(("logprob_T", "loss_weight_T", "selected_T"), later)
+        if not self.needs_greedy:
+            early["baseline_B"] = "declare that greedy answers are sampled for it, @rlft_fast.rl.needs(greedy=True)"
+        made = dict.fromkeys(("advantage_T", "return_T"), later)
+        _check_names("advantage", self.advantage, {*_FIELDS, "gamma", "lam"}, early | made)
+        if self._selection is None:
+            missing["selected_T"] = "declare what chooses these tokens, @rlft_fast.rl.needs(selection=...)"
+        else:
+            _check_names("token selection", self._selection, {*_FIELDS, "seed"}, early)
+        if "sum_prob_squared_T" not in self._reads:
+            missing["sum_prob_squared_T"] = "it is made for an advantage that reads it"
+        bounds = {name for name in ("clip_low", "clip_high") if getattr(self.config, name) is not None}
+        settings = bounds | {"sequence_mean", *self.config.loss_options}
+        _check_names("policy loss", policy_loss, {name for name in _FIELDS if name.endswith("_T")} | settings, missing)
+
+    def _never_made(self, has_critic: bool) -> dict[str, str]:
+        """The fields that this run makes for no method, each with the reason."""
         missing = {"multi_modal_inputs": "rollouts are of text alone"}
         if not has_critic:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
-        if not config.kl_coef:
+        if not self.config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
-        later = ("logprob_T", "advantage_T", "return_T", "loss_weight_T", "selected_T")
-        too_early = dict.fromkeys(later, "it is made after the advantages")
-        _check_names("advantage", self.advantage, {*_FIELDS, "gamma", "lam"}, missing | too_early)
-        if config.policy_loss not in _SELECTIONS:
-            missing["selected_T"] = "it is made for clip-cov and kl-cov alone"
-        if "sum_prob_squared_T" not in parameter_names(self.advantage):
-            missing["sum_prob_squared_T"] = "it is made for an advantage that reads it"
-        bounds = {name for name in ("clip_low", "clip_high") if getattr(config, name) is not None}
-        per_token = {name for name in _FIELDS if name.endswith("_T")}
-        _check_names("policy loss", policy_loss, per_token | bounds | {"sequence_mean", *config.loss_options}, missing)
+        return missing
 
     # ---- what it makes ------------------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class Objective:
 
         Args:
             batch: the whole rollout with the log-probabilities (entropies, values) of the models.
-            seed: of the choice of tokens by clip-cov.
+            seed: of the choice of tokens that the policy loss declares.
 
         Raises:
             ValueError: the batch lacks a field that a method reads.
@@ -163,7 +172,7 @@ class Objective:
             )
         batch = self._with_selection(batch, seed)
         assert batch.advantage_T is not None
-        # A factor on the advantage is one on the policy loss, and leaves entropy bonus, penalty and critic alone.
+        # A policy loss is proportional to |A|: a factor on A scales it, but not the entropy bonus, penalty or critic.
         return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
 
     def _with_rewards(self, batch: Batch) -> Batch:
@@ -175,21 +184,17 @@ class Objective:
             assert batch.ref_logprob_T is not None
             kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, config.kl_estimator)
         reward_T = reward_with_kl(batch.reward_B, kl_T, batch.loss_mask_T, batch.cu_seqlens, self._kl_coef)
-        # From its own parts: a sequence without response tokens has a reward, though no token to carry it.
+        # Not the sum of reward_T: a sequence without response tokens has a reward, but no token that carries it.
         kl_B = segment_sum(kl_T.where(batch.loss_mask_T, 0.0), batch.cu_seqlens)
         reward_B = batch.reward_B - self._kl_coef * kl_B
         return batch.replace(reward_T=reward_T, reward_B=reward_B)
 
     def _with_selection(self, batch: Batch, seed: int) -> Batch:
-        """The tokens that clip-cov and kl-cov treat apart."""
-        if self.config.policy_loss not in _SELECTIONS:
+        """The tokens that the policy loss treats apart."""
+        if self._selection is None:
             return batch
-        assert batch.old_logprob_T is not None
-        assert batch.advantage_T is not None
-        tensors = (batch.old_logprob_T, batch.advantage_T, batch.loss_mask_T)
-        if self.config.policy_loss == "clip-cov":
-            return batch.replace(selected_T=clip_cov_tokens(*tensors, seed=seed))
-        return batch.replace(selected_T=kl_cov_tokens(*tensors))
+        arguments = arguments_of("token selection", self._selection, batch, {"seed": seed})
+        return batch.replace(selected_T=self._selection(**arguments))
 
     def _weights(self, batch: Batch) -> Tensor:
         """(T,) factor on the policy loss of each token."""
@@ -248,7 +253,7 @@ class Objective:
 
 
 def _check_names(what: str, function: Callable[..., Any], known: set[str], missing: dict[str, str]) -> None:
-    """Refuses parameters that are missing, or not known: those without a default, and whatever is named as a tensor."""
+    """Refuses a parameter of a missing field, and an unknown one without a default or with the name of a tensor."""
     required = required_names(function)
     for name in parameter_names(function):
         reads = f"{what} {function_name(function)} reads {name}"

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Prompts, load_prompts
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, Output
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
@@ -30,10 +30,10 @@ from rlft_fast.trainer.experience import (
     leave_out_truncated,
     merge_metrics,
     mini_batches,
+    mismatch,
     penalize_length,
     rollout_metrics,
     rows_with_signal,
-    take_mismatch,
 )
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
@@ -48,7 +48,7 @@ from rlft_fast.world import (
 
 
 class Step(NamedTuple):
-    """What a step was made of, and what it was like."""
+    """The prompts, samples and metrics of a step."""
 
     prompts: Prompts
     samples: list[Sample]
@@ -123,7 +123,7 @@ class PPOTrainer:
         self.seconds: dict[str, float] = {}  # of the current step, by part
 
     def _check_support(self) -> None:
-        """Before the first rollout: the op would refuse a support whose weight rows exceed its workspace after it."""
+        """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
         top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
         if top_k is None:
             return
@@ -176,10 +176,10 @@ class PPOTrainer:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
-        """The prompts of a step and their samples; further ones while too few prompts are left to learn from.
+        """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
-        What length costs is not yet taken from the rewards.
-        Each step has a window of the stream of prompts to itself, so which ones it takes is a function of the step.
+        The penalties on length are not yet in the rewards. Each step has its own window of the stream of prompts, so
+        its prompts are a function of the step.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
         rows: list[int] = []
@@ -256,7 +256,7 @@ class PPOTrainer:
         inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
         old_logprob_T = None if self.objective.on_policy else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
-            old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
+            logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
             sum_prob_squared_T=inferred.get("sum_prob_squared"),
         )  # fmt: skip
         if self.config.algorithm.kl_coef:
@@ -272,7 +272,7 @@ class PPOTrainer:
             return self.actor.infer(batch, ("logprob",))["logprob"]
 
     def _with_advantages(self, batch: Batch, seed: int) -> Batch:
-        """What the objective makes of the batch, on all ranks or none: nobody updates beside a rank that gave up."""
+        """The batch with advantages; a failure on one rank is raised on all, so that no rank updates alone."""
         failure: AdvantageError | None = None
         try:
             batch = self.objective.prepare(batch, seed)
@@ -290,13 +290,22 @@ class PPOTrainer:
             with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
         with self.actor.train_mode():
-            steps = [self._actor_step(mini_batch) for mini_batch in cut()]
-        mismatch = take_mismatch(steps)  # and out of what is merged
-        return metrics | mismatch | merge_metrics(steps)
+            return metrics | self._actor_steps(cut())
 
-    def _actor_step(self, mini_batch: Batch) -> dict[str, float]:
-        metrics = self.actor.train_step(mini_batch, self.objective.policy_loss)
-        return metrics | self.objective.after_optimizer_step(metrics)
+    def _actor_steps(self, cut: list[Batch]) -> dict[str, float]:
+        """Metrics of the policy's optimizer steps, and the mismatch where no pass before them gave log-probabilities.
+
+        The forward of the first step then gives them: in later steps the policy is no longer the one that sampled.
+        """
+        steps: list[dict[str, float]] = []
+        found: dict[str, float] = {}
+        for mini_batch in cut:
+            outputs: dict[Output, Tensor] | None = None if steps or mini_batch.logprob_T is not None else {}
+            metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=outputs)
+            steps.append(metrics | self.objective.after_optimizer_step(metrics))
+            if outputs:
+                found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"]))
+        return found | merge_metrics(steps)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
         assert self.critic is not None
@@ -307,7 +316,7 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        """The first of the step's seeds, of which every attempt of every rank takes one."""
+        """The first seed of a step; each attempt of each rank adds its own number to it."""
         num_seeds = (1 + self.config.algorithm.max_refills) * get_world_size()
         return (self.config.seed * 1_000_003 + step) * max(num_seeds, 1_009) % 2**63
 
@@ -343,7 +352,7 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
 
 
 def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
-    """Before an embedding is asked for a row that it does not have, which ends a GPU's process without saying why."""
+    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
     num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
     highest = max(max(ids) for prompts in given if prompts is not None for ids in prompts.token_ids)
     if highest >= num_rows:
@@ -354,7 +363,7 @@ def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
 
 
 def _check_finite(key: str, engine: FSDPEngine) -> None:
-    """Before a run of which nothing could be saved."""
+    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
     if bad := engine.non_finite_weights():
         raise ValueError(
             f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"

@@ -169,10 +169,10 @@ def test_dataset_folder_equals_jsonl(tmp_path, tokenizer):
 
 def test_reasoning_gym_task(tokenizer):
     config = DataConfig(task="chain_sum", task_size=3, task_options={"max_terms": 2}, chat=False)
-    prompts = load_prompts(config, tokenizer, max_tokens=200)
+    prompts = load_prompts(config, tokenizer, max_prompt_tokens=200)
     assert len(prompts) == 3
     assert prompts.texts == [entry["question"] for entry in prompts.columns["entry"]]
-    assert prompts == load_prompts(config, tokenizer, max_tokens=200)
+    assert prompts == load_prompts(config, tokenizer, max_prompt_tokens=200)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -256,4 +256,4 @@ def test_unusable_dataset_folders(tmp_path, tokenizer):
 )
 def test_unusable_tasks(task, options, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        load_prompts(DataConfig(task=task, task_options=options), tokenizer, max_tokens=64)
+        load_prompts(DataConfig(task=task, task_options=options), tokenizer, max_prompt_tokens=64)

@@ -33,7 +33,7 @@ def seen_tokens(batch: Batch, position: int) -> list[int]:
 def test_every_active_position_sees_the_same_tokens(batch):
     layout = share_prompts(batch)
     token_U = batch.input_ids_T[layout.token_index_U]
-    key_K = torch.arange(len(token_U)) if layout.key_index_K is None else layout.key_index_K
+    key_K = torch.arange(len(token_U)) if layout.key_index_M is None else layout.key_index_M
     seen: dict[int, list[int]] = {}
     for (begin, end), (first, last) in zip(
         pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
@@ -67,13 +67,13 @@ def test_a_group_runs_its_prompt_once_and_drops_last_tokens():
     assert batch.input_ids_T[layout.token_index_U].tolist() == [1, 2, 3, 4, 8, 9, 7, 5]
     assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
     assert layout.cu_seqlens_k.tolist() == [0, 3, 7, 12, 14]
-    assert layout.key_index_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7]
+    assert layout.key_index_M.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7]
     assert layout.row_T[batch.active_index_T].tolist() == [2, 3, 2, 2, 4, 5, 6, 7]
 
 
 def test_different_prompts_need_no_keys_of_their_own():
     layout = share_prompts(Batch.from_samples([[1], [2]], [[3, 3], [3]]))
-    assert layout.key_index_K is None
+    assert layout.key_index_M is None
     assert torch.equal(layout.cu_seqlens_q, layout.cu_seqlens_k)
 
 
@@ -81,7 +81,7 @@ def test_images_make_equal_tokens_different_prompts():
     samples = ([[1, 2]] * 2, [[3]] * 2)
     inputs = {"size": [torch.ones(1)] * 2, "pixels": [torch.zeros(1), torch.ones(1)]}
     batch = Batch.from_samples(*samples, multi_modal_inputs=inputs)
-    assert share_prompts(batch).key_index_K is None
+    assert share_prompts(batch).key_index_M is None
     assert len(share_prompts(batch).token_index_U) == 4
 
 

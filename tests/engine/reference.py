@@ -117,11 +117,11 @@ class FailsLate(PolicyLoss):
     call: int
     calls: list[int] = field(default_factory=list)
 
-    def per_token(self, *args):
+    def per_token(self, fields):
         self.calls.append(1)
         if len(self.calls) == self.call:
             raise RuntimeError("out of memory")
-        return super().per_token(*args)
+        return super().per_token(fields)
 
 
 def value_loss(aggregation: str = "token-mean") -> ValueLoss:

@@ -155,8 +155,11 @@ def test_first_step_is_exactly_on_policy(tiny_model, tmp_path, no_process_group,
     path = save_tiny_model("qwen2-tied", tmp_path, attention_dropout=0.5)
     engine = make_engine(path, max_tokens=48, dtype=dtype, temperature=0.7)
     batch = random_batch()
-    batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
-    metrics = engine.train_step(batch, PolicyLoss())
+    inferred, outputs = engine.infer(batch, ("logprob", "entropy")), {}
+    batch = batch.replace(old_logprob_T=inferred["logprob"])
+    metrics = engine.train_step(batch, PolicyLoss(), outputs=outputs)
+    assert torch.equal(outputs["logprob"], inferred["logprob"])
+    torch.testing.assert_close(outputs["entropy"], inferred["entropy"])
     assert metrics["ratio_max"] == 1.0
     assert metrics["approx_kl"] == 0.0
     assert metrics["clip_share"] == 0.0

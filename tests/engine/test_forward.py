@@ -48,13 +48,13 @@ def test_a_change_of_meta_shows_nowhere_else():
 def test_inputs_and_outputs_are_at_the_active_positions(tiny_model):
     batch, backbone = random_batch(), load_policy(tiny_model("llama")).backbone
     inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
-    assert torch.equal(inputs.output_index, batch.active_index_T)
-    assert torch.equal(inputs.target, batch.input_ids_T[batch.active_index_T + 1])
+    assert torch.equal(inputs.output_index_A, batch.active_index_T)
+    assert torch.equal(inputs.target_A, batch.input_ids_T[batch.active_index_T + 1])
     # What a row holds is the token of the position that its output belongs to.
-    assert torch.equal(inputs.input_ids[0, inputs.active_index], batch.input_ids_T[inputs.output_index])
-    assert torch.equal(inputs.position_ids[0, inputs.active_index], batch.position_ids_T[inputs.output_index])
-    values = torch.arange(1.0, len(inputs.target) + 1)
-    outputs = prepare_model_outputs(values, batch, inputs.output_index)
+    assert torch.equal(inputs.input_ids_U[inputs.active_index_A], batch.input_ids_T[inputs.output_index_A])
+    assert torch.equal(inputs.position_ids_U[inputs.active_index_A], batch.position_ids_T[inputs.output_index_A])
+    values = torch.arange(1.0, len(inputs.target_A) + 1)
+    outputs = prepare_model_outputs(values, batch, inputs.output_index_A)
     assert torch.equal(outputs[batch.loss_mask_T], values)
     assert not outputs[~batch.loss_mask_T].any()
 
@@ -72,9 +72,9 @@ def test_a_micro_batch_without_an_active_position_is_one_row(tiny_model, num_seq
     batch, backbone = random_batch(num_sequences), load_policy(tiny_model("llama")).backbone
     batch = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
     inputs = prepare_model_inputs(batch, CPU, backbone=backbone)
-    assert inputs.input_ids.tolist() == inputs.position_ids.tolist() == [[0]]
+    assert inputs.input_ids_U.tolist() == inputs.position_ids_U.tolist() == [0]
     assert inputs.cu_seqlens_q.tolist() == inputs.cu_seqlens_k.tolist() == [0, 1]
-    assert (inputs.max_seqlen_q, inputs.max_seqlen_k, len(inputs.target)) == (1, 1, 0)
+    assert (inputs.max_seqlen_q, inputs.max_seqlen_k, len(inputs.target_A)) == (1, 1, 0)
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ def test_positions_and_features_are_those_of_each_sequence_alone(tiny_model):
         grid = batch.multi_modal_inputs["image_grid_thw"][b]
         positions, _ = backbone.get_rope_index(ids[None], mm_token_type_ids=is_image[None], image_grid_thw=grid)
         rows = layout.row_T[start : start + length]
-        assert torch.equal(inputs.position_ids[:, 0, rows[rows >= 0]], positions[:, 0, rows >= 0])
+        assert torch.equal(inputs.position_ids_U[:, rows[rows >= 0]], positions[:, 0, rows >= 0])
         image_rows = rows[is_image.bool()]
-        num_rows = inputs.input_ids.shape[1]
-        features = inputs.images.source_index[image_rows] - num_rows
+        num_rows = len(inputs.input_ids_U)
+        features = inputs.images.source_index_U[image_rows] - num_rows
         assert torch.equal(features, merged + torch.arange(len(image_rows)))
         merged += len(image_rows)
     assert inputs.images.pixel_values.shape[0] == 4 * merged
@@ -117,8 +117,8 @@ def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):
     ids[batch.active_index_T[0] + 1] = backbone.config.image_token_id
     check_batch(batch.replace(input_ids_T=ids), backbone)
     after = prepare_model_inputs(batch.replace(input_ids_T=ids), CPU, backbone=backbone)
-    assert torch.equal(after.images.source_index, before.images.source_index)
-    assert torch.equal(after.position_ids, before.position_ids)
+    assert torch.equal(after.images.source_index_U, before.images.source_index_U)
+    assert torch.equal(after.position_ids_U, before.position_ids_U)
 
 
 def test_samples_of_a_prompt_share_its_images(tiny_model):
@@ -134,7 +134,7 @@ def test_samples_of_a_prompt_share_its_images(tiny_model):
         gradient = torch.autograd.grad(logprob.square().sum(), model.backbone.visual.parameters())
         found.append((inputs, logprob, *gradient))
     (shared, *actual), (repeated, *expected) = found
-    assert shared.input_ids.shape[1] < repeated.input_ids.shape[1]
+    assert len(shared.input_ids_U) < len(repeated.input_ids_U)
     assert shared.images.pixel_values.shape[0] == 8 + 56 + 8
     assert repeated.images.pixel_values.shape[0] == 2 * (8 + 56 + 8)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -62,11 +62,13 @@ class LogisticLoss:
     aggregation, max_response_tokens = "token-mean", None
     fields, needs_sequences = ("reward_T", "loss_weight_T"), False
 
-    def per_token(self, score_T, right_T, loss_weight_T):
-        return loss_weight_T * binary_cross_entropy_with_logits(score_T, right_T, reduction="none")
+    def per_token(self, fields):
+        loss_T = binary_cross_entropy_with_logits(fields["score_T"], fields["reward_T"], reduction="none")
+        return fields["loss_weight_T"] * loss_T
 
-    def metrics(self, score_T, right_T, loss_weight_T):
-        return {"accuracy": (loss_weight_T * ((score_T > 0) == (right_T > 0))).sum()}
+    def metrics(self, fields):
+        is_right_T = (fields["score_T"] > 0) == (fields["reward_T"] > 0)
+        return {"accuracy": (fields["loss_weight_T"] * is_right_T).sum()}
 
 
 def labelled_batch() -> Batch:

@@ -67,9 +67,9 @@ def packed_logprobs(policy: PolicyModel, parts: list[Tensor], target: Tensor) ->
     boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     everything = torch.arange(sum(LENGTHS))
     return policy(ModelInputs(
-        input_ids=torch.cat(parts, 1), position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        input_ids_U=torch.cat(parts, 1)[0], position_ids_U=torch.cat([torch.arange(n) for n in LENGTHS]),
         cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS),
-        key_index=None, active_index=everything, target=target, output_index=everything,
+        key_index_M=None, active_index_A=everything, target_A=target, output_index_A=everything,
     )).logprob  # fmt: skip
 
 

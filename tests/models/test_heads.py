@@ -42,16 +42,16 @@ def packed(lengths: list[int], active: list[int]) -> ModelInputs:
     total = sum(lengths)
     boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return ModelInputs(
-        input_ids=torch.randint(0, 67, (1, total), generator=generator),
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        input_ids_U=torch.randint(0, 67, (total,), generator=generator),
+        position_ids_U=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens_q=boundaries,
         cu_seqlens_k=boundaries,
         max_seqlen_q=max(lengths),
         max_seqlen_k=max(lengths),
-        key_index=None,
-        active_index=torch.tensor(active, dtype=torch.int64),
-        target=torch.randint(0, 67, (len(active),), generator=generator),
-        output_index=torch.tensor(active, dtype=torch.int64),
+        key_index_M=None,
+        active_index_A=torch.tensor(active, dtype=torch.int64),
+        target_A=torch.randint(0, 67, (len(active),), generator=generator),
+        output_index_A=torch.tensor(active, dtype=torch.int64),
     )
 
 
@@ -59,7 +59,7 @@ def plain_logits(model: PreTrainedModel, inputs: ModelInputs, lengths: list[int]
     """(T, V) logits of the whole model, transforms included, one sequence after the other."""
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        rows = [model(input_ids=part).logits[0] for part in inputs.input_ids.split(lengths, dim=1)]
+        rows = [model(input_ids=part).logits[0] for part in inputs.input_ids_U[None].split(lengths, dim=1)]
     model.set_attn_implementation(PACKED_ATTENTION)
     return torch.cat(rows)
 
@@ -84,7 +84,7 @@ def test_logit_transforms_of_the_model_are_applied(model_class, config):
     with torch.no_grad():
         result = policy(inputs, temperature=0.8, return_entropy=True)
     log_softmax_TV = torch.log_softmax(logits_TV / 0.8, -1)
-    wanted = log_softmax_TV.gather(1, inputs.target[:, None]).squeeze(1)
+    wanted = log_softmax_TV.gather(1, inputs.target_A[:, None]).squeeze(1)
     torch.testing.assert_close(result.logprob, wanted, rtol=0, atol=1e-5)
     entropy = -(log_softmax_TV.exp() * log_softmax_TV).sum(-1)
     torch.testing.assert_close(result.entropy, entropy, rtol=0, atol=1e-5)
@@ -245,7 +245,7 @@ def test_policy_without_targets_is_the_plain_model(tiny_model, name):
     policy = load_policy(tiny_model(name))
     logits = plain_logits(policy.model, inputs, [9])
     plain = MODELS[name][0].from_pretrained(tiny_model(name))
-    assert torch.equal(logits, plain(input_ids=inputs.input_ids).logits[0])
+    assert torch.equal(logits, plain(input_ids=inputs.input_ids_U[None]).logits[0])
 
 
 def test_no_active_position():
@@ -312,7 +312,9 @@ def test_critic_starts_at_zero_and_values_are_linear_in_its_head():
     torch.nn.init.normal_(critic.head.weight)
     torch.nn.init.constant_(critic.head.bias, 0.5)
     backbone.set_attn_implementation("sdpa")
-    hidden = torch.cat([backbone(input_ids=part).last_hidden_state[0] for part in inputs.input_ids.split([4, 7], 1)])
+    hidden = torch.cat(
+        [backbone(input_ids=part).last_hidden_state[0] for part in inputs.input_ids_U[None].split([4, 7], 1)]
+    )
     backbone.set_attn_implementation(PACKED_ATTENTION)
     wanted = hidden[[1, 2, 5, 9]] @ critic.head.weight[0] + 0.5
     torch.testing.assert_close(critic(inputs), wanted, rtol=0, atol=1e-5)

@@ -10,8 +10,6 @@ from rlft_fast.rl import (
     ValueLoss,
     explained_variance,
     loss_weights,
-    mismatch_from_sums,
-    mismatch_metrics,
 )
 
 LENGTHS = [5, 1, 7, 4, 3]
@@ -50,8 +48,10 @@ def weights(batch: dict[str, Tensor], mode: str) -> Tensor:
     return loss_weights(batch["loss_mask_T"], batch["cu_seqlens"], mode).double()
 
 
-def arguments(loss: PolicyLoss | ValueLoss, batch: dict[str, Tensor]) -> list[Tensor]:
-    return [batch[name] for name in loss.fields]
+def named(logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor) -> dict[str, Tensor]:
+    return {
+        "logprob_T": logprob_T, "old_logprob_T": old_logprob_T, "advantage_T": advantage_T, "loss_weight_T": weight_T
+    }  # fmt: skip
 
 
 # Ratio 2 and 1/2 with bounds [0.8, 1.3]: followed where the advantage pulls back, held where it pulls further away.
@@ -69,7 +69,8 @@ def arguments(loss: PolicyLoss | ValueLoss, batch: dict[str, Tensor]) -> list[Te
 def test_clip_by_hand(ratio, advantage, expected, gradient):
     logprob_T = torch.tensor([math.log(ratio) - 1], dtype=torch.float64, requires_grad=True)
     old_logprob_T, advantage_T, weight_T = torch.tensor([[-1.0], [advantage], [1.0]], dtype=torch.float64)
-    loss_T = PolicyLoss(clip_low=0.2, clip_high=0.3).per_token(logprob_T, None, old_logprob_T, advantage_T, weight_T)
+    fields = named(logprob_T, old_logprob_T, advantage_T, weight_T)
+    loss_T = PolicyLoss(clip_low=0.2, clip_high=0.3).per_token(fields)
     loss_T.sum().backward()
     assert loss_T.item() == pytest.approx(expected)
     assert logprob_T.grad.item() == pytest.approx(gradient)
@@ -92,21 +93,20 @@ def test_policy_loss_matches_a_loop_over_sequences(mode):
     means = [sum(losses) / len(losses) for losses in token_losses if losses]
     expected = sum(flat) / len(flat) if mode == "token-mean" else sum(means) / len(means)
     batch["loss_weight_T"] = weights(batch, mode)
-    loss_T = ALL_TERMS.per_token(batch["logprob_T"], batch["entropy_T"], *arguments(ALL_TERMS, batch))
+    loss_T = ALL_TERMS.per_token(batch)
     assert loss_T.sum().item() == pytest.approx(expected, rel=1e-6)
 
 
 def gradient_in_parts(loss, batch: dict[str, Tensor], parts: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
     """Gradient with respect to the model's output, one backward per micro-batch of whole sequences."""
-    output = "value_T" if isinstance(loss, ValueLoss) else "logprob_T"
-    leaf_T = (batch[output] + 0.3).requires_grad_()
+    output = "new_value_T" if isinstance(loss, ValueLoss) else "logprob_T"
+    leaf_T = (batch[output.removeprefix("new_")] + 0.3).requires_grad_()
     sums: dict[str, float] = {}
     for part in parts:
         index = torch.cat([torch.arange(*batch["cu_seqlens"][b : b + 2].tolist()) for b in part])
-        outputs = [leaf_T[index]] if isinstance(loss, ValueLoss) else [leaf_T[index], batch["entropy_T"][index]]
-        fields = [batch[name][index] for name in loss.fields]
-        loss.per_token(*outputs, *fields).sum().backward()
-        for name, value in loss.metrics(*outputs, *fields).items():
+        fields = {name: batch[name][index] for name in ("entropy_T", *loss.fields)} | {output: leaf_T[index]}
+        loss.per_token(fields).sum().backward()
+        for name, value in loss.metrics(fields).items():
             combine = max if name.endswith("_max") else float.__add__
             sums[name] = combine(sums.get(name, 0.0), value.item())
     return leaf_T.grad, sums
@@ -129,41 +129,25 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(mode, loss, parts):
 def test_ratio_is_exactly_one_on_policy():
     logprob_T = torch.randn(100, generator=torch.Generator().manual_seed(4)) * 20
     advantage_T, weight_T = torch.full((100,), 0.3), torch.full((100,), 0.01)
-    metrics = PolicyLoss().metrics(logprob_T, None, logprob_T.clone(), advantage_T, weight_T)
+    fields = named(logprob_T, logprob_T.clone(), advantage_T, weight_T)
+    metrics = PolicyLoss().metrics(fields)
     assert metrics["ratio_max"].item() == 1.0
     assert metrics["approx_kl"].item() == 0.0
     assert metrics["clip_share"].item() == 0.0
-    loss_T = PolicyLoss().per_token(logprob_T, None, logprob_T.clone(), advantage_T, weight_T)
+    loss_T = PolicyLoss().per_token(fields)
     assert torch.equal(loss_T, -weight_T * advantage_T)
 
 
 def test_on_policy_the_old_policy_is_the_new_one():
-    """Loss, gradient and metrics as with its own log-probabilities for the old ones; and how far the sampler is."""
+    """Loss, gradient and metrics as with its own log-probabilities for the old ones."""
     batch = policy_batch()
-    batch["rollout_logprob_T"] = batch["old_logprob_T"]
     batch["loss_weight_T"] = weights(batch, "sequence-mean")
     terms = {"entropy_coef": 0.02, "kl_coef": 0.05, "kl_estimator": "unbiased"}
     gradient, metrics = gradient_in_parts(PolicyLoss(on_policy=True, **terms), batch, [[4, 1], [2], [3, 0]])
     batch["old_logprob_T"] = batch["logprob_T"] + 0.3  # which is where gradients are taken
     expected_gradient, expected = gradient_in_parts(PolicyLoss(**terms), batch, [[4, 1], [2], [3, 0]])
     assert torch.equal(gradient, expected_gradient)
-    sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
     assert metrics == expected
-    tensors = (batch["old_logprob_T"], batch["rollout_logprob_T"], batch["loss_mask_T"])
-    assert mismatch_from_sums(sums) == pytest.approx(mismatch_metrics(*tensors), rel=1e-12)
-    assert sums["mismatch_max"] > 0.3
-
-
-def test_bypass_tells_how_far_the_sampler_is():
-    """It is the old policy, and the current one has made no step."""
-    batch = policy_batch()
-    batch["loss_weight_T"] = weights(batch, "sequence-mean")
-    _, metrics = gradient_in_parts(PolicyLoss(bypass=True), batch, [[4, 1], [2], [3, 0]])
-    sums = {name: metrics.pop(name) for name in [*metrics] if name.startswith("mismatch_")}
-    assert metrics == gradient_in_parts(PolicyLoss(), batch, [[4, 1], [2], [3, 0]])[1]
-    tensors = (batch["logprob_T"] + 0.3, batch["old_logprob_T"], batch["loss_mask_T"])  # where gradients are taken
-    assert mismatch_from_sums(sums) == pytest.approx(mismatch_metrics(*tensors), rel=1e-12)
-    assert sums["mismatch_max"] > 0.1
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
@@ -187,9 +171,8 @@ def test_tokens_of_weight_zero_contribute_nothing(garbage):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_far_ratio_stays_finite_in_fp32(log_ratio, advantage):
     logprob_T = torch.zeros(1, requires_grad=True)
-    loss_T = PolicyLoss().per_token(
-        logprob_T, None, torch.tensor([-log_ratio]), torch.tensor([advantage]), torch.ones(1)
-    )
+    fields = named(logprob_T, torch.tensor([-log_ratio]), torch.tensor([advantage]), torch.ones(1))
+    loss_T = PolicyLoss().per_token(fields)
     loss_T.sum().backward()
     assert loss_T.isfinite().all()
     assert logprob_T.grad.isfinite().all()
@@ -202,9 +185,9 @@ def test_policy_metrics_by_hand():
     advantage_T = torch.tensor([1.0, 1.0, -1.0, -3.0, 5.0], dtype=torch.float64)
     weight_T = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
     entropy_T, ref_logprob_T = torch.arange(5.0).double(), old_logprob_T + ratio_T.log() - 1.0
-    metrics = PolicyLoss(kl_coef=0.1, kl_estimator="k1").metrics(
-        old_logprob_T + ratio_T.log(), entropy_T, old_logprob_T, advantage_T, weight_T, ref_logprob_T
-    )
+    fields = named(old_logprob_T + ratio_T.log(), old_logprob_T, advantage_T, weight_T)
+    fields |= {"entropy_T": entropy_T, "ref_logprob_T": ref_logprob_T}
+    metrics = PolicyLoss(kl_coef=0.1, kl_estimator="k1").metrics(fields)
     ln2 = math.log(2)
     expected = {
         "policy_loss": 0.1 * -1.2 + 0.2 * -0.5 + 0.3 * 2.0 + 0.15 * 2.4 + 0.25 * -5.0,
@@ -223,14 +206,15 @@ def test_policy_metrics_by_hand():
 def test_ratio_max_is_over_active_tokens():
     # Both active ratios are below 1, the ratio of what a zeroed token would show.
     logprob_T, weight_T = torch.tensor([0.5, 0.25, 3.0]).log(), torch.tensor([0.5, 0.5, 0.0])
-    metrics = PolicyLoss().metrics(logprob_T, None, torch.zeros(3), torch.ones(3), weight_T)
+    metrics = PolicyLoss().metrics(named(logprob_T, torch.zeros(3), torch.ones(3), weight_T))
     assert metrics["ratio_max"].item() == pytest.approx(0.5)
 
 
 def test_metrics_have_no_gradient_and_no_optional_keys():
     batch = policy_batch()
     batch["loss_weight_T"] = weights(batch, "token-mean")
-    metrics = PolicyLoss().metrics(batch["logprob_T"].requires_grad_(), None, *arguments(PolicyLoss(), batch))
+    batch["logprob_T"].requires_grad_()
+    metrics = PolicyLoss().metrics({name: batch[name] for name in ("logprob_T", *PolicyLoss().fields)})
     assert not any(value.requires_grad for value in metrics.values())
     assert {"entropy", "ref_kl"}.isdisjoint(metrics)
 
@@ -238,10 +222,10 @@ def test_metrics_have_no_gradient_and_no_optional_keys():
 @pytest.mark.parametrize("loss", [ALL_TERMS, ValueLoss()], ids=["policy", "value"])
 def test_empty_micro_batch(loss):
     empty = torch.zeros(0, requires_grad=True)
-    tensors = [empty] * (len(loss.fields) + (1 if isinstance(loss, ValueLoss) else 2))
-    loss.per_token(*tensors).sum().backward()
+    fields = dict.fromkeys(("logprob_T", "entropy_T", "new_value_T", *loss.fields), empty)
+    loss.per_token(fields).sum().backward()
     assert torch.equal(empty.grad, torch.zeros(0))
-    assert all(value.item() == 0.0 for value in loss.metrics(*tensors).values())
+    assert all(value.item() == 0.0 for value in loss.metrics(fields).values())
 
 
 # Every option, away from its default: an option that nothing reads would leave the loss as it was.
@@ -261,7 +245,7 @@ def test_every_policy_option_changes_the_loss(option):
     for loss in (PolicyLoss(), PolicyLoss(**option)):
         batch = policy_batch()
         batch["loss_weight_T"] = weights(batch, loss.aggregation)
-        totals.append(loss.per_token(batch["logprob_T"], batch["entropy_T"], *arguments(loss, batch)).sum().item())
+        totals.append(loss.per_token(batch).sum().item())
     assert totals[0] != pytest.approx(totals[1], rel=1e-6)
 
 
@@ -269,16 +253,14 @@ def test_every_kl_estimator_gives_another_loss():
     batch = policy_batch()
     batch["loss_weight_T"] = weights(batch, "token-mean")
     losses = [PolicyLoss(kl_coef=1.0, kl_estimator=kind) for kind in ("k1", "k2", "k3", "unbiased")]
-    totals = {
-        round(loss.per_token(batch["logprob_T"], None, *arguments(loss, batch)).sum().item(), 9) for loss in losses
-    }
+    totals = {round(loss.per_token(batch).sum().item(), 9) for loss in losses}
     assert len(totals) == 4
 
 
 def test_fields_name_the_reference_only_when_it_is_used():
     assert PolicyLoss().fields == ("old_logprob_T", "advantage_T", "loss_weight_T")
     assert ALL_TERMS.fields == ("old_logprob_T", "advantage_T", "loss_weight_T", "ref_logprob_T")
-    assert PolicyLoss(on_policy=True).fields == ("rollout_logprob_T", "advantage_T", "loss_weight_T")
+    assert PolicyLoss(on_policy=True).fields == ("advantage_T", "loss_weight_T")
 
 
 # Old value 1, clip 1/2, return 0. Moved to 2: held at 1.5, the larger error is the unclipped 2. Moved to 0.2: held at
@@ -288,20 +270,23 @@ def test_fields_name_the_reference_only_when_it_is_used():
 )
 def test_value_loss_by_hand(new_value, expected, gradient, clip_share):
     new_value_T = torch.tensor([new_value], dtype=torch.float64, requires_grad=True)
-    old_value_T, return_T, weight_T = torch.tensor([[1.0], [0.0], [1.0]], dtype=torch.float64)
+    value_T, return_T, weight_T = torch.tensor([[1.0], [0.0], [1.0]], dtype=torch.float64)
+    fields = {"new_value_T": new_value_T, "value_T": value_T, "return_T": return_T, "loss_weight_T": weight_T}
     loss = ValueLoss(clip=0.5)
-    loss_T = loss.per_token(new_value_T, old_value_T, return_T, weight_T)
+    loss_T = loss.per_token(fields)
     loss_T.sum().backward()
     assert loss_T.item() == pytest.approx(expected)
     assert new_value_T.grad.item() == pytest.approx(gradient)
-    metrics = loss.metrics(new_value_T, old_value_T, return_T, weight_T)
+    metrics = loss.metrics(fields)
     assert metrics["value_loss"].item() == pytest.approx(expected)
     assert metrics["value_clip_share"].item() == clip_share
 
 
 def test_value_loss_with_infinite_clip_is_half_the_squared_error():
-    new_value_T, old_value_T, return_T = torch.randn(3, 20, generator=torch.Generator().manual_seed(5)) * 10
-    loss_T = ValueLoss(clip=torch.inf).per_token(new_value_T, old_value_T, return_T, torch.ones(20))
+    new_value_T, value_T, return_T = torch.randn(3, 20, generator=torch.Generator().manual_seed(5)) * 10
+    loss_T = ValueLoss(clip=torch.inf).per_token(
+        {"new_value_T": new_value_T, "value_T": value_T, "return_T": return_T, "loss_weight_T": torch.ones(20)}
+    )
     torch.testing.assert_close(loss_T, 0.5 * (new_value_T - return_T) ** 2)
 
 
@@ -311,11 +296,12 @@ def test_explained_variance():
     active_T = batch["loss_mask_T"]
     value_T, return_T = batch["value_T"], batch["return_T"]
     expected = 1 - (return_T - value_T)[active_T].var() / return_T[active_T].var()
-    result = explained_variance(ValueLoss().metrics(value_T, *arguments(ValueLoss(), batch)))
+    result = explained_variance(ValueLoss().metrics({"new_value_T": value_T} | batch))
     assert result.item() == pytest.approx(expected.item(), rel=1e-5)
     for constant in (1.0, 0.3):  # the float32 moments of the second leave a variance of 1e-8
         constant_T = torch.full((7,), constant)
-        metrics = ValueLoss().metrics(torch.zeros(7), torch.zeros(7), constant_T, torch.full((7,), 1 / 7))
+        fields = dict.fromkeys(("new_value_T", "value_T"), torch.zeros(7)) | {"return_T": constant_T}
+        metrics = ValueLoss().metrics(fields | {"loss_weight_T": torch.full((7,), 1 / 7)})
         assert explained_variance(metrics).isnan()
 
 
@@ -344,12 +330,12 @@ def test_bad_value_options_are_refused():
 
 
 def test_missing_and_misshapen_tensors_are_refused():
-    ones_T = torch.ones(3)
-    with pytest.raises(ValueError, match="entropy_T is None"):
-        PolicyLoss(entropy_coef=0.1).per_token(ones_T, None, ones_T, ones_T, ones_T)
-    with pytest.raises(ValueError, match="ref_logprob_T is None"):
-        PolicyLoss(kl_coef=0.1).per_token(ones_T, None, ones_T, ones_T, ones_T)
+    fields = dict.fromkeys(("logprob_T", *PolicyLoss().fields, "new_value_T", *ValueLoss().fields), torch.ones(3))
+    with pytest.raises(ValueError, match="the loss reads entropy_T, which is not among its fields: logprob_T, "):
+        PolicyLoss(entropy_coef=0.1).per_token(fields)
+    with pytest.raises(ValueError, match="the loss reads ref_logprob_T, which is not among its fields"):
+        PolicyLoss(kl_coef=0.1).per_token(fields)
     with pytest.raises(ValueError, match=r"advantage_T has shape \(3, 1\), expected \(3,\)"):
-        PolicyLoss().per_token(ones_T, None, ones_T, torch.ones(3, 1), ones_T)
+        PolicyLoss().per_token(fields | {"advantage_T": torch.ones(3, 1)})
     with pytest.raises(ValueError, match=r"return_T has shape \(1,\), expected \(3,\)"):
-        ValueLoss().per_token(ones_T, ones_T, torch.ones(1), ones_T)
+        ValueLoss().per_token(fields | {"return_T": torch.ones(1)})

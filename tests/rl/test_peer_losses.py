@@ -57,7 +57,7 @@ class Policies:
         fields = more | {
             "old_logprob_T": rollout.pack(self.old), "ref_logprob_T": rollout.pack(self.ref),
             "advantage_T": rollout.pack(self.advantage) * (1.0 if factor is None else factor),
-            "loss_weight_T": weight_T.double(),
+            "loss_weight_T": weight_T.double(), "entropy_T": rollout.pack(self.entropy),
         }  # fmt: skip
         length_B = segment_sum(rollout.mask_T, rollout.cu_seqlens).clamp(min=1)
 
@@ -66,10 +66,9 @@ class Policies:
             return segment_expand(mean_B, rollout.cu_seqlens, num_tokens=len(values_T))
 
         whole = {"sequence_mean": sequence_mean} if loss.needs_sequences else {}
-        arguments = (rollout.pack(self.entropy), *(fields[name] for name in loss.fields))
         scale = loss_scale(rollout.mask_T, rollout.cu_seqlens, loss.aggregation, loss.max_response_tokens)
         return value_and_gradient(
-            lambda new: scale * loss.per_token(rollout.pack(new), *arguments, **whole).sum(), self.new
+            lambda new: scale * loss.per_token({"logprob_T": rollout.pack(new)} | fields, **whole).sum(), self.new
         )
 
     def verl(self, name: str, mode: str, *, factor: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -138,8 +137,11 @@ def test_the_share_of_clipped_tokens_is_that_of_verl(name, options, seed):
         policies.old, policies.new, policies.advantage, policies.rollout.mask, "token-mean", config
     )
     weight_T = loss_weights(policies.rollout.mask_T, policies.rollout.cu_seqlens, "token-mean").double()
-    tensors = (pack(policies.new), None, pack(policies.old), pack(policies.advantage), weight_T)
-    share = PolicyLoss(loss=name, options=options, **BOUNDS).metrics(*tensors)["clip_share"].item()
+    fields = {
+        "logprob_T": pack(policies.new), "old_logprob_T": pack(policies.old), "advantage_T": pack(policies.advantage),
+        "loss_weight_T": weight_T,
+    }  # fmt: skip
+    share = PolicyLoss(loss=name, options=options, **BOUNDS).metrics(fields)["clip_share"].item()
     beyond = theirs["actor/pg_clipfrac_lower"] if name == "dual-clip" else 0.0
     assert share == pytest.approx(theirs["actor/pg_clipfrac"] + beyond)
     assert theirs["actor/pg_clipfrac_lower"] > 0

@@ -245,8 +245,8 @@ def test_value_loss_is_that_of_verl_and_openrlhf(mode, seed):
     loss = ValueLoss(clip=0.3, aggregation=mode, max_response_tokens=most)
     scale = loss_scale(rollout.mask_T, rollout.cu_seqlens, mode, most)
     weight_T = loss_weights(rollout.mask_T, rollout.cu_seqlens, mode).double() * scale
-    fields_T = rollout.pack(old), rollout.pack(returns), weight_T
-    value, gradient = value_and_gradient(lambda x: loss.per_token(rollout.pack(x), *fields_T).sum(), new)
+    fields = {"value_T": rollout.pack(old), "return_T": rollout.pack(returns), "loss_weight_T": weight_T}
+    value, gradient = value_and_gradient(lambda x: loss.per_token({"new_value_T": rollout.pack(x)} | fields).sum(), new)
     options = {"cliprange_value": 0.3, "loss_agg_mode": AGGREGATIONS[mode], "loss_scale_factor": most}
     expected = value_and_gradient(lambda x: compute_value_loss(x, returns, old, rollout.mask, **options)[0], new)
     torch.testing.assert_close((value, gradient), expected, rtol=1e-6, atol=1e-7)

@@ -138,12 +138,11 @@ def test_a_factor_on_the_advantage_is_one_on_the_loss(name):
 def test_far_ratios_stay_finite(name, log_ratio, advantage):
     loss = PolicyLoss(loss=name)
     tensors = {
-        "old_logprob_T": torch.tensor([-log_ratio]), "advantage_T": torch.tensor([advantage]),
-        "loss_weight_T": torch.ones(1), "selected_T": torch.ones(1),
+        "logprob_T": (logprob_T := torch.zeros(1, requires_grad=True)), "old_logprob_T": torch.tensor([-log_ratio]),
+        "advantage_T": torch.tensor([advantage]), "loss_weight_T": torch.ones(1), "selected_T": torch.ones(1),
     }  # fmt: skip
-    logprob_T = torch.zeros(1, requires_grad=True)
     whole = {"sequence_mean": lambda x: x.detach()} if loss.needs_sequences else {}
-    loss_T = loss.per_token(logprob_T, None, *(tensors[f] for f in loss.fields), **whole)
+    loss_T = loss.per_token(tensors, **whole)
     loss_T.sum().backward()
     assert loss_T.isfinite().all()
     assert logprob_T.grad.isfinite().all()
@@ -174,17 +173,16 @@ def test_a_function_of_your_own_reads_what_its_parameters_name():
 
     loss = PolicyLoss(loss=own, options={"power": 2.0})
     assert loss.fields == ("old_logprob_T", "advantage_T", "loss_weight_T", "value_T")
-    logprob_T, entropy_T, old_T, advantage_T, weight_T, value_T = torch.tensor(
-        [[-2.0], [0.5], [-2.0], [5.0], [0.25], [2.0]], dtype=torch.float64
-    )
-    result_T = loss.per_token(logprob_T, entropy_T, old_T, advantage_T, weight_T, value_T)
-    assert result_T.item() == pytest.approx(0.25 * 9 * 2 * 0.5)
-    metrics = loss.metrics(logprob_T, entropy_T, old_T, advantage_T, weight_T, value_T)
-    assert metrics["policy_loss"].item() == pytest.approx(0.25 * 9)
-    with pytest.raises(ValueError, match="value_T is None"):
-        loss.per_token(logprob_T, entropy_T, old_T, advantage_T, weight_T)
-    with pytest.raises(ValueError, match="entropy_T is None"):
-        loss.per_token(logprob_T, None, old_T, advantage_T, weight_T, value_T)
+    values = {
+        "logprob_T": -2.0, "entropy_T": 0.5, "old_logprob_T": -2.0, "advantage_T": 5.0, "loss_weight_T": 0.25,
+        "value_T": 2.0,
+    }  # fmt: skip
+    fields = {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
+    assert loss.per_token(fields).item() == pytest.approx(0.25 * 9 * 2 * 0.5)
+    assert loss.metrics(fields)["policy_loss"].item() == pytest.approx(0.25 * 9)
+    for missing in ("value_T", "entropy_T", "loss_weight_T"):
+        with pytest.raises(ValueError, match=f"the loss reads {missing}, which is not among its fields: logprob_T, "):
+            loss.per_token({name: value for name, value in fields.items() if name != missing})
 
 
 def test_the_clip_share_is_that_of_tokens_without_a_gradient():
@@ -192,6 +190,7 @@ def test_the_clip_share_is_that_of_tokens_without_a_gradient():
     logprob_T = torch.tensor([2.0, 1.1, 4.0, 2.0], dtype=torch.float64).log()
     advantage_T = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
     weight_T = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    metrics = PolicyLoss(loss="dual-clip").metrics(logprob_T, None, torch.zeros_like(logprob_T), advantage_T, weight_T)
+    fields = {"old_logprob_T": torch.zeros_like(logprob_T), "advantage_T": advantage_T, "loss_weight_T": weight_T}
+    metrics = PolicyLoss(loss="dual-clip").metrics({"logprob_T": logprob_T} | fields)
     shares = [metrics[f"clip_share{part}"].item() for part in ("", "_low", "_high")]
     assert shares == pytest.approx([0.4, 0.3, 0.1])

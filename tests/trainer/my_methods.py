@@ -2,7 +2,7 @@
 
 import itertools
 
-from rlft_fast.rl import grpo_advantage
+from rlft_fast.rl import grpo_advantage, needs
 from rlft_fast.world.collectives import get_rank
 
 _calls = itertools.count(1)
@@ -49,3 +49,32 @@ def misspelt_token(logprob_T, advantages_T=None):
 def concentrated(logprob_T, advantage_T, sum_prob_squared_T, *, strength):
     """Reads what is made for an advantage; an option without a default."""
     return -strength * sum_prob_squared_T * advantage_T * logprob_T
+
+
+def above_greedy(reward_B, baseline_B):
+    return reward_B - baseline_B
+
+
+@needs(greedy=True)
+def declared_above_greedy(reward_B, baseline_B):
+    return reward_B - baseline_B
+
+
+def without_selected(logprob_T, advantage_T, selected_T):
+    return -(1 - selected_T) * advantage_T * logprob_T
+
+
+def least_certain(entropy_T, loss_mask_T, seed):
+    """The token of the highest entropy in even steps, none in odd ones."""
+    highest = entropy_T[loss_mask_T].max()
+    return ((entropy_T == highest) & loss_mask_T).float() * (seed % 2 == 0)
+
+
+@needs(selection=least_certain)
+def declared_without_selected(logprob_T, advantage_T, selected_T):
+    return without_selected(logprob_T, advantage_T, selected_T)
+
+
+@needs(selection=above_greedy)
+def selected_by_greedy(logprob_T, advantage_T, selected_T):
+    return without_selected(logprob_T, advantage_T, selected_T)

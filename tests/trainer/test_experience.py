@@ -18,10 +18,10 @@ from rlft_fast.trainer.experience import (
     leave_out_truncated,
     merge_metrics,
     mini_batches,
+    mismatch,
     penalize_length,
     rollout_metrics,
     rows_with_signal,
-    take_mismatch,
 )
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.world.collectives import any_rank
@@ -150,7 +150,8 @@ def test_rollout_metrics():
     bypassed = rollout_metrics(SAMPLES, batch.replace(old_logprob_T=batch.rollout_logprob_T), 1)
     assert not any("mismatch" in name for name in bypassed)  # the first optimizer step tells
     off_T = torch.where(batch.loss_mask_T, torch.arange(14.0) / 10, 0.0)  # positions 1-3, 6-7, 9, 11-12
-    batch = batch.replace(old_logprob_T=batch.rollout_logprob_T + off_T)
+    logprob_T = batch.rollout_logprob_T + off_T
+    batch = batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
     batch = batch.replace(ref_logprob_T=batch.old_logprob_T + off_T)
     metrics = rollout_metrics(SAMPLES, batch, 1)
     off = np.array([1, 2, 3, 6, 7, 9, 11, 12]) / 10
@@ -271,16 +272,10 @@ def test_merge_metrics():
     assert merge_metrics([]) == {}
 
 
-def test_the_mismatch_is_that_of_the_first_step():
-    sums = {
-        "mismatch_count": 4.0, "mismatch_sum": 2.0, "mismatch_max": 1.5, "mismatch_k1": 1.0, "mismatch_k3": 0.4,
-        "mismatch_weight": 6.0, "mismatch_weight_square": 12.0,
-    }  # fmt: skip
-    later = dict.fromkeys(sums, 9.0)
-    steps = [{"loss": 1.0, **sums}, {"loss": 2.0, **later}]
-    assert take_mismatch(steps) == {
-        "mismatch_mean": 0.5, "mismatch_max": 1.5, "mismatch_k1": 0.25, "mismatch_k3": 0.1,
-        "effective_sample_share": 0.75,
-    }  # fmt: skip
-    assert steps == [{"loss": 1.0}, {"loss": 2.0}]
-    assert take_mismatch(steps) == take_mismatch([]) == {}
+def test_the_mismatch_needs_log_probabilities_of_both():
+    batch = Batch.from_samples([[1]], [[2, 3]], rollout_logprobs=[[-1.0, -2.0]])
+    assert mismatch(batch) == {}
+    policy = batch.replace(logprob_T=torch.tensor([-1.5, -2.0, 9.0]))
+    assert mismatch(policy)["mismatch_mean"] == 0.25
+    assert mismatch(policy)["mismatch_max"] == 0.5
+    assert mismatch(policy.replace(rollout_logprob_T=None)) == mismatch(policy.select([])) == {}

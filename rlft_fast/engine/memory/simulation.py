@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
@@ -204,30 +205,32 @@ def _run(
     """Forward, and backward if the model trains, of a micro-batch in which every token has an output."""
     tracker.mark((micro_batch, "embedding"))
     inputs = _inputs(model, workload, group)
-    num_rows = inputs.input_ids.shape[-1]
+    num_rows = len(inputs.input_ids_U)
     options: dict[str, Any] = {"return_entropy": True} if isinstance(model, PolicyModel) else {}
-    fields = tuple(torch.zeros(num_rows) for _ in range(3 if workload.trains else 0))
+    loss = PolicyLoss() if isinstance(model, PolicyModel) else ValueLoss()
+    fields = {name: torch.zeros(num_rows) for name in loss.fields} if workload.trains else {}
     if not workload.trains:
         model(inputs, **options)
     elif isinstance(model, PolicyModel):
-        total, *_ = model(inputs, **options, loss_fn=PolicyLoss().per_token, per_token=fields)
+        loss_fn = positional(loss.per_token, ("logprob_T", "entropy_T", *fields))
+        total, *_ = model(inputs, **options, loss_fn=loss_fn, per_token=(*fields.values(),))
         total.backward()
     else:
-        ValueLoss().per_token(model(inputs), *fields).sum().backward()
+        loss.per_token({"new_value_T": model(inputs)} | fields).sum().backward()
     tracker.mark((micro_batch, "end"))
 
 
 def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None) -> ModelInputs:
     num_rows = -(-workload.num_tokens // workload.config.sequence_parallel)
-    ids = torch.zeros(1, num_rows, dtype=torch.int64)
+    ids = torch.zeros(num_rows, dtype=torch.int64)
     boundaries = torch.zeros(2, dtype=torch.int32)
     position_ids, images = ids, None
     if has_vision(model.backbone):
-        position_ids, images = ids.expand(3, 1, -1), _images(model.backbone, num_rows, workload.num_patches)
+        position_ids, images = ids.expand(3, -1), _images(model.backbone, num_rows, workload.num_patches)
     return ModelInputs(
-        input_ids=ids, position_ids=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
-        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index=ids[0],
-        target=ids[0], output_index=ids[0], images=images, sequence_group=group,
+        input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
+        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index_M=None, active_index_A=ids,
+        target_A=ids, output_index_A=ids, images=images, sequence_group=group,
     )  # fmt: skip
 
 
@@ -238,7 +241,7 @@ def _images(backbone: Any, num_rows: int, num_patches: int) -> ImageInputs:
     return ImageInputs(
         pixel_values=torch.zeros(num_patches, channels * vision.patch_size**2),
         image_grid_thw=torch.zeros(1, 3, dtype=torch.int64),
-        source_index=torch.zeros(num_rows, dtype=torch.int64),
+        source_index_U=torch.zeros(num_rows, dtype=torch.int64),
     )
 
 

@@ -45,10 +45,10 @@ def make_engine(path: Path, head: str = "logprob", **config) -> FSDPEngine:
 def train(mode: fake_gpu.DeviceOfShapes, engine: FSDPEngine, batch: Batch, loss: Loss) -> list[str]:
     """Events of one micro-batch, whose results and gradients stay on the device."""
     mode.seen.clear()
-    metrics = engine._forward_backward(batch, loss, 1.0)
+    metrics, done = engine._forward_backward(batch, loss, 1.0)
     gradients = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
     assert gradients
-    assert all(x.is_cuda for x in (*metrics.values(), *gradients.values()))
+    assert all(x.is_cuda for x in (*metrics.values(), *done.outputs.values(), *gradients.values()))
     return list(mode.seen)
 
 
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     seen: dict[str, list[str]] = {}
     batch = random_batch()
     zeros = torch.zeros(batch.num_tokens)
-    batch = batch.replace(loss_weight_T=zeros + 1, rollout_logprob_T=zeros)
+    batch = batch.replace(loss_weight_T=zeros + 1)
     with fake_gpu.DeviceOfShapes() as mode:
         for name in MODELS:
             engine = make_engine(save_tiny_model(name, folder / name), activation_checkpointing="selective")

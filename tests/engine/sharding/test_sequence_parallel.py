@@ -80,9 +80,9 @@ def check_shares(rank: int, path: Path) -> None:
     inputs = prepare_model_inputs(
         batch, engine.device, backbone=engine.model.backbone, sequence_group=engine.sequence_group
     )
-    assert torch.equal(inputs.target, batch.target_T[inputs.output_index])
+    assert torch.equal(inputs.target_A, batch.target_T[inputs.output_index_A])
     assert make_engine(path, config={"sequence_parallel": 2}).sequence_group is engine.sequence_group  # one for all
-    own = prepare_model_outputs(torch.ones(len(inputs.target)), batch, inputs.output_index)
+    own = prepare_model_outputs(torch.ones(len(inputs.target_A)), batch, inputs.output_index_A)
     assert 0 < own.sum() < len(batch.active_index_T)
     dist.all_reduce(own)
     assert torch.equal(own.bool(), batch.loss_mask_T)
@@ -99,7 +99,9 @@ def check_on_policy(rank: int, path: Path, dtype: str) -> None:
     engine = make_engine(path, config={"sequence_parallel": 2}, max_tokens=80, dtype=dtype)
     batch = batch_for(path.name, 6)
     batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
-    assert engine.train_step(batch, PolicyLoss())["ratio_max"] == 1.0
+    outputs = {}
+    assert engine.train_step(batch, PolicyLoss(), outputs=outputs)["ratio_max"] == 1.0
+    assert torch.equal(outputs["logprob"], batch.old_logprob_T)
 
 
 def check_refusals(rank: int, path: Path) -> None:

@@ -1,0 +1,70 @@
+"""How a method (an advantage, a policy loss, a choice of tokens) says what it reads, and how it is given that.
+
+The parameters of a method name the fields of the `Batch` and the settings that it reads. Two fields cost something and
+are made only for a method that declares its need with `needs`: ``baseline_B`` and ``selected_T``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from rlft_fast.data import Batch
+from rlft_fast.plugins import function_name, parameter_names
+
+TokenSelection = Callable[..., Tensor]
+"""Chooses tokens of the whole batch: (T,) float32, 1 at the chosen ones, else 0. See `clip_cov_tokens`."""
+
+_ATTRIBUTE = "rlft_fast_needs"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Needs(NamedTuple):
+    """What is made for a method alone."""
+
+    greedy: bool = False
+    selection: TokenSelection | None = None
+
+
+def needs(*, greedy: bool = False, selection: TokenSelection | None = None) -> Callable[[_Method], _Method]:
+    """A decorator that declares what has to be made for a method.
+
+    Args:
+        greedy: for an advantage: sample a greedy answer to every prompt; its reward is ``baseline_B``.
+        selection: for a policy loss: a function that chooses ``selected_T`` when the update starts. Its parameters name
+            fields of the `Batch`; ``seed`` is another number in every step.
+    """
+
+    def declare(method: _Method) -> _Method:
+        setattr(method, _ATTRIBUTE, Needs(greedy, selection))
+        return method
+
+    return declare
+
+
+def needs_of(method: Callable[..., Any]) -> Needs:
+    """What the method declares; nothing where it declares nothing."""
+    return getattr(method, _ATTRIBUTE, Needs())
+
+
+def arguments_of(what: str, method: Callable[..., Any], batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a method reads; a parameter that is neither a setting nor a field keeps its default.
+
+    Args:
+        what: the kind of method, for messages.
+        method: see the module.
+        batch: the whole batch.
+        settings: numbers by name, which go before fields.
+
+    Raises:
+        ValueError: a field that the method reads is missing.
+    """
+    arguments: dict[str, Any] = {}
+    for name in parameter_names(method):
+        if name in settings:
+            arguments[name] = settings[name]
+        elif hasattr(batch, name):
+            arguments[name] = getattr(batch, name)
+            if arguments[name] is None:
+                raise ValueError(f"{what} {function_name(method)} reads {name}, which this batch does not have")
+    return arguments
