@@ -30,8 +30,8 @@ class PackedLayout:
         token_index_U: (U,) int64 positions in the batch of the tokens that run.
         row_T: (T,) int64 row that computes each position, -1 where none does.
         cu_seqlens_q: (segments + 1,) int32 boundaries of the segments among the rows.
-        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries are the
-            last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
+        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries
+            are the last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
         key_index_M: (M,) int64 row of each key; None: keys are the rows themselves.
     """
 

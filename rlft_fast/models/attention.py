@@ -72,7 +72,7 @@ def packed_attention(
         cu_seq_lens_k: int32 boundaries of their keys; None: a segment attends to itself.
         max_length_q: length of the longest segment.
         max_length_k: most keys of a segment.
-        key_index: (K,) int64 row of each key, among all T; None: the rows in order.
+        key_index: (M,) int64 row of each key, among all T; None: the rows in order.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         dropout: must be 0, which it is in eval mode: flash attention over packed rows has none.

@@ -18,9 +18,9 @@ class ModelInputs:
         input_ids_U: (U,) int64.
         position_ids_U: (U,) int64, position of each token within its sequence; (3, U) time, height and width for models
             with a vision tower.
-        cu_seqlens_q: (S + 1,) int32 boundaries of the segments, among the rows of all ranks of the group.
-        cu_seqlens_k: (S + 1,) int32 boundaries of the keys that each segment attends to; equal to `cu_seqlens_q` where
-            every segment attends to itself alone.
+        cu_seqlens_q: (segments + 1,) int32 boundaries of the segments, among the rows of all ranks of the group.
+        cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to; equal to
+            `cu_seqlens_q` where every segment attends to itself alone.
         max_seqlen_q: length of the longest segment.
         max_seqlen_k: most keys of a segment.
         key_index_M: (M,) int64 row of each key among the rows of all ranks; None: keys are the rows in order.
