@@ -28,7 +28,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kVector = 4;  // floats of one 16-byte access
-// Columns that a thread holds, and that a block of threads does; _GPU_BLOCK in ops/tiles.py.
+// Columns that a thread holds, and that a block of threads does; _GPU_BLOCK in ops/logprob/tiles.py.
 constexpr int kPerThread = 32, kBlock = kThreads * kPerThread;
 constexpr int kGradPerThread = 8, kGradBlock = kThreads * kGradPerThread;
 

@@ -39,10 +39,10 @@ LossFunction = Callable[..., Tensor]
 def softmax_logits(
     hidden_TD: Tensor,
     weight_VD: Tensor,
-    bias_V: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> Tensor:
     """The (T, V) logits z that the softmax sees, in float32 (float64 for float64 inputs)."""
     dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -92,18 +92,43 @@ def linear_logprob(
     z = softmax_logits(hidden_TD, weight_VD, bias_V, temperature, softcap, logit_scale)
     if threshold_T is not None:
         z = keep_above(z, threshold_T, target_T)
-    log_p = torch.log_softmax(z, dim=-1)
-    logprob = log_p.gather(-1, target_T.where(active, 0).unsqueeze(-1)).squeeze(-1)
+    result = _of_log_probabilities(torch.log_softmax(z, dim=-1), target_T.where(active, 0), active)
+    return LinearLogprob(
+        result.logprob,
+        result.entropy if return_entropy else None,
+        result.sum_prob_squared if return_sum_prob_squared else None,
+        result.top1 if return_top1 else None,
+    )
+
+
+def _of_log_probabilities(log_p: Tensor, target_T: Tensor, active: Tensor) -> LinearLogprob:
+    """All statistics of log-probabilities (T, V), 0 in rows that are not active."""
+    logprob = log_p.gather(-1, target_T.unsqueeze(-1)).squeeze(-1)
     # xlogy's convention 0 log 0 = 0, for logits of -inf
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
-    zero = logprob.new_zeros(())
-    detached = log_p.detach()
+    zero, detached = logprob.new_zeros(()), log_p.detach()
     return LinearLogprob(
         logprob.where(active, zero),
-        entropy.where(active, zero) if return_entropy else None,
-        detached.exp().square().sum(-1).where(active, zero) if return_sum_prob_squared else None,
-        (logprob.detach() >= detached.amax(-1)) & active if return_top1 else None,
+        entropy.where(active, zero),
+        detached.exp().square().sum(-1).where(active, zero),
+        (logprob.detach() >= detached.amax(-1)) & active,
     )
+
+
+def support_logprob(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, support_TK: Tensor, *, ignore_index: int = -100, **options
+) -> LinearLogprob:
+    """:func:`rlft_fast.ops.support_logprob` over ids, with all (T, V) logits in memory and all its statistics.
+
+    ``options`` are those of `softmax_logits`. With a threshold in place of ids, the op is `linear_logprob`.
+    """
+    active, vocab = target_T != ignore_index, weight_VD.shape[0]
+    z = softmax_logits(hidden_TD.where(active.unsqueeze(-1), 0), weight_VD, **options)
+    kept = torch.zeros(len(z), vocab + 1, dtype=torch.bool, device=z.device)
+    kept = kept.scatter(1, support_TK.where(support_TK >= 0, vocab), True)[:, :vocab] & (z != -torch.inf)
+    z = z.masked_fill(~kept, -torch.inf).masked_fill(~kept.any(-1, keepdim=True), 0)  # an empty support is not nan
+    log_p = z.log_softmax(-1).masked_fill(~kept, -torch.inf)
+    return _of_log_probabilities(log_p, target_T.where(active, 0), active)
 
 
 def linear_logprob_loss(
