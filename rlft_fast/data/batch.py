@@ -197,8 +197,6 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Packs the named sequences, in that order, into a new batch.
 
-        `batch.select(plan.indices).select(plan.inverse)` is `batch` again.
-
         Args:
             indices: integers in [0, B), in any order; repeated or left out as wished, also empty.
 

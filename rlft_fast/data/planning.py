@@ -42,13 +42,6 @@ class MicroBatchPlan:
         first = self._first_micro_batch(rank)
         return self.indices[self.offsets[first] : self.offsets[first + self.num_micro_batches]]
 
-    @property
-    def inverse(self) -> np.ndarray:
-        """(B,) int64, place of each sequence in `indices`: `x[plan.indices][plan.inverse]` is `x`."""
-        inverse = np.empty_like(self.indices)
-        inverse[self.indices] = np.arange(len(self.indices))
-        return inverse
-
     def _first_micro_batch(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in this plan for {self.world_size} ranks: plan with your world size")

@@ -91,7 +91,6 @@ def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
     max_tokens = int(batch.lengths.max(initial=1)) + spare
     plan = plan_batch(batch, max_tokens, world_size)
     assert sorted(plan.indices.tolist()) == list(range(batch.num_sequences))
-    assert np.array_equal(plan.indices[plan.inverse], np.arange(batch.num_sequences))
     for rank in range(world_size):
         for indices in plan.micro_batches(rank):
             assert len(share_prompts(batch.select(indices)).token_index_U) <= max_tokens
