@@ -1,7 +1,8 @@
 """The FSDP2 engine: a model, a head, and an optimizer, on one process or many."""
 
 from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
-from rlft_fast.engine.fsdp import FSDPEngine, Output
+from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.engine.loss import Output
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces, split_pieces
 
 __all__ = [

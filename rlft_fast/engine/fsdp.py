@@ -7,9 +7,9 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from rlft_fast.engine.forward import (
     prepare_model_outputs,
     sequence_mean,
 )
+from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
 from rlft_fast.engine.sharding import (
     HeadKind,
@@ -55,7 +56,7 @@ from rlft_fast.models import (
     token_classifier,
 )
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
-from rlft_fast.rl import Aggregation, loss_scale, loss_weights
+from rlft_fast.rl import loss_scale, loss_weights
 from rlft_fast.world import (
     STOP,
     accumulate,
@@ -66,21 +67,6 @@ from rlft_fast.world import (
     sequence_group,
 )
 
-Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
-_OUTPUTS: dict[HeadKind, tuple[Output, ...]] = {
-    "logprob": ("logprob", "entropy", "sum_prob_squared"), "value": ("value",), "score": ("score",),
-}  # fmt: skip
-
-
-_LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
-    "logprob": ("logprob_T", "entropy_T"), "value": ("new_value_T",), "score": ("score_T",),
-}  # fmt: skip
-
-
-_TRAINED: dict[HeadKind, tuple[Output, ...]] = {
-    "logprob": ("logprob", "entropy"), "value": ("value",), "score": ("score",),
-}  # fmt: skip
-
 
 class _Done(NamedTuple):
     """The outputs of a micro-batch by name, (A,) each, and their positions in it."""
@@ -88,32 +74,6 @@ class _Done(NamedTuple):
     outputs: Mapping[str, Tensor]
     micro_batch: Batch
     output_index_A: Tensor
-
-
-class Loss(Protocol):
-    """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own.
-
-    `per_token` and `metrics` are called with one mapping of (T,) tensors by name: the outputs of the head (logprob_T
-    and entropy_T of a policy, new_value_T of a critic, score_T of a reward model) and the fields of the batch that
-    `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
-    micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
-    `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
-    """
-
-    @property
-    def aggregation(self) -> Aggregation: ...
-
-    @property
-    def max_response_tokens(self) -> int | None: ...
-
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-
-    @property
-    def needs_sequences(self) -> bool: ...
-
-    per_token: Callable[..., Tensor]
-    metrics: Callable[..., dict[str, Tensor]]
 
 
 class FSDPEngine:
@@ -320,7 +280,7 @@ class FSDPEngine:
         )
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
-        possible = _OUTPUTS[self.head]
+        possible = OUTPUTS[self.head]
         if unknown := [name for name in outputs if name not in possible]:
             raise ValueError(f"a {self.head} head gives {', '.join(possible)}, not {', '.join(unknown)}")
 
@@ -358,7 +318,7 @@ class FSDPEngine:
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         if outputs is not None:
-            outputs |= {name: self._gather(done, name, batch, plan) for name in _TRAINED[self.head]}
+            outputs |= {name: self._gather(done, name, batch, plan) for name in TRAINED[self.head]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _accumulate_gradients(
@@ -382,7 +342,7 @@ class FSDPEngine:
     def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> tuple[dict[str, Tensor], "_Done"]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
-        names = _LOSS_READS[self.head]
+        names = LOSS_READS[self.head]
         whole: dict[str, Any] = {}
         if self.head != "logprob":
             outputs = (self.model(inputs),)
@@ -405,7 +365,7 @@ class FSDPEngine:
         (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
-        done: dict[str, Tensor] = dict(zip(_TRAINED[self.head], results, strict=True))
+        done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
         return metrics, _Done(done, micro_batch, inputs.output_index_A)
 
     def _optimizer_step(self, norm: Tensor) -> float:

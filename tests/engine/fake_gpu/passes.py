@@ -17,7 +17,7 @@ fake_gpu.install()
 from rlft_fast.config import EngineConfig  # noqa: E402
 from rlft_fast.data import Batch  # noqa: E402
 from rlft_fast.engine import FSDPEngine  # noqa: E402
-from rlft_fast.engine.fsdp import Loss  # noqa: E402
+from rlft_fast.engine.loss import Loss  # noqa: E402
 from rlft_fast.engine.optimizer import build_optimizer  # noqa: E402
 from rlft_fast.engine.sharding.build import build_model  # noqa: E402
 from rlft_fast.models.weights import materialize  # noqa: E402
