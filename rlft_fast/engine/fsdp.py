@@ -7,9 +7,9 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,14 @@ from rlft_fast.engine.sharding import (
     HeadKind,
     build_model,
     describe_units,
-    no_leftovers,
+    discard_gradients,
     reduce_gradients,
     require_own_numbers,
     require_same_model,
     reshard,
     shard,
 )
+from rlft_fast.engine.step import Done, OpenStep
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
 from rlft_fast.models import (
     CheckpointPart,
@@ -66,14 +67,6 @@ from rlft_fast.world import (
     get_world_size,
     sequence_group,
 )
-
-
-class _Done(NamedTuple):
-    """The outputs of a micro-batch by name, (A,) each, and their positions in it."""
-
-    outputs: Mapping[str, Tensor]
-    micro_batch: Batch
-    output_index_A: Tensor
 
 
 class FSDPEngine:
@@ -112,6 +105,7 @@ class FSDPEngine:
         self.units = ""
         self.model: RLModel
         self.optimizer: FusedAdamW | None = None
+        self._open: OpenStep | None = None
         self._users = 0  # phases that need the model on the device now
         self.sequence_group: dist.ProcessGroup | None = None
 
@@ -227,16 +221,16 @@ class FSDPEngine:
         """
         self._check_outputs(outputs)
         plan = self._plan(batch)
-        done: list[_Done] = []
+        done: list[Done] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
                 STOP.leave_together()
                 inputs = self._inputs(micro_batch)
-                done.append(_Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
+                done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             reshard(self.model)
         return {name: self._gather(done, name, batch, plan) for name in outputs}
 
-    def _gather(self, done: list["_Done"], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
+    def _gather(self, done: list[Done], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
         own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
         return gather_outputs(torch.cat(own), batch, plan, self.sequence_group)
@@ -287,59 +281,132 @@ class FSDPEngine:
     # ---- training -----------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None) -> dict[str, float]:
-        """One optimizer step on the whole batch.
+        """One optimizer step on the whole batch: `zero_grad`, `forward_backward` and `optimizer_step`.
 
         plan -> forward and backward per micro-batch, gradients reduced with the last -> global norm -> AdamW, which
         clips. The host waits for the device once, at the end, for the metrics.
-        A gradient norm that is not finite skips the step: parameters, moments and schedule stay as they are.
 
         Args:
-            batch: the batch of this step, the same on every rank, on the CPU, with the fields that the loss reads.
-            loss: per-token loss; ``loss_weight_T`` is filled in here over the whole batch.
-            outputs: filled with what the forward passes of this step gave, before the step, as `infer` returns it:
+            batch: the batch of this step, see `forward_backward`.
+            loss: per-token loss.
+            outputs: filled with the outputs of the forward passes of this step, see `forward_backward`.
+
+        Returns:
+            The metrics of `optimizer_step`.
+
+        Raises:
+            ValueError: see `forward_backward`.
+        """
+        self.zero_grad()
+        self.forward_backward(batch, loss, outputs=outputs)
+        return self.optimizer_step()
+
+    def zero_grad(self) -> None:
+        """Drops all gradients, and the step that `forward_backward` has begun. Every rank must call it."""
+        self._require_optimizer()
+        discard_gradients(self.model)
+        if self._open is not None:
+            step, self._open = self._open, None
+            step.phase.close()
+
+    def forward_backward(
+        self, batch: Batch, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Forward and backward over a batch, in micro-batches. Gradients of several calls add up until the step.
+
+        The first call opens `train_mode` until the step, unless it is open. `infer` may run between two calls. A call
+        that fails drops the gradients of all calls.
+
+        Args:
+            batch: the same on every rank, on the CPU, with the fields that the loss reads. Without ``loss_weight_T``
+                the denominators are those of this batch. With it the batch is a piece of a larger whole: the loss is
+                the sum of weighted tokens as it stands, so the weights are `rlft_fast.rl.loss_weights` of the whole,
+                times its `loss_scale`.
+            loss: per-token loss; it may be another one in every call.
+            is_last: whether to reduce gradients over the ranks. A call before the last one saves the communication
+                with False.
+            outputs: filled by `optimizer_step` with the outputs of the forward passes, as `infer` returns them:
                 "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model.
 
         Returns:
-            The loss's metrics, ``loss``, ``grad_norm``, ``learning_rate`` and ``skipped_steps`` (in all).
+            Sums over this rank's tokens, 0-d tensors on the device: the loss's metrics, and ``loss``.
 
         Raises:
             ValueError: the engine is frozen, a field is missing, a sequence is longer than the token cap, or the batch
                 has images that the model cannot take.
         """
-        if self.optimizer is None:
-            raise ValueError("this engine is frozen: give it num_training_steps to train it")
-        batch = batch.replace(loss_weight_T=loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation))
-        plan = self._plan(batch)
-        with self.train_mode():
-            totals, done = self._accumulate_gradients(batch, plan, loss)
+        self._require_optimizer()
+        if self._open is None:
+            self._open = OpenStep()
+            self._open.phase.enter_context(self.train_mode())
+        with self._dropping():
+            batch, scale = _with_weights(batch, loss)
+            plan = self._plan(batch)
+            metrics, done = self._accumulate_gradients(batch, plan, loss, scale, is_last)
+            self._open.add(metrics, is_last)
+            if outputs is not None:
+                self._open.outputs.append((outputs, done, batch, plan))
+        return metrics
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Global norm, clipping, AdamW and schedule, with the gradients of all calls of `forward_backward`.
+
+        A gradient norm that is not finite skips the step: parameters, moments and schedule stay as they are.
+
+        Returns:
+            The metrics of the calls, added up over calls and ranks (names that end in "_max": the maximum), with
+            ``grad_norm``, ``learning_rate`` and ``skipped_steps`` (in all).
+
+        Raises:
+            ValueError: no gradients have been reduced since the last step.
+        """
+        self._require_optimizer()
+        if self._open is None or not self._open.is_reduced:
+            found = "there was no forward_backward" if self._open is None else "the last one had is_last=False"
+            raise ValueError(f"optimizer_step needs reduced gradients, but {found} since the last step")
+        with self._dropping():
+            STOP.leave_or_finish()
+        step, self._open = self._open, None
+        with step.phase:
             norm = grad_norm(self.model.parameters())
-            learning_rate = self._optimizer_step(norm)
-        totals = all_reduce(totals) | {"grad_norm": norm.to(self.device)}
+            learning_rate = self._step_optimizer(norm)
+        totals = all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
-        if outputs is not None:
+        for outputs, done, batch, plan in step.outputs:
             outputs |= {name: self._gather(done, name, batch, plan) for name in TRAINED[self.head]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
+    def _require_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise ValueError("this engine is frozen: give it num_training_steps to train it")
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drops the step if the work inside fails: its gradients must not enter the next step."""
+        try:
+            yield
+        except BaseException:
+            self.zero_grad()
+            raise
+
     def _accumulate_gradients(
-        self, batch: Batch, plan: MicroBatchPlan, loss: Loss
-    ) -> tuple[dict[str, Tensor], list["_Done"]]:
+        self, batch: Batch, plan: MicroBatchPlan, loss: Loss, scale: float, is_last: bool
+    ) -> tuple[dict[str, Tensor], list[Done]]:
         """Forward and backward of this rank's micro-batches: its sums of the metrics, and its outputs."""
-        scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
         micro_batches = prepare_micro_batches(batch, plan, self._data_rank)
         totals: dict[str, Tensor] = {}
-        done: list[_Done] = []
-        with no_leftovers(self.model):
-            for i, micro_batch in enumerate(micro_batches):
-                STOP.leave_together()
-                reduce_gradients(self.model, i == len(micro_batches) - 1, self.config.reduce_every_micro_batch)
-                metrics, results = self._forward_backward(micro_batch, loss, scale)
-                accumulate(totals, metrics)
-                done.append(results)
-            STOP.leave_or_finish()
+        done: list[Done] = []
+        for i, micro_batch in enumerate(micro_batches):
+            STOP.leave_together()
+            ends = is_last and i == len(micro_batches) - 1
+            reduce_gradients(self.model, ends, self.config.reduce_every_micro_batch)
+            metrics, results = self._forward_backward(micro_batch, loss, scale)
+            accumulate(totals, metrics)
+            done.append(results)
         return totals, done
 
-    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> tuple[dict[str, Tensor], "_Done"]:
+    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> tuple[dict[str, Tensor], Done]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.head]
@@ -366,9 +433,9 @@ class FSDPEngine:
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
         done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
-        return metrics, _Done(done, micro_batch, inputs.output_index_A)
+        return metrics, Done(done, micro_batch, inputs.output_index_A)
 
-    def _optimizer_step(self, norm: Tensor) -> float:
+    def _step_optimizer(self, norm: Tensor) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""
         assert self.optimizer is not None
         assert self.num_training_steps is not None
@@ -456,3 +523,12 @@ class FSDPEngine:
 
     def load_counters(self, counters: dict[str, int]) -> None:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
+
+
+def _with_weights(batch: Batch, loss: Loss) -> tuple[Batch, float]:
+    """The batch with ``loss_weight_T``, and the factor on its weighted sum; weights that it has are final."""
+    if batch.loss_weight_T is not None:
+        return batch, 1.0
+    weight_T = loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation)
+    scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
+    return batch.replace(loss_weight_T=weight_T), scale

@@ -18,9 +18,9 @@ from rlft_fast.engine.sharding.mesh import device_memory, host_memory, resolve_s
 from rlft_fast.engine.sharding.wrap import (
     decoder_blocks,
     describe_units,
+    discard_gradients,
     find_units,
     gathered,
-    no_leftovers,
     reduce_gradients,
     reshard,
 )
@@ -31,10 +31,10 @@ __all__ = [
     "decoder_blocks",
     "describe_units",
     "device_memory",
+    "discard_gradients",
     "find_units",
     "gathered",
     "host_memory",
-    "no_leftovers",
     "reduce_gradients",
     "require_own_numbers",
     "require_same_model",

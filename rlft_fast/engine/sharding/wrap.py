@@ -186,20 +186,12 @@ def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -
         model.set_requires_all_reduce(is_last)
 
 
-@contextlib.contextmanager
-def no_leftovers(model: nn.Module) -> Iterator[None]:
-    """If a micro-batch fails inside, drops the gradients of the step, which must not enter the next step."""
-    try:
-        yield
-    except BaseException:
-        _discard_gradients(model)
-        raise
-
-
-def _discard_gradients(model: nn.Module) -> None:
+def discard_gradients(model: nn.Module) -> None:
     """Drops all gradients, also those that FSDP has not reduced yet, and FSDP's state of a failed pass."""
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
-        model.reset_iter_state()
+        state: Any = model._get_fsdp_state()
+        if hasattr(state._comm_ctx, "all_gather_state"):  # made by the first forward pass
+            model.reset_iter_state()
     for group in (group for unit in model.modules() if isinstance(unit, FSDPModule) for group in _groups(unit)):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:  # reset_iter_state is documented to drop these, but does not (torch 2.13)

@@ -81,7 +81,7 @@ def test_before_the_first_optimizer_step_the_step_is_left(
     assert len(calls) == call + 2 * per_step
 
 
-@pytest.mark.parametrize(("method", "call"), [("_optimizer_step", 8 + 1), ("train_step", 8 + 2)])
+@pytest.mark.parametrize(("method", "call"), [("_step_optimizer", 8 + 1), ("train_step", 8 + 2)])
 def test_after_an_optimizer_step_the_step_is_finished(method, call, model, uninterrupted, signal_at, tmp_path, capsys):
     signal_at(FSDPEngine, method, call)
     said = stop_and_resume(model, tmp_path, uninterrupted, capsys)
