@@ -94,20 +94,22 @@ class Run:
         """Runs it, unless it is complete. Afterwards its weights are deleted: they are large.
 
         Raises:
-            subprocess.CalledProcessError: it failed; output.txt in its folder says why.
+            subprocess.CalledProcessError: it failed; the file beside its folder, with the suffix .txt, says why.
         """
         if self.is_complete():
             return
         folder = _ROOT / self.folder
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log = folder.with_name(f"{folder.name}.txt")  # a run refuses a folder that holds another file
         options = [text for key, value in self.overrides.items() for text in (f"--{key}", value)]
         print(f"{self.folder}: started", flush=True)
-        with open(folder / "output.txt", "w") as output:
+        with open(log, "w") as output:
             subprocess.run(
                 [sys.executable, "-m", "rlft_fast", "train", str(self.example), *options], cwd=_ROOT, check=True,
                 stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             )  # fmt: skip
+        log.rename(folder / "output.txt")
         print(f"{self.folder}: {(folder / 'summary.json').read_text()}", flush=True)
         for name in ("checkpoints", "hf"):
             shutil.rmtree(folder / name)

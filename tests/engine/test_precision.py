@@ -71,5 +71,7 @@ def test_gradients_of_many_micro_batches_are_added_in_float32(tiny_model):
 
 
 def test_pure_bfloat16_cannot_compute_in_float32():
-    with pytest.raises(ValueError, match="float32 weights cannot be gathered from bfloat16: set compute_dtype: bfloat16"):
+    with pytest.raises(
+        ValueError, match="float32 weights cannot be gathered from bfloat16: set compute_dtype: bfloat16"
+    ):
         EngineConfig(param_dtype="bfloat16")

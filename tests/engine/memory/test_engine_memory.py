@@ -194,7 +194,7 @@ def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     largest = largest_max_tokens(path, config, 1, 2, memory)
     assert needed_bytes(path, config, largest, 1, 2) <= USABLE * memory
     assert needed_bytes(path, config, int(1.02 * largest), 1, 2) > USABLE * memory
-    assert largest_max_tokens(path, config, 1, 2, memory, beside=0.5 * memory) < 0.5 * largest
+    assert largest_max_tokens(path, config, 1, 2, memory, other_bytes=0.5 * memory) < 0.5 * largest
     assert largest_max_tokens(path, config, 1, 2, 0.1 * 2**30) == 0
     assert largest_max_tokens(path, config, 1, 2, 1e15) == 1 << 20
 
