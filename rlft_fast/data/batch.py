@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 IGNORE_INDEX = -100
 
-_INTEGER_FIELDS = {"input_ids_T": torch.int64, "position_ids_T": torch.int64, "group_B": torch.int64}
+_INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B"), torch.int64)
 _FIELD_DTYPES = _INTEGER_FIELDS | {"loss_mask_T": torch.bool, "cu_seqlens": torch.int32, "support_TK": torch.int32}
 # all others are float32
 
@@ -54,6 +54,8 @@ class Batch:
         reward_B: (B,) float32, reward of each sequence.
         baseline_B: (B,) float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
+        unit_B: (B,) int64, sequences that a loss couples (the two of a pair) share a number; a plan keeps them in one
+            micro-batch.
         multi_modal_inputs: for each name a list with one entry (a tensor or None) per sequence.
         meta: anything about the batch as a whole; every batch holds its own deep copy.
 
@@ -83,6 +85,7 @@ class Batch:
     reward_B: Tensor | None = None
     baseline_B: Tensor | None = None
     group_B: Tensor | None = None
+    unit_B: Tensor | None = None
     multi_modal_inputs: dict[str, list[Any]] | None = None
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -91,7 +91,7 @@ def share_prompts(batch: Batch) -> PackedLayout:
 
 
 def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatchPlan:
-    """Plans a batch by the rows that run, keeping sequences with equal prompts together.
+    """Plans a batch by the rows that run, keeping sequences with equal prompts together, and units whole.
 
     Args:
         batch: on the CPU.
@@ -102,24 +102,51 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatch
         A plan of the batch's sequences, see `plan_micro_batches`.
 
     Raises:
-        ValueError: a sequence is longer than `max_tokens`.
+        ValueError: a sequence or a unit is longer than `max_tokens`.
     """
     check_lengths(batch.lengths, max_tokens)
     prompt_B, used_B = _prompt_and_used_lengths(batch)
     suffix_B = used_B - prompt_B
 
-    def num_rows(group: np.ndarray) -> int:
-        return int(prompt_B[group[0]] + suffix_B[group].sum())
-
     groups = _same_prompt(batch, prompt_B)
-    share = sum(map(num_rows, groups)) // (_UNITS_PER_RANK * world_size)
-    limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
-    units = [unit for group in groups for unit in _cut(group, int(prompt_B[group[0]]), suffix_B[group], limit)]
+    prompt_of_B = np.empty(batch.num_sequences, np.int64)  # number of each sequence's prompt
+    for number, group in enumerate(groups):
+        prompt_of_B[group] = number
+
+    def num_rows(unit: np.ndarray) -> int:
+        _, first = np.unique(prompt_of_B[unit], return_index=True)
+        return int(prompt_B[unit[first]].sum() + suffix_B[unit].sum())
+
+    if batch.unit_B is not None:
+        units = _coupled(batch.unit_B.numpy())
+        _check_units(units, [*map(num_rows, units)], max_tokens)
+    else:
+        share = sum(map(num_rows, groups)) // (_UNITS_PER_RANK * world_size)
+        limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
+        units = [unit for group in groups for unit in _cut(group, int(prompt_B[group[0]]), suffix_B[group], limit)]
     lengths = np.array([max(num_rows(unit), 1) for unit in units], np.int64)
     plan = plan_micro_batches(lengths, max_tokens, world_size=world_size)
     sizes = np.array([len(units[i]) for i in plan.indices], np.int64)
     indices = np.concatenate([units[i] for i in plan.indices]) if units else plan.indices
     return dataclasses.replace(plan, indices=indices, offsets=cumulative(sizes)[plan.offsets])
+
+
+def _coupled(unit_B: np.ndarray) -> list[np.ndarray]:
+    """The sequences of each unit, in order of first appearance."""
+    members: dict[int, list[int]] = {}
+    for b, unit in enumerate(unit_B.tolist()):
+        members.setdefault(unit, []).append(b)
+    return [np.array(unit) for unit in members.values()]
+
+
+def _check_units(units: list[np.ndarray], num_rows: list[int], max_tokens: int) -> None:
+    """Raises ValueError naming the longest unit if it exceeds the cap."""
+    rows, unit = max(zip(num_rows, units, strict=True), key=lambda pair: pair[0], default=(0, np.zeros(0)))
+    if rows > max_tokens:
+        raise ValueError(
+            f"the unit of sequences {', '.join(map(str, unit))} has {rows} tokens, more than max_tokens={max_tokens}: "
+            "raise max_tokens to at least this length, or couple fewer sequences"
+        )
 
 
 def _prompt_and_used_lengths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -106,15 +106,23 @@ def prepare_model_inputs(
 def active_fields(
     micro_batch: Batch, inputs: ModelInputs, names: tuple[str, ...], device: torch.device
 ) -> dict[str, Tensor]:
-    """The named per-token fields at the positions of the outputs, (A,) each, on the device.
+    """The named fields, on the device: per-token ones at the positions of the outputs, (A,), per-sequence ones whole.
+
+    "sequence_T" is the number of each output's sequence in the micro-batch.
 
     Raises:
         ValueError: a field that the loss reads is missing from the batch.
     """
+    found: dict[str, Tensor] = {}
     for name in names:
-        if getattr(micro_batch, name) is None:
+        if name == "sequence_T":
+            starts = micro_batch.cu_seqlens.long()
+            found[name] = torch.searchsorted(starts, inputs.output_index_A, right=True) - 1
+        elif (values := getattr(micro_batch, name)) is None:
             raise ValueError(f"the loss reads {name}, which this batch does not have: compute it before train_step")
-    return {name: _move(getattr(micro_batch, name)[inputs.output_index_A], device) for name in names}
+        else:
+            found[name] = values if name.endswith("_B") else values[inputs.output_index_A]
+    return {name: _move(values, device) for name, values in found.items()}
 
 
 def positional(per_token: Callable[[Mapping[str, Tensor]], Tensor], names: Sequence[str]) -> Callable[..., Tensor]:

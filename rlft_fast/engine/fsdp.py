@@ -27,7 +27,7 @@ from rlft_fast.engine.forward import (
     prepare_model_outputs,
     sequence_mean,
 )
-from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output
+from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples
 from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
 from rlft_fast.engine.sharding import (
     HeadKind,
@@ -340,6 +340,7 @@ class FSDPEngine:
             self._open = OpenStep()
             self._open.phase.enter_context(self.train_mode())
         with self._dropping():
+            self._check_couples(loss)
             batch, scale = _with_weights(batch, loss)
             plan = self._plan(batch)
             metrics, done = self._accumulate_gradients(batch, plan, loss, scale, is_last)
@@ -376,6 +377,13 @@ class FSDPEngine:
         for outputs, done, batch, plan in step.outputs:
             outputs |= {name: self._gather(done, name, batch, plan) for name in TRAINED[self.head]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
+
+    def _check_couples(self, loss: Loss) -> None:
+        if couples(loss) and self.config.sequence_parallel > 1:
+            raise ValueError(
+                f"the loss reads {', '.join(loss.fields)}: it couples sequences, which ranks share where "
+                f"sequence_parallel is {self.config.sequence_parallel}; set it to 1"
+            )
 
     def _require_optimizer(self) -> None:
         if self.optimizer is None:
@@ -414,8 +422,9 @@ class FSDPEngine:
         if self.head != "logprob":
             outputs = (self.model(inputs),)
             total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
-        elif loss.needs_sequences:  # a chunk of rows may hold a part of a sequence only
-            whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
+        elif loss.needs_sequences or couples(loss):  # a chunk of rows may hold a part of a sequence only
+            if loss.needs_sequences:
+                whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
             result = self.model(inputs, temperature=self.temperature, return_entropy=True)
             outputs = (result.logprob, result.entropy)
             total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()

@@ -22,6 +22,11 @@ LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def couples(loss: "Loss") -> bool:
+    """Whether the loss looks at several sequences at once."""
+    return any(name == "sequence_T" or name.endswith("_B") for name in loss.fields)
+
+
 class Loss(Protocol):
     """A per-token loss: `rlft_fast.rl.PolicyLoss`, `rlft_fast.rl.ValueLoss`, or your own.
 
@@ -30,6 +35,9 @@ class Loss(Protocol):
     `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
     micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
     `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
+
+    A loss that couples sequences also names fields of sequences, (B,), and "sequence_T", the number of each token's
+    sequence: both count in the micro-batch. `Batch.unit_B` says which sequences stay together.
     """
 
     @property
