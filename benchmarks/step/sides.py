@@ -29,8 +29,8 @@ from benchmarks.step.workload import (
 )
 from benchmarks.support.sides import Reporter
 from rlft_fast.config import Config
-from rlft_fast.data.prompts import load_prompts
 from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer.prompts import load_prompts
 
 PARTS = ("generate", "reward", "logprobs", "update", "sync", "other")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.data.prompts import Prompts
+from rlft_fast.trainer.prompts import Prompts
 
 LEARNING_RATE = 1e-6
 CLIP = 0.2

@@ -2,7 +2,6 @@
 
 from rlft_fast.data.batch import IGNORE_INDEX, Batch
 from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
-from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
 __all__ = [
@@ -10,8 +9,6 @@ __all__ = [
     "Batch",
     "MicroBatchPlan",
     "PackedLayout",
-    "Prompts",
-    "load_prompts",
     "plan_batch",
     "plan_micro_batches",
     "share_prompts",

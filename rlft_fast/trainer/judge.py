@@ -8,7 +8,7 @@ from itertools import compress
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch, Prompts
+from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
@@ -22,6 +22,7 @@ from rlft_fast.rewards import (
 )
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer.experience import Sample, gather_samples
+from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import STOP, LeftEarlyError, any_rank
 
 Answers = list[tuple[int, Completion]]

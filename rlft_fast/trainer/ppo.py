@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch, Prompts, load_prompts
+from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, Output
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
@@ -38,6 +38,7 @@ from rlft_fast.trainer.experience import (
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import (
     any_rank,
     get_rank,

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from rlft_fast.config import Config
-from rlft_fast.data import Prompts
 from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.errors import Interrupted, RunError
 from rlft_fast.models import load_tokenizer, name_some
@@ -27,6 +26,7 @@ from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
+from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import STOP, any_rank, barrier, get_rank, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3

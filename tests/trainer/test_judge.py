@@ -11,10 +11,10 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data.prompts import Prompts
 from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge, RewardModelScorer
+from rlft_fast.trainer.prompts import Prompts
 from tests.support.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 

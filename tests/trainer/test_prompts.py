@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.config import DataConfig
-from rlft_fast.data.prompts import Prompts, load_prompts
 from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer.prompts import Prompts, load_prompts
 
 TEMPLATE = (
     "<pad>{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
