@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -188,7 +188,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
             if loss_fn is not None:
                 raise ValueError("loss_fn needs logprob_targets, the tokens whose log-probabilities it is a loss of")
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
-        _check_keywords(model_class, inputs, known)
+        _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
         head = self.get_output_embeddings()
         if not isinstance(head, _PatchedHead):
             raise ValueError(
@@ -228,7 +228,9 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     shared = own.keys() & added.keys()  # verl's forwards of models with images have a temperature of their own
     forwards = [vars(each)["forward"] for each in model_class.__mro__ if "forward" in vars(each)]
     known = {name for each in forwards for name in inspect.signature(each).parameters}
-    known |= {*TransformersKwargs.__annotations__}
+    # What a forward of somebody else makes of its **kwargs cannot be known: verl replaces forwards.
+    takes_any = any(not each.__module__.startswith("transformers.") and _has_kwargs(each) for each in forwards)
+    known |= {*TransformersKwargs.__annotations__, "return_dict"}  # a decorator of the forwards takes return_dict
     signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
     names = {
         "forward": forward, "__call__": call, "resize_token_embeddings": resize_token_embeddings,
@@ -238,11 +240,16 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(model_class.__name__, (model_class,), names | {"__module__": model_class.__module__})
 
 
-def _check_keywords(model_class: type[PreTrainedModel], inputs: dict[str, Any], known: set[str]) -> None:
+def _has_kwargs(function: Callable[..., Any]) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _check_keywords(model_class: type[PreTrainedModel], inputs: dict[str, Any], known: Collection[str]) -> None:
     """Refuses what the model's forward would swallow by its ``**kwargs``."""
     if inputs.get("labels") is not None:
         raise ValueError("got labels and logprob_targets: leave out one of them; a loss is computed by loss_fn")
-    for name in inputs.keys() - known:
+    for name in inputs.keys() - set(known):
         close = difflib.get_close_matches(name, [*known, *_KEYWORDS], n=1)
         raise ValueError(
             f"{model_class.__name__} has no keyword {name}{f' (did you mean {close[0]}?)' if close else ''}: beside "

@@ -39,7 +39,8 @@ class UnknownForwardError(ValueError):
 def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype) -> Surroundings:
     """Runs the forward of a causal language model on two tokens, without its backbone.
 
-    Where that fails, because the forward needs more of what the backbone returns, the backbone runs, too.
+    Where that fails, because the forward needs more outputs of the backbone, the backbone runs, too. The last attempts
+    pass position ids in four dimensions, which verl's forwards of models with images ask for.
 
     Args:
         model: with a linear head, on any device, in any mode; nothing of it changes.
@@ -51,22 +52,28 @@ def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype
             and to soft-cap them.
     """
     name = type(model).__name__
-    try:
-        seen = _run(model, torch.device(device), dtype)
-    except Exception:  # whatever its code does with what the backbone did not return
-        try:
-            seen = _run(model, torch.device(device), None)
-        except Exception as error:
-            raise UnknownForwardError(
-                f"the forward of {name} cannot be tried on two tokens: {type(error).__name__}: "
-                f"{' '.join(str(error).split())}"
-            ) from error
+    seen = _first_that_runs(model, torch.device(device), dtype)
     if len(seen.at_head) != 1:
         raise UnknownForwardError(f"{name} calls its head {len(seen.at_head)} times in a forward, expected once")
     softcap, logit_scale = _transform(name, model.config, seen.logits)
     return Surroundings(
         softcap=softcap, logit_scale=logit_scale, hidden_scale=_factor(seen.hidden, seen.at_head[0])
     )  # fmt: skip
+
+
+def _first_that_runs(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> "_Seen":
+    positions = {"position_ids": torch.arange(2, device=device).expand(4, 1, 2)}
+    failed: Exception | None = None
+    for inputs in ({}, positions):
+        for each in (dtype, None):
+            try:
+                return _run(model, device, each, inputs)
+            except Exception as error:  # of the model's own code
+                failed = error if each is None and not inputs else failed  # the plain call says most
+    raise UnknownForwardError(
+        f"the forward of {type(model).__name__} cannot be tried on two tokens: {type(failed).__name__}: "
+        f"{' '.join(str(failed).split())}"
+    ) from failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +98,7 @@ class _Stub:
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None) -> _Seen:
+def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None, inputs: dict[str, Tensor]) -> _Seen:
     """Without a dtype the backbone runs itself."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
@@ -115,7 +122,8 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
             stub = _Stub(hidden)
             for backbone in backbones:
                 stack.enter_context(_replaced(backbone, lambda *_, **__: stub))
-        outputs = type(model).forward(model, input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device))
+        input_ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        outputs = type(model).forward(model, input_ids=input_ids, **inputs)
     logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
     return _Seen(hidden=hidden, at_head=at_head, logits=logits[0, 0].tolist())
 
