@@ -3,14 +3,13 @@
 Processes of their own for each test: vLLM keeps much of its state in the process that it runs in.
 """
 
-import contextlib
 import importlib.util
-import io
 import json
 import math
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +25,6 @@ import yaml
 from torch import Tensor
 from transformers import AddedToken
 
-from rlft_fast.cli import main
 from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
@@ -404,10 +402,11 @@ def refused(rank: int, path: Path) -> None:
     (path / "config.json").write_text(known)
     values = toy_values(path, path.parent, rollout__backend="vllm", rollout__vllm={"cpu_cache_gib": 1e5})
     (path.parent / "run.yaml").write_text(yaml.safe_dump(values))
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        assert main(["train", str(path.parent / "run.yaml")]) == 1
+    command = [sys.executable, "-m", "rlft_fast", "train", str(path.parent / "run.yaml"), "--no-memory-check"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
     message = r"(?s)error: vLLM could not start with .*kv.*lower rollout\.batch_size or rollout\.vllm\.cpu_cache_gib"
-    assert re.search(message, stderr.getvalue())
+    assert re.search(message, ended.stderr), ended.stderr
 
 
 @needs_vllm
