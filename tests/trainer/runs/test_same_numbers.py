@@ -39,9 +39,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def machine() -> dict[str, str]:
     """What the bits of a run depend on besides the code."""
-    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = ("model name", "cpu family", "model", "stepping", "cache size")  # libraries choose their kernels by these
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {name.strip(): value.strip() for name, _, value in reversed(lines) if name.strip() in names}
     return {
-        "cpu": flags[0].split(":")[1].strip() if flags else platform.machine(),
+        "cpu": " ".join(f"{name} {cpu[name]}" for name in names if name in cpu) or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
