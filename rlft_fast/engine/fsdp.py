@@ -304,10 +304,12 @@ class FSDPEngine:
     def zero_grad(self) -> None:
         """Drops all gradients, and the step that `forward_backward` has begun. Every rank must call it."""
         self._require_optimizer()
-        discard_gradients(self.model)
-        if self._open is not None:
-            step, self._open = self._open, None
-            step.phase.close()
+        if self._open is None:
+            self.model.zero_grad(set_to_none=True)
+            return
+        step, self._open = self._open, None
+        discard_gradients(self.model)  # also gradients that FSDP has not reduced
+        step.phase.close()
 
     def forward_backward(
         self, batch: Batch, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None

@@ -346,9 +346,9 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
     Raises:
         ValueError: they cannot be used, see `load_prompts`.
     """
-    max_tokens, evaluation = config.rollout.max_prompt_tokens, config.evaluation
-    prompts = load_prompts(config.data, tokenizer, max_tokens)
-    held_out = None if evaluation is None else load_prompts(config.data, tokenizer, max_tokens, evaluation.path)
+    max_prompt_tokens, evaluation = config.rollout.max_prompt_tokens, config.evaluation
+    prompts = load_prompts(config.data, tokenizer, max_prompt_tokens)
+    held_out = None if evaluation is None else load_prompts(config.data, tokenizer, max_prompt_tokens, evaluation.path)
     return prompts, held_out
 
 
