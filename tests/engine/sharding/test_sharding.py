@@ -74,13 +74,13 @@ def check_failed_step(path: Path) -> None:
     reference.assert_equal(reference.weights(failed), reference.weights(fresh))
 
 
-def check_refused(rank: int, path: Path) -> None:
+def check_refused(rank: int, path: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 4 ranks"):
         make_engine(path, config={"shard_size": 3})
     with pytest.raises(ValueError, match=r"disagree on the engine configuration: max_tokens is 101 on rank 1 and 100"):
         make_engine(path, max_tokens=100 + rank)
-    other = path / f"rank{rank}"
-    other.mkdir(exist_ok=True)
+    other = folder / f"rank{rank}"
+    other.mkdir()
     config = json.loads((path / "config.json").read_text()) | ({"rope_theta": 9e4} if rank == 2 else {})
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"rope_theta is 90000\.0 on rank 2"):
@@ -89,7 +89,7 @@ def check_refused(rank: int, path: Path) -> None:
 
 def check_four(rank: int, world_size: int, path: Path, expected: Path) -> None:
     check_ways(rank, world_size, path, expected)
-    check_refused(rank, path)
+    check_refused(rank, path, expected.parent)
     # Two copies, each over two ranks: a step keeps them the same.
     engine = make_engine(path, config={"shard_size": 2})
     engine.train_step(random_batch(), policy_loss())
