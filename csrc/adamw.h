@@ -1,13 +1,13 @@
-// AdamW as both backends compute it: the formula of one element, its factors, and the checks of the operator's lists.
+// Both backends of AdamW share this header: the formula of one element, its factors, and the checks of the lists.
 //
 //   g = coefficient * gradient
 //   m = m + (1 - beta1) (g - m)                               v = beta2 v + (1 - beta2) g^2
 //   w = (1 - lr * weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //
-// w is the master where the parameter is narrower than 32 bits, else the parameter; t counts this step. Everything
-// that holds for a whole tensor is worked out in double: 1 - 0.999f has four digits left. That includes the second
-// moment's correction c = sqrt(1 - beta2^t), which leaves one division per element: m / (sqrt(v) / c + eps) is
-// c m / (sqrt(v) + c eps).
+// w is the parameter, or its float32 master if the parameter is narrower than 32 bits. t is the number of steps, this
+// step included. The factors of a whole tensor are computed in double, because 1 - 0.999f has only four digits left.
+// The correction of the second moment, c = sqrt(1 - beta2^t), is a part of two factors, so that each element needs only
+// one division: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps).
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ struct AdamWSettings {
   double lr, beta1, beta2, weight_decay, eps;
 };
 
-// Of one tensor in one step; C is the type that is computed in.
+// The factors of one tensor in one step. C is the type of the computation.
 template <class C>
 struct AdamWFactors {
   C coefficient;
@@ -32,7 +32,7 @@ struct AdamWFactors {
   C beta2, one_minus_beta2;
   C step_size;   // c * lr / (1 - beta1^t)
   C eps;         // c * eps
-  bool is_slow;  // beta1 > 1/2, see lerp
+  bool is_slow;  // beta1 > 1/2; adamw_element says why
 };
 
 template <class C>
@@ -54,7 +54,8 @@ RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coeffic
 template <class C>
 RLFT_INLINE void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq, const AdamWFactors<C>& f) {
   const C g = gradient * f.coefficient;
-  // lerp from the nearer end, as torch does: with beta1 = 0 the moment is g itself, and not m + (g - m).
+  // The interpolation starts at the nearer end, as in torch.lerp. With beta1 = 0 the moment is then exactly g, whereas
+  // m + (g - m) would be rounded.
   const C near = f.is_slow ? exp_avg : g;
   const C far = f.is_slow ? g : exp_avg;
   exp_avg = near + (f.is_slow ? f.one_minus_beta1 : f.beta1) * (far - near);
@@ -62,7 +63,7 @@ RLFT_INLINE void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq,
   weight = f.decay * weight - f.step_size * exp_avg / (std::sqrt(exp_avg_sq) + f.eps);
 }
 
-// The operator's lists: one entry per parameter, and no masters where the parameters are wide enough themselves.
+// The operator's lists have one entry per parameter. `masters` is empty if the parameters are float32 or float64.
 struct AdamWLists {
   const std::vector<Tensor>& params;
   const std::vector<Tensor>& grads;

@@ -1,4 +1,4 @@
-// Groups of neighbours in a list of tensors.
+// A list of tensors may be divided into groups of neighbours. This header checks the sizes of the groups.
 #pragma once
 
 #include <vector>

@@ -1,13 +1,13 @@
-// Every operator of the compiled extension, in one place.
+// The schemas of all operators of the compiled extension.
 //
-// Schemas only: the kernels register themselves from csrc/cpu/*.cpp and csrc/cuda/*.cu, the fakes and the
-// autograd formulas from rlft_fast/ops/*.py. The extension is built against the LibTorch stable ABI, so one
-// binary serves every torch from 2.11 on.
+// The kernels register themselves in csrc/cpu/*.cpp and csrc/cuda/*.cu. The fakes and the autograd formulas are in
+// rlft_fast/ops/*.py. The extension is built against the LibTorch stable ABI, so one binary serves every torch from
+// 2.11 on.
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
 
-// The module itself is empty: importing it loads this library, which runs the registrations below.
+// The module itself is empty. Its import loads this library, which runs the registrations below.
 PyMODINIT_FUNC PyInit__C(void) {
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
@@ -15,8 +15,8 @@ PyMODINIT_FUNC PyInit__C(void) {
 }
 
 STABLE_TORCH_LIBRARY(rlft_fast, m) {
-  // linear_logprob: what happens between the GEMMs, on one (rows, columns) tile of raw logits.
-  // The math is in csrc/cpu/logprob_rows.cpp. Results of the tile's shape may replace the logits, where dtypes allow it.
+  // linear_logprob: the passes between the GEMMs, each over one (rows, columns) tile of raw logits. The equations are
+  // in csrc/cpu/logprob_rows.cpp. A result of the tile's shape may overwrite the logits if both have the same dtype.
   m.def(
       "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "
@@ -40,7 +40,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
       "Tensor(d!)? grad_bias, bool accumulate) -> ()");
   m.def("use_huge_pages_(Tensor(a!) x) -> ()");
 
-  // packing: padded (B, L, *) <-> packed (T, *), and what is derived from cu_seqlens (B + 1) int32.
+  // packing: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1) int32.
   m.def("unpad(Tensor[] padded, Tensor cu_seqlens, Tensor? columns, SymInt num_tokens, bool left) -> Tensor[]");
   m.def(
       "pad(Tensor[] packed, Tensor cu_seqlens, Tensor? columns, SymInt max_seqlen, bool left, float[] values) "
@@ -51,12 +51,13 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def("segment_expand(Tensor values, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
 
-  // Norm and clipping: one pass over all gradients of a (device, dtype) group; no host sync, fixed summation order.
+  // Norm and clipping: one pass over all gradients of a (device, dtype) group, without a host sync. The order of the
+  // additions is fixed.
   m.def("multi_tensor_norm_pow(Tensor[] tensors, int[] group_sizes, float norm_type) -> Tensor");
   m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
 
-  // adamw: one pass over all parameters of a (device, dtype, gradient dtype) group, the formula is in csrc/adamw.h.
-  // Gradients are only read; lr_tensor, where given, replaces lr; nothing changes where found_inf is not 0.
+  // adamw: one pass over all parameters of a (device, dtype, gradient dtype) group. The formula is in csrc/adamw.h.
+  // Gradients are only read. lr_tensor replaces lr if it is given. Nothing changes if found_inf is not 0.
   m.def(
       "multi_tensor_adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] masters, Tensor(e!)[] steps, float lr, Tensor? lr_tensor, float beta1, float beta2, "

@@ -1,4 +1,5 @@
-// What the CPU and the CUDA side of packing share: which sequence owns a packed token, and a fill value as bytes.
+// The CPU and the CUDA side of packing share this header: the sequence of a packed token, fill values as bytes, and the
+// sizes of rows.
 #pragma once
 
 #include <cmath>
@@ -17,8 +18,8 @@
 
 namespace rlft {
 
-// The sequence that owns packed token t, i.e. the last b with cu_seqlens[b] <= t. Needs 0 <= t < cu_seqlens[B], which
-// also makes it skip empty sequences.
+// Returns the sequence of packed token t: the last b with cu_seqlens[b] <= t. Requires 0 <= t < cu_seqlens[B]. The
+// result is never an empty sequence.
 RLFT_HOST_DEVICE inline int64_t sequence_of(const int32_t* cu_seqlens, int64_t B, int64_t t) {
   int64_t low = 0, high = B;  // cu_seqlens[low] <= t < cu_seqlens[high]
   while (high - low > 1) {
@@ -37,7 +38,8 @@ uint64_t repeat_bits(T element) {
   return bits;
 }
 
-// Eight bytes of consecutive elements of this dtype that all hold `value`, so that fills need only the element size.
+// Returns eight bytes of consecutive elements of this dtype, all equal to `value`. A fill then copies bytes and needs
+// no code per dtype.
 inline uint64_t fill_pattern(double value, ScalarType dtype) {
   using torch::headeronly::BFloat16;
   using torch::headeronly::Half;
@@ -63,14 +65,14 @@ inline uint64_t fill_pattern(double value, ScalarType dtype) {
   }
 }
 
-// Bytes of one row of x: everything behind its first `leading` dimensions.
+// Returns the size of one row of x in bytes. A row spans all dimensions but the first `leading`.
 inline int64_t row_bytes(const Tensor& x, int64_t leading) {
   int64_t bytes = static_cast<int64_t>(x.element_size());
   for (int64_t d = leading; d < x.dim(); ++d) bytes *= x.size(d);
   return bytes;
 }
 
-// `sizes`, followed by the sizes of x behind its first `leading` dimensions.
+// Returns `sizes`, followed by the sizes of x in all dimensions but the first `leading`.
 inline std::vector<int64_t> with_trailing(std::vector<int64_t> sizes, const Tensor& x, int64_t leading) {
   for (int64_t d = leading; d < x.dim(); ++d) sizes.push_back(x.size(d));
   return sizes;

@@ -1,5 +1,5 @@
-// RLFT_INLINE: a function that CPU and CUDA code share, or that RLFT_MULTIVERSION compiles several times, is always
-// inlined.
+// RLFT_INLINE forces a function to be inlined. It marks functions that CPU and CUDA code share, and functions that
+// RLFT_MULTIVERSION functions call.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,5 +1,5 @@
-// What the CPU and the CUDA side of linear_logprob share: the statistics of a row, where the passes write them, and the
-// upstream gradients that the passes read. csrc/cpu/logprob_rows.cpp has the equations.
+// The CPU and the CUDA side of linear_logprob share this header: the statistics of a row, the arrays that the passes
+// write, and the upstream gradients that the passes read. The equations are in csrc/cpu/logprob_rows.cpp.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,19 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr float kMinExponent = -87.0f;  // exp(-87) = 1.6e-38 is the smallest normal float
 
 struct Sums {
-  float exp = 0, shift = 0, squared = 0;  // of exp(x - max), exp(x - max) (x - max), exp(x - max)^2
+  float exp = 0, shift = 0, squared = 0;  // sums of exp(x - max), exp(x - max) (x - max), exp(x - max)^2
 };
 
 struct RowStats {
   float max = kMinusInf;
   Sums sums;
 
-  // The statistics of the union of two column sets. Each backend brings its own Math::exp and Math::max.
+  // Merges the statistics of other columns of the same row. Each backend passes its own Math::exp and Math::max.
   template <class Math>
   RLFT_INLINE void merge(const RowStats& other) {
     const float top = Math::max(max, other.max);
-    const float shift = top == kMinusInf ? 0.0f : top;  // -inf - -inf is nan; an empty set must stay empty
+    const float shift = top == kMinusInf ? 0.0f : top;  // the max of no columns is -inf; -inf - -inf would be nan
+    // a and b are bounded, because 0 * -inf would be nan.
     const float a = Math::max(max - shift, kMinExponent), b = Math::max(other.max - shift, kMinExponent);
     const float wa = Math::exp(max - shift), wb = Math::exp(other.max - shift);
     sums.shift = wa * (sums.shift + a * sums.exp) + wb * (other.sums.shift + b * other.sums.exp);
@@ -34,7 +35,8 @@ struct RowStats {
   }
 };
 
-struct StatsOut {  // (R,) each; sum_exp_shift is null without the entropy, sum_exp_squared without the sum of p^2
+// Each array is (R,). sum_exp_shift is null if no entropy is computed, sum_exp_squared if no sum of p^2 is computed.
+struct StatsOut {
   float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
 
   template <bool kEntropy, bool kSquares>
@@ -51,13 +53,14 @@ struct StatsOut {  // (R,) each; sum_exp_shift is null without the entropy, sum_
   }
 };
 
-struct Upstream {  // (R,) each; entropy and grad_entropy are null without a gradient of the entropy
+// Each array is (R,). entropy and grad_entropy are null if the entropy has no gradient.
+struct Upstream {
   const float *max, *log_sum, *entropy, *grad_logprob, *grad_entropy;
 };
 
 struct FrozenOut {
   StatsOut stats;
-  float *sum_others, *target_slope;  // (R,) each: sum exp(x - max) without the target, dx/dz at the target
+  float *sum_others, *target_slope;  // each (R,): sum of exp(x - max) without the target; dx/dz at the target
   float* accumulator;                // (R, D)
   int64_t dim;
 };

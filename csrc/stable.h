@@ -1,4 +1,4 @@
-// The few things every binding file needs from torch's stable ABI, and nothing else.
+// Every binding file needs these parts of torch's stable ABI, and no others.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

@@ -1,10 +1,10 @@
 // AdamW over a list of parameters on the CPU; the formula is in csrc/adamw.h.
 //
-// Gradients are read, never written: the clip coefficient multiplies them on their way in. Where found_inf is not zero
-// nothing at all is written. Bytes moved for float32: p, g, m, v read, p, m, v written, 28 per element.
+// Gradients are read and never written: a gradient is multiplied by the clip coefficient after it is read. If found_inf
+// is not 0, nothing is written. float32 moves 28 bytes per element: p, g, m and v are read, p, m and v are written.
 //
-// Narrow parameters and gradients go through a block in L1 as float32, so that there is one loop per compute type and
-// not one per pair of dtypes. Elements are independent: the result does not depend on the number of threads.
+// Parameters and gradients narrower than float32 are converted block by block, in L1. One loop per compute type then
+// serves all pairs of dtypes. Elements are independent, so the result does not depend on the number of threads.
 #include <algorithm>
 #include <vector>
 
@@ -23,7 +23,7 @@ constexpr int64_t kBlock = 2048;  // elements converted at once: 8 KiB, a quarte
 template <class C>
 RLFT_INLINE void update_inline(C* __restrict weight, const C* __restrict gradient, C* __restrict exp_avg,
                                C* __restrict exp_avg_sq, int64_t numel, const AdamWFactors<C>& factors) {
-  const AdamWFactors<C> f = factors;  // a copy, which the stores cannot change
+  const AdamWFactors<C> f = factors;  // a copy: the stores cannot change it, so it stays in registers
   for (int64_t i = 0; i < numel; ++i) adamw_element(weight[i], gradient[i], exp_avg[i], exp_avg_sq[i], f);
 }
 
@@ -45,7 +45,7 @@ RLFT_MULTIVERSION void convert(const Half* from, float* to, int64_t numel) { con
 RLFT_MULTIVERSION void convert(const float* from, BFloat16* to, int64_t numel) { convert_inline(from, to, numel); }
 RLFT_MULTIVERSION void convert(const float* from, Half* to, int64_t numel) { convert_inline(from, to, numel); }
 
-// `master` is the parameter itself where that is wide enough.
+// `master` is the parameter itself if the parameter has the compute type.
 template <class P, class G, class C>
 void update_piece(P* param, const G* grad, C* exp_avg, C* exp_avg_sq, C* master, int64_t numel,
                   const AdamWFactors<C>& factors) {

@@ -1,11 +1,12 @@
 // Gradient norm and scaling over a list of tensors on the CPU.
 //
-//   multi_tensor_norm_pow   sum_i |g_i|^p in double, for p = inf max_i |g_i| (NaN wins); float64, one for each group of
-//                           neighbours in the list
-//   multi_tensor_scale_     g_i <- g_i * coefficient, in place; nothing is touched where the coefficient is exactly 1
+//   multi_tensor_norm_pow   one float64 for each group of neighbours in the list: sum_i |g_i|^p, or max_i |g_i| if
+//                           p = inf (NaN wins)
+//   multi_tensor_scale_     g_i <- g_i * coefficient, in place; no element is touched if the coefficient is exactly 1
 //
-// Tensors are cut into pieces of fixed size. Each piece has one partial sum, and the partials are added in order: the
-// result does not depend on the number of threads. Bytes moved: one read (norm), one read and one write (scale).
+// Tensors are cut into pieces of fixed size. Each piece has one partial sum, and the partial sums are added in order,
+// so the result does not depend on the number of threads. The norm reads every element once. Scaling reads and writes
+// every element once.
 #include <cmath>
 #include <vector>
 
@@ -17,12 +18,12 @@
 namespace rlft {
 namespace {
 
-constexpr int64_t kLanes = 32;   // independent sums, so that the additions vectorise without reordering any of them
-constexpr int kMultiplied = 16;  // the largest whole p that is multiplied out: pow takes tens of times as long
+constexpr int64_t kLanes = 32;   // independent sums: they vectorise, and each keeps its order of additions
+constexpr int kMultiplied = 16;  // up to this whole p, powers are products: pow takes tens of times as long
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
 
-// Sum of |g|^p by p - 1 multiplications.
+// Returns the sum of |g|^p. Each power takes p - 1 multiplications.
 template <class T>
 RLFT_INLINE double sum_inline(const T* g, int64_t numel, int p) {
   double lane[kLanes] = {};
@@ -48,7 +49,7 @@ RLFT_INLINE double sum_inline(const T* g, int64_t numel, int p) {
 
 template <class T>
 RLFT_INLINE double sum_powers_inline(const T* g, int64_t numel, int p) {
-  return p == 2 ? sum_inline(g, numel, 2) : sum_inline(g, numel, p);  // the usual one without its inner loop
+  return p == 2 ? sum_inline(g, numel, 2) : sum_inline(g, numel, p);  // a constant 2 removes the inner loop
 }
 
 template <class T>
@@ -56,7 +57,7 @@ RLFT_INLINE void scale_inline(T* g, int64_t numel, float coefficient) {
   for (int64_t i = 0; i < numel; ++i) g[i] = static_cast<T>(static_cast<Compute<T>>(g[i]) * coefficient);
 }
 
-// target_clones needs functions, not templates.
+// The attribute target_clones takes functions, but not templates.
 RLFT_MULTIVERSION double sum_powers(const double* g, int64_t n, int p) { return sum_powers_inline(g, n, p); }
 RLFT_MULTIVERSION double sum_powers(const float* g, int64_t n, int p) { return sum_powers_inline(g, n, p); }
 RLFT_MULTIVERSION double sum_powers(const Half* g, int64_t n, int p) { return sum_powers_inline(g, n, p); }

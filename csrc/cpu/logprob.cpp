@@ -1,5 +1,5 @@
-// linear_logprob on the CPU: binds the passes of logprob_rows.cpp, where the equations are, and walks chunks of whole
-// rows with them, GEMMs and all.
+// This file binds linear_logprob on the CPU. The passes and their equations are in logprob_rows.cpp. The chunk
+// operators here run the passes together with their GEMMs, over chunks of whole rows.
 #include "logprob.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@ Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::opti
           float_or_null(grad_entropy)};
 }
 
-// A tile of a chunk's logits: `columns` vocabulary ids from `start` on, stored densely behind those of lower ids.
+// Returns the tile of a chunk's logits that holds `columns` vocabulary ids from `start` on. The tiles of a chunk are
+// stored one after the other, each without gaps between its rows.
 Tile chunk_tile(const Tile& whole, int64_t start, int64_t columns) {
   Tile tile = whole;
   tile.logits += whole.rows * start;
@@ -79,7 +80,7 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
   };
 }
 
-// `out` is where results of the tile's shape go; they may replace the logits.
+// `out` receives results of the tile's shape. It may be the memory of the logits.
 Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
                const Tensor& inv_temperature, double softcap, double scale, const Tensor& out) {
   STD_TORCH_CHECK(logits.dim() == 2 && (logits.size(1) == 1 || logits.stride(1) == 1),
@@ -127,11 +128,12 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 
 // ---- chunks --------------------------------------------------------------------------------------------------------
 //
-// A chunk holds the logits of all its rows over the whole vocabulary, so it has few rows: some hundreds. A GEMM with few
-// rows that all threads share packs its tile of the weight once per thread, and that takes a tenth of its time. Here one
-// thread takes a tile from end to end, GEMMs and all; inside a parallel region the vendor's GEMM runs on one thread.
+// A chunk holds the logits of its rows over the whole vocabulary, so it has only some hundreds of rows. If all threads
+// shared a GEMM with so few rows, each thread would pack the tile of the weight, and packing would take a tenth of the
+// time. Here one thread does all work of a tile, its GEMMs included. Inside a parallel region the vendor's GEMM runs on
+// one thread.
 
-// out (+)= a @ b. Below autograd, which the threads of a parallel region have switched on.
+// out (+)= a @ b. The call goes below autograd, because autograd is switched on in the threads of a parallel region.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
   TORCH_ERROR_CODE_CHECK(accumulate ? aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1)
                                     : aoti_torch_cpu_mm_out(out.get(), a.get(), b.get()));
@@ -175,7 +177,7 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
-  std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // per block: RowStats of all rows, number by number
+  std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // (blocks, kNumStats, rows)
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       multiply(chunk.tile_logits(i), chunk.hidden, torch::stable::transpose(chunk.tile_weight(i), 0, 1), false);
@@ -193,7 +195,8 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
                 mutable_float_or_null(sum_exp_squared), nullptr});
 }
 
-// In double: in float, one rounding per row would put several times a tree's error into the bias gradient.
+// The sums are in double. In float, one rounding per row would give the bias gradient several times the error of a tree
+// of additions.
 void add_column_sums(const Tile& tile, float* out, bool accumulate) {
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     const int64_t count = std::min(kBlock, tile.columns - begin);

@@ -1,5 +1,5 @@
-// What the CPU side of linear_logprob consists of: a tile of raw logits, what a pass over it reads and writes, and the
-// passes (logprob_rows.cpp), which logprob.cpp binds and puts between GEMMs.
+// The CPU side of linear_logprob: a tile of raw logits, and the passes over a tile. The passes are in logprob_rows.cpp.
+// logprob.cpp binds the passes and runs GEMMs between them.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 namespace rlft {
 
 constexpr int64_t kNumStats = 4;  // numbers in a RowStats
-// Columns that are summed up for themselves before they join a row's sums: 2 KiB, still in L1 from one loop over them to
-// the next. Tiles are whole blocks, so that all ways through the vocabulary add in one order.
+// The number of columns in a block. A block is summed first, and its sums are then merged into the sums of the row. A
+// block takes 2 KiB, so it stays in L1 between two loops over it. A tile is a whole number of blocks, so the order of
+// the additions does not depend on the sizes of the tiles.
 constexpr int64_t kBlock = 496;
 
 struct Transform {
@@ -21,7 +22,7 @@ struct Transform {
 
 struct Tile {
   const float* logits;  // (R, C), row stride `stride`
-  float* out;           // as logits, and may be the same memory
+  float* out;           // laid out as logits; may be the same memory
   int64_t rows, columns, stride;
   const int64_t* target;  // (R,), as vocabulary ids
   int64_t vocab_start;    // vocabulary id of column 0
@@ -30,13 +31,14 @@ struct Tile {
   Transform transform;
 };
 
-// Over rows [begin, end) of a tile: online statistics, gradients of the raw logits, and what the frozen head needs.
+// Each pass runs over rows [begin, end) of a tile. The passes compute online statistics, gradients of the raw logits,
+// and the weights and sums of the frozen head.
 void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end);
 void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_t end);
 void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end);
 
-// Statistics of whole rows from kNumStats numbers of each block, in the order in which stats_rows meets them: the same
-// bits.
+// Merges the statistics of all blocks into the statistics of whole rows. `partial` is (blocks, kNumStats, rows). The
+// order of the blocks is that of stats_rows, so the result has the same bits.
 void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out);
 
 }  // namespace rlft

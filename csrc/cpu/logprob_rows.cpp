@@ -1,18 +1,21 @@
-// linear_logprob on the CPU: everything that happens between the GEMMs, on one tile of raw logits z (R, C).
+// linear_logprob on the CPU: the passes between the GEMMs, each over one tile of raw logits z (R, C).
 //
 //   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
 //   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),
 //            r = sum exp(x - m)^2,  x_target
 //            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2
-//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s, in place of z
-//   frozen : e = exp(x - m) dx/dz in place of z, 0 at the target, so that a GEMM adds sum_j e_j w_j to the row's
-//            accumulator, which is first scaled to the new m:  d logprob / d hidden = dx_y/dz_y (o / s) w_y - acc / s
-//            with o = sum of exp(x_j - m) over j != y. No difference of nearly equal numbers, however peaked p is.
-//   m + log s is never rounded to one number: at m = -150 that alone would cost p five digits.
-//            g, h: upstream gradients of logprob and entropy
+//   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s
+//            dz overwrites z. g and h are the upstream gradients of logprob and entropy.
+//   frozen : e = exp(x - m) dx/dz, and 0 at the target y
+//            e overwrites z. The row's accumulator acc is rescaled to the new m. A GEMM then adds sum_j e_j w_j to acc.
+//            -> d logprob / d hidden = dx_y/dz_y (o / s) w_y - acc / s,  o = sum of exp(x_j - m) over j != y
+//            No two nearly equal numbers are subtracted, however peaked p is.
 //
-// Memory: a tile is read twice by stats (the second time from cache) and read and written once by grad.
-// Determinism: one row belongs to one thread and is summed in a fixed order, so same inputs give same bits.
+// m and log s stay two numbers: at m = -150, rounding m + log s to one float would cost p five digits.
+//
+// Memory: stats reads a tile once, grad reads and writes it once, frozen reads it twice and writes it once. All other
+// loops run over one block, which stays in L1.
+// Determinism: one thread sums a row of a tile in a fixed order, so the same inputs give the same bits.
 #include "logprob.h"
 
 #include <algorithm>
@@ -26,10 +29,11 @@
 namespace rlft {
 namespace {
 
-// exp for x <= ~0: Cephes' range reduction and degree-5 polynomial, 1 ulp or so; 0 where it would be subnormal. NaN
-// stays NaN: the comparison is written so that NaN fails it.
+// exp(x) for x up to about 0, by Cephes' range reduction and degree-5 polynomial. The error is about 1 ulp. The result
+// is 0 if exp(x) would be subnormal. NaN fails the last comparison, so it stays NaN.
 RLFT_INLINE float exp_nonpositive(float x) {
-  // Adding 1.5 * 2^23 rounds to nearest and leaves the integer in the low bits, here as a biased exponent.
+  // Adding 1.5 * 2^23 rounds to the nearest integer, which then stands in the low bits. Adding 127 makes the integer a
+  // biased exponent.
   constexpr float kRound = 12582912.0f + 127.0f;
   const float shifted = x * 1.44269504088896341f + kRound;
   const float n = shifted - kRound;
@@ -45,7 +49,8 @@ RLFT_INLINE float exp_nonpositive(float x) {
   return x < kMinExponent ? 0.0f : p * std::bit_cast<float>(std::bit_cast<uint32_t>(shifted) << 23);
 }
 
-// Cephes' polynomial near 0, where the quotient of exponentials would cancel; 1 ulp or so. NaN stays NaN.
+// tanh(x) with an error of about 1 ulp. Near 0 it is Cephes' polynomial, because the quotient of exponentials would
+// lose digits there. NaN stays NaN.
 RLFT_INLINE float hyperbolic_tangent(float x) {
   const float magnitude = std::fabs(x), square = x * x, e = exp_nonpositive(-2.0f * magnitude);
   float p = -5.70498872745e-3f;
@@ -57,7 +62,7 @@ RLFT_INLINE float hyperbolic_tangent(float x) {
   return magnitude < 0.625f ? small : large;
 }
 
-// Writes the softmax's logits of columns [begin, begin + count) into out, and -inf up to the end of the block.
+// Writes x of columns [begin, begin + count) into `out`, and -inf into the rest of the block.
 RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t begin, int64_t count,
                                  float inv_temperature, float (&out)[kBlock]) {
   const float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * inv_temperature;
@@ -73,13 +78,14 @@ RLFT_INLINE void transform_block(const Transform& t, const float* z, int64_t beg
   std::fill(out + count, out + kBlock, kMinusInf);
 }
 
-// Compilers vectorise loops whose iterations are independent, and reduce in vectors only what is written as vectors: of
-// 32 bytes, which AVX-512 has, too, and by reference, as each architecture hands on values in its own way.
+// Compilers vectorise loops with independent iterations. They do not vectorise a sum of floats, whose order they must
+// keep, so reductions are written with vectors. A vector of 32 bytes fits AVX2 and AVX-512. Vectors are passed by
+// reference, because each architecture passes them by value in its own way.
 using Vector [[gnu::vector_size(32)]] = float;
 
 struct Max {
   static constexpr float kNeutral = kMinusInf;
-  RLFT_INLINE void operator()(Vector& a, const Vector& b) const { a = b > a ? b : a; }  // NaN in b: a
+  RLFT_INLINE void operator()(Vector& a, const Vector& b) const { a = b > a ? b : a; }  // keeps a if b is NaN
 };
 
 struct Add {
@@ -87,7 +93,7 @@ struct Add {
   RLFT_INLINE void operator()(Vector& a, const Vector& b) const { a += b; }
 };
 
-// op over a block, in four parts that need not wait for each other.
+// Reduces a block by op. Its four parts are independent, so that no operation waits for the one before it.
 template <class Op>
 RLFT_INLINE float reduce(const float (&x)[kBlock], const Op& op) {
   constexpr int64_t kStep = 32, kVector = 8;
@@ -119,7 +125,7 @@ struct Math {
   RLFT_INLINE static float max(float a, float b) { return std::max(a, b); }
 };
 
-// Statistics of one block of logits, which is filled up with -inf.
+// Returns the statistics of one block. Columns beyond the tile hold -inf and add 0 to every sum.
 template <bool kEntropy, bool kSquares>
 RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
   RowStats stats;
@@ -189,7 +195,7 @@ RLFT_INLINE void grad_row(const Tile& tile, const Upstream& upstream, int64_t i)
   const float g = upstream.grad_logprob[i], max = upstream.max[i], log_sum = upstream.log_sum[i];
   const float h = upstream.grad_entropy != nullptr ? upstream.grad_entropy[i] : 0.0f;
   const float entropy = upstream.grad_entropy != nullptr ? upstream.entropy[i] : 0.0f;
-  if (g == 0 && h == 0) {  // even where a logit is nan: a bad row that the loss does not see stays out
+  if (g == 0 && h == 0) {  // also if a logit is NaN: the loss does not depend on this row
     std::fill_n(dz, tile.columns, 0.0f);
     return;
   }
@@ -252,7 +258,7 @@ RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
     float terms[kBlock];
     for (int64_t j = 0; j < kBlock; ++j) terms[j] = exp_nonpositive(x[j] - shift);
     sum_others += reduce(terms, Add());
-    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u); at a logit of -inf u is no number
+    if (t.softcap > 0) {  // d softcap tanh(u) / du = softcap (1 - tanh^2 u); at x = -inf, 0 * -inf would be NaN
       for (int64_t j = 0; j < count; ++j) {
         const float e = terms[j], u = x[j] * inv_cap;
         weights[begin + j] = e == 0.0f ? 0.0f : e * slope * (1.0f - u * u);

@@ -1,4 +1,4 @@
-// Large outputs on the CPU.
+// Large outputs on the CPU get huge pages.
 #pragma once
 
 #ifdef __linux__
@@ -11,9 +11,9 @@
 
 namespace rlft {
 
-// Asks for 2 MiB pages under a tensor that is about to be written for the first time, and returns its memory. Page
-// faults take most of the time of filling fresh memory, and this leaves one of 512. Where the system has no huge pages
-// nothing changes.
+// Asks the system for 2 MiB pages under a tensor and returns the tensor's memory. Call it before the first write. Page
+// faults take most of the time of writing new memory, and a 2 MiB page has one fault instead of 512. A system without
+// huge pages ignores the request.
 inline void* with_huge_pages(const Tensor& x) {
   void* memory = x.mutable_data_ptr();
 #ifdef __linux__

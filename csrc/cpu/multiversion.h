@@ -1,5 +1,6 @@
-// One binary for every x86-64: a function marked RLFT_MULTIVERSION is compiled three times and picked when the library
-// loads. It must be no template; what it calls must be RLFT_INLINE to be compiled with it.
+// One binary serves every x86-64 CPU: a function marked RLFT_MULTIVERSION is compiled three times, and one version is
+// chosen when the library loads. Such a function cannot be a template. Functions that it calls must be RLFT_INLINE, or
+// they are compiled for the oldest CPU only.
 #pragma once
 
 #include "portable.h"

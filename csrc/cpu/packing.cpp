@@ -1,19 +1,20 @@
-// Packing on the CPU: padded (B, L, *) <-> packed (T, *), and what follows from cu_seqlens (B + 1).
+// Packing on the CPU: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1).
 //
 //   unpad               packed[cu[b] + i]    = padded[b, column(b, i)]
-//   pad                 padded[b, column(b, i)] = packed[cu[b] + i], every other place holds the tensor's value
+//   pad                 padded[b, column(b, i)] = packed[cu[b] + i], and the tensor's fill value at all other places
 //   mask_columns        out[cu[b] + i]       = column of the i-th true entry of mask[b]
 //   position_ids        out[cu[b] + i]       = i
 //   next_token_targets  out[cu[b] + i]       = ids[cu[b] + i + 1], and ignore_index at the last position of b
 //   segment_sum         out[b]               = sum_i values[cu[b] + i]         double accumulators, ascending i
 //   segment_expand      out[cu[b] + i]       = values[b]
 //
-// column(b, i) is columns[cu[b] + i] if columns are given, else i + shift_b; shift_b is L - length_b if left, else 0.
-// Rows behind cu[B] belong to no sequence and get 0 (ignore_index; -1 for columns).
+// column(b, i) is columns[cu[b] + i] if columns are given, else i + shift_b. shift_b is L - length_b if left, else 0.
+// Packed rows from cu[B] on belong to no sequence. They get 0 in most outputs, ignore_index in targets, and -1 in
+// columns.
 //
-// Tokens in consecutive columns are contiguous on both sides, so a copy is one memcpy per run of them, tensor and
-// thread. Work is cut by destination bytes of all tensors together, never by sequences: one long sequence is shared by
-// all threads, and however many tensors there are, threads start once.
+// Tokens in consecutive columns form a run, which is contiguous on both sides. Each thread copies its part of a run by
+// one memcpy per tensor. Threads share the destination bytes of all tensors together, not the sequences. All threads
+// can therefore work on one long sequence, and they start once for any number of tensors.
 #include <algorithm>
 #include <numeric>
 #include <optional>
@@ -26,7 +27,7 @@
 namespace rlft {
 namespace {
 
-constexpr int64_t kGrainBytes = 64 * 1024;  // less per thread than this and starting the thread costs more
+constexpr int64_t kGrainBytes = 64 * 1024;  // with less per thread, starting the thread costs more than its work
 
 int64_t grain_rows(int64_t row_bytes) { return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)); }
 
@@ -52,10 +53,10 @@ void for_each_part(const Sequences& sequences, int64_t begin, int64_t end, const
   }
 }
 
-// Where the tokens stand in the padded tensor.
+// The places of the tokens in the padded tensor.
 struct Places {
   Sequences sequences;
-  const int32_t* columns;  // one per token, or null: each sequence is contiguous
+  const int32_t* columns;  // one per token; null if each sequence is contiguous
   int64_t L;
   bool left;
 
@@ -66,7 +67,7 @@ struct Places {
   void for_each_run(int64_t b, int64_t first, int64_t last, const F& f) const {
     if (columns == nullptr) return f(first, b * L + shift(b) + first - sequences.begin(b), last - first);
     while (first < last) {
-      // Columns ascend, so those between two ends as far apart as their tokens have no hole.
+      // Columns ascend. If two columns are as far apart as their tokens, the columns between them have no gap.
       const bool whole = columns[last - 1] - columns[first] == last - 1 - first;
       int64_t next = whole ? last : first + 1;
       while (next < last && columns[next] == columns[next - 1] + 1) ++next;
@@ -75,7 +76,7 @@ struct Places {
     }
   }
 
-  // First token of sequence b that stands in column `column` or behind it.
+  // Returns the first token of sequence b in column `column` or a later column.
   int64_t token_at(int64_t b, int64_t column) const {
     const int64_t begin = sequences.begin(b), end = sequences.end(b);
     if (columns == nullptr) return begin + std::clamp<int64_t>(column - shift(b), 0, end - begin);
@@ -83,7 +84,7 @@ struct Places {
   }
 };
 
-// The runs whose packed rows lie in [begin, end), as f(source row, destination row, count).
+// Calls f(source row, destination row, count) for the runs whose packed rows lie in [begin, end).
 struct UnpadRuns {
   Places places;
   template <class F>
@@ -94,7 +95,7 @@ struct UnpadRuns {
   }
 };
 
-// The runs whose padded rows lie in [begin, end), likewise.
+// Calls f(source row, destination row, count) for the runs whose padded rows lie in [begin, end).
 struct PadRuns {
   Places places;
   template <class F>
@@ -119,7 +120,7 @@ void fill(char* destination, int64_t bytes, uint64_t pattern) {
   std::memcpy(destination + offset, &pattern, bytes - offset);
 }
 
-// One tensor of a copy. Rows of `out` are rows of `in`, or hold the pattern.
+// One tensor of a copy. A row of `out` is a copy of a row of `in`, or is filled with the pattern.
 struct Copy {
   const char* in;
   char* out;
@@ -129,7 +130,7 @@ struct Copy {
 
 template <class Runs>
 void copy_kernel(std::vector<Copy> copies, int64_t rows, const Runs& runs) {
-  std::erase_if(copies, [](const Copy& copy) { return copy.row_bytes == 0; });  // memset and memcpy take no null
+  std::erase_if(copies, [](const Copy& copy) { return copy.row_bytes == 0; });  // memset and memcpy refuse null
   const auto add = [](int64_t bytes, const Copy& copy) { return bytes + copy.row_bytes; };
   const int64_t row_bytes = std::accumulate(copies.begin(), copies.end(), int64_t{0}, add);
   if (row_bytes == 0) return;
@@ -153,6 +154,7 @@ void mask_columns_kernel(const uint8_t* mask, const Sequences& sequences, int32_
   torch::stable::parallel_for(0, sequences.B, grain_rows(L), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       int64_t t = sequences.begin(b);
+      // Without a branch: every column is written, and t moves on only if the entry is true.
       for (int64_t l = 0; l < L && t < sequences.end(b); ++l) {
         columns[t] = static_cast<int32_t>(l);
         t += mask[b * L + l] != 0;
@@ -193,7 +195,7 @@ void segment_expand_kernel(const char* values, const Sequences& sequences, char*
   std::memset(out + sequences.num_tokens() * row, 0, (T - sequences.num_tokens()) * row);
 }
 
-// Columns are taken in blocks whose accumulators stay in the first-level cache.
+// The columns are summed in blocks, so that the accumulators of a block stay in L1.
 template <class Value, class Sum>
 void segment_sum_kernel(const Value* values, const Sequences& sequences, Sum* out, int64_t D) {
   constexpr int64_t kBlock = 256;
@@ -241,7 +243,7 @@ Sequences checked(const Tensor& cu_seqlens, int64_t num_tokens, int64_t max_seql
   return {cu, B};
 }
 
-// Whether the columns of a sequence ascend from 0 or more to less than L.
+// Returns whether the columns of a sequence ascend and lie in [0, L).
 bool are_columns(const int32_t* column, int64_t length, int64_t L) {
   if (length == 0) return true;
   bool ascend = column[0] >= 0 && column[length - 1] < L;

@@ -1,4 +1,4 @@
-// A list of tensors on the CPU, cut into pieces that threads share.
+// A list of tensors on the CPU is cut into pieces, which the threads share.
 #pragma once
 
 #include <algorithm>
@@ -12,20 +12,20 @@ namespace rlft {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-// Double for double, float for everything narrower.
+// The type of the computation: double for double, float for all narrower types.
 template <class T>
 using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int64_t kPieceElements = 16 * 1024;
-constexpr int64_t kGrainElements = 32 * 1024;  // fewer per thread than this and starting the thread costs more
+constexpr int64_t kGrainElements = 32 * 1024;  // with fewer per thread, starting the thread costs more than its work
 
 struct Piece {
   int64_t tensor;
   int64_t begin;
   int64_t numel;
-  int64_t position;  // elements in front of it in the whole list
+  int64_t position;  // number of elements before this piece in the whole list
 
-  // Where the piece lies in its tensor, or in another one of the same size.
+  // Returns the address of the piece in its tensor, or in the tensor of the same index in a parallel list.
   template <class T>
   T* in(const std::vector<Tensor>& tensors) const {
     return static_cast<T*>(tensors[tensor].data_ptr()) + begin;
@@ -45,7 +45,8 @@ inline std::vector<Piece> cut(const std::vector<Tensor>& tensors) {
   return pieces;
 }
 
-// Calls f(i) for every piece. Threads share the elements, not the pieces, evenly: pieces of small tensors are small.
+// Calls f(i) for every piece. The threads get equal numbers of elements, not of pieces, because pieces of small tensors
+// are small.
 template <class F>
 void for_each_piece(const std::vector<Piece>& pieces, const F& f) {
   if (pieces.empty()) return;
@@ -57,7 +58,7 @@ void for_each_piece(const std::vector<Piece>& pieces, const F& f) {
   });
 }
 
-// Calls f(T*) with a null pointer of the dtype's type.
+// Calls f(T*) with a null pointer, where T is the C++ type of the dtype.
 template <class F>
 void dispatch(ScalarType dtype, const F& f) {
   switch (dtype) {

@@ -1,11 +1,12 @@
 // AdamW over a list of parameters on CUDA; the formula is in csrc/adamw.h.
 //
-// Two launches. The first has one thread per parameter: it counts the step and works out the parameter's factors, in
-// double. The second does the rest in chunks (chunks.cuh). Both read found_inf on the device and leave everything as
-// it is where that is not zero; the gradients are read, never written. No host sync.
+// A step takes two launches. The first has one thread per parameter, which counts the step and computes the parameter's
+// factors in double. The second updates the elements in chunks (chunks.cuh). Both launches read found_inf on the device
+// and write nothing if it is not 0. Gradients are read and never written. There is no host sync.
 //
-// Bytes moved per element: p, g, m, v read and p, m, v written, 28 for float32; with a master 12 + 12 for it and the
-// moments, and the sizes of g and p. Deterministic: every element belongs to one thread.
+// float32 moves 28 bytes per element: p, g, m and v are read, p, m and v are written. With a master, reading master, m
+// and v takes 12 bytes and writing them 12 bytes; reading g and writing p take their own sizes. The result is
+// deterministic, because every element belongs to one thread.
 #include <type_traits>
 
 #include "adamw.h"
@@ -14,13 +15,13 @@
 namespace rlft {
 namespace {
 
-constexpr int kCountThreads = 128;   // pow in double needs its registers
-constexpr int kUpdateThreads = 256;  // with 128 registers each: four lists in flight spill at 512 threads with 64
+constexpr int kCountThreads = 128;   // pow in double needs many registers
+constexpr int kUpdateThreads = 256;  // leaves each 128 registers; with 512 threads and 64 registers, four lists spill
 
-// Lists of the table. Parameters that are wide enough have no masters, and no such list.
+// The lists of the table. The list of masters is missing if the parameters are float32 or float64.
 enum List { kParam, kGrad, kExpAvg, kExpAvgSq, kStep, kMaster };
 
-// What the step reads on the device besides the lists; null where it is not given.
+// The scalars that the step reads on the device. A scalar that is not given is null.
 struct Inputs {
   const float* lr;
   const float* coefficient;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kCountThreads)
   }
 }
 
-// N elements, read and written in words of up to 16 bytes.
+// N elements that are read and written in words of up to 16 bytes.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
   T element[N];
@@ -87,7 +88,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 2)
     auto* exp_avg_sq = table.at<C>(kExpAvgSq, chunk);
     auto* master = table.at<C>(std::is_same_v<P, C> ? kParam : kMaster, chunk);
     const AdamWFactors<C> f = factors[chunk.tensor];
-    // A list that starts between 16-byte words, as shards may, goes element by element, as do the last few of a chunk.
+    // Packs need addresses at multiples of 16 bytes. Shards may lack them, and are then updated element by element. The
+    // last few elements of a chunk fill no pack either.
     const auto addresses = reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad) |
                            reinterpret_cast<uintptr_t>(exp_avg) | reinterpret_cast<uintptr_t>(exp_avg_sq) |
                            reinterpret_cast<uintptr_t>(master);

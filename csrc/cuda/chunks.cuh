@@ -1,10 +1,12 @@
-// A list of tensors on CUDA, cut into chunks that the blocks of one launch share.
+// A list of tensors on CUDA is cut into chunks, which the blocks of one launch share.
 //
-// A table in device memory holds, in running totals, every tensor's first chunk, its number of elements, and its
-// address, once for each list of tensors that run in parallel; a block finds the tensor of its chunk by binary search.
-// The table goes over in one asynchronous copy from pinned memory.
-// The other way, the table in the kernel's parameters, holds a few hundred tensors per launch (4 KB on older drivers):
-// a model has thousands, and FSDP2 moves the gradients every step, so that would be many launches instead of one copy.
+// A table in device memory holds for every tensor the index of its first chunk, the number of its elements, and one
+// address per list. Several lists can run in parallel, such as parameters and gradients. A block finds the tensor of
+// its chunk by binary search.
+//
+// The table reaches the device by one asynchronous copy from pinned memory. A table in the kernel's parameters (4 KB on
+// older drivers) would hold only a few hundred tensors. A model has thousands, and FSDP2 moves the gradients every
+// step, so every step would need many launches instead of one copy.
 //
 // All indices are 64-bit.
 #pragma once
@@ -20,8 +22,8 @@ namespace rlft {
 
 constexpr int kThreads = 512;
 constexpr int kBlocksPerMultiprocessor = 4;  // 4 * 512 threads fill a multiprocessor
-constexpr int kResidentBlocks = 2;           // at least; without this bound ptxas spills to reach all four
-constexpr int64_t kChunk = 32 * 1024;        // elements; many times what a block reads per step, few enough to balance
+constexpr int kResidentBlocks = 2;           // the least; without this bound ptxas spills registers to fit four
+constexpr int64_t kChunk = 32 * 1024;        // elements: many reads per thread, yet many chunks to balance blocks
 
 template <class T>
 using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -32,7 +34,7 @@ struct Chunk {
   int64_t numel;
 };
 
-// Device memory: first_chunk[count + 1], numel[count], address[list][count], and what a kernel needs besides.
+// The data are first_chunk[count + 1], numel[count], address[list][count], and the appendix of make_table.
 struct Table {
   const int64_t* data;
   int64_t count;
@@ -60,18 +62,18 @@ struct Table {
   }
 };
 
-// The table, and the tensor that owns its memory until the launches are enqueued.
+// A table, and the tensor that owns its memory. The tensor must live until the launches are enqueued.
 struct OwnedTable {
   Tensor storage;
   Table table;
   int64_t blocks() const { return std::min(table.chunks, device_blocks(kBlocksPerMultiprocessor)); }
 };
 
-// The first list says how many elements the tensors have. All must be contiguous and on one device.
+// The numbers of elements come from the first list. All tensors must be contiguous and on one device.
 inline OwnedTable make_table(const std::vector<const std::vector<Tensor>*>& lists,
                              const std::vector<int64_t>& appendix = {}) {
   const std::vector<Tensor>& tensors = *lists[0];
-  // A replay would read the host's memory again, which torch has given to others by then.
+  // A replay of the graph would read the pinned memory again, which torch may have reused by then.
   STD_TORCH_CHECK(!is_recording(tensors[0]),
                   "a CUDA graph cannot record an operator on a list of tensors (the gradient's ",
                   "norm, its clipping, FusedAdamW): call it outside of torch.cuda.graph");

@@ -1,4 +1,4 @@
-// The one switch from a tensor's dtype to the type that a kernel is compiled for.
+// This header maps a tensor's dtype to the C++ type of a kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +19,7 @@ inline constexpr ScalarType kScalarType<__half> = ScalarType::Half;
 template <>
 inline constexpr ScalarType kScalarType<__nv_bfloat16> = ScalarType::BFloat16;
 
-// Calls f(T*) with a null pointer of the dtype's type, which has to be among the given ones.
+// Calls f(T*) with a null pointer, where T is the C++ type of the dtype. T must be one of Types.
 template <class... Types, class F>
 void dispatch_among(ScalarType dtype, const F& f) {
   const bool known = ((dtype == kScalarType<Types> && (f(static_cast<Types*>(nullptr)), true)) || ...);

@@ -1,17 +1,19 @@
 // Gradient norm and scaling over a list of tensors on CUDA.
 //
-//   multi_tensor_norm_pow   sum_i |g_i|^p, for p = inf max_i |g_i| (nan wins); float64, one      one read, two launches
-//                           for each group of neighbours in the list
-//   multi_tensor_scale_     g_i <- g_i * coefficient, in place; nothing moves where the          one read, one write, one
-//                           coefficient on the device is exactly 1                               launch
+//   multi_tensor_norm_pow   one float64 for each group of neighbours in the list: sum_i |g_i|^p, or max_i |g_i| if
+//                           p = inf (nan wins). Every element is read once, in two launches.
+//   multi_tensor_scale_     g_i <- g_i * coefficient, in place; no element is touched if the coefficient on the device
+//                           is exactly 1. Every element is read and written once, in one launch.
 //
-// How the tensors are cut into chunks for the blocks is in chunks.cuh.
+// The tensors are cut into chunks by chunks.cuh.
 //
-// Deterministic, and the same on every device: a chunk has one partial sum, its threads add their elements in ascending
-// order, fixed trees add the threads, and one block per group adds its chunks in double. No atomics. No host sync.
+// The result is deterministic and the same on every device. A chunk has one partial sum: each thread adds its elements
+// in ascending order, and fixed trees add the threads. One block per group adds the chunks of the group in double.
+// There are no atomics and no host syncs.
 //
-// Accumulators are fp32 (fp64 for fp64 gradients) inside a chunk, four or eight per thread side by side, and fp64 between
-// chunks: the sum of fp32 gradients overflows where a chunk's does, at norms of 1e19, where torch's does too.
+// Inside a chunk each thread has several accumulators side by side, one per element of a 16-byte vector. They are fp64
+// for fp64 gradients and fp32 for all others. Sums over chunks are fp64. The norm of fp32 gradients overflows if the
+// sum of one chunk does, at norms of about 1e19, where torch's norm overflows, too.
 #include <cmath>
 #include <vector>
 
@@ -31,7 +33,7 @@ struct alignas(16) Vector {
   T element[kSize];
 };
 
-// Elements in front of the first 16-byte boundary. Tensors are aligned to their element size, sharded ones to no more.
+// Returns the number of elements before the first 16-byte boundary. A shard may be aligned to its element size only.
 template <class T>
 __device__ int64_t unaligned_head(const T* data, int64_t numel) {
   const auto bytes = static_cast<int64_t>((16 - reinterpret_cast<uintptr_t>(data) % 16) % 16);
@@ -65,12 +67,12 @@ __device__ C reduce_warp(C value) {
   return value;
 }
 
-// Sum (or maximum) over the block; valid in thread 0.
+// Returns the sum or the maximum over the block. Only the result of thread 0 is valid.
 template <Norm norm, class C>
 __device__ C reduce_block(C value) {
   __shared__ C warp[kThreads / 32];
   value = reduce_warp<norm>(value);
-  __syncthreads();  // what the last call left there has been read
+  __syncthreads();  // all threads have read the results of the last call
   if (threadIdx.x % 32 == 0) warp[threadIdx.x / 32] = value;
   __syncthreads();
   return reduce_warp<norm>(threadIdx.x < kThreads / 32 ? warp[threadIdx.x] : C(0));
@@ -105,8 +107,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 }
 
-// Stage two, one block per group: out[group] = sum of its chunks' partials, in double. `groups` holds, in running
-// totals, every group's first tensor.
+// Stage two has one block per group: out[group] = sum of `partial` over the chunks of the group, in double. groups[i]
+// is the index of the first tensor of group i.
 template <class C, Norm norm>
 __global__ void __launch_bounds__(kThreads)
     norm_groups(Table table, const int64_t* __restrict__ groups, const C* __restrict__ partial, double* out) {
@@ -192,7 +194,8 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vect
   const auto count = static_cast<int64_t>(tensors.size());
   const Groups groups{owned.table.data + 3 * count + 1, static_cast<unsigned>(group_sizes.size())};
   Tensor out = torch::stable::new_empty(tensors[0], {groups.count}, ScalarType::Double);
-  const Tensor partial = torch::stable::new_empty(tensors[0], {owned.table.chunks}, ScalarType::Double);  // or float
+  // The partial sums are float64 or float32; this has room for both.
+  const Tensor partial = torch::stable::new_empty(tensors[0], {owned.table.chunks}, ScalarType::Double);
   dispatch(tensors[0].scalar_type(), [&]<class T>(T*) {
     launch_norm<T>(owned, groups, norm_type, partial.mutable_data_ptr(), static_cast<double*>(out.mutable_data_ptr()),
                    launch);

@@ -1,5 +1,5 @@
-// All that the kernels' files need of CUDA's runtime and of torch's devices. Nothing else here talks to either, so a host
-// can stand in for a GPU by replacing this header: tests/cuda_emulator.
+// This header holds all uses of CUDA's runtime and of torch's devices. Tests replace it and run the kernels without a
+// GPU (tests/cuda_emulator).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,8 @@
 
 namespace rlft {
 
-// Launches kernels on a tensor's device, which is the current one while this lives, in the stream that torch works on.
+// Launches kernels on a tensor's device, in torch's current stream. The device is the current device while the Launcher
+// lives.
 class Launcher {
  public:
   explicit Launcher(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -33,12 +34,13 @@ class Launcher {
   cudaStream_t stream_ = nullptr;
 };
 
-// Blocks that cover `items`, for kernels that stride over their work, so that any number is correct.
+// Returns the number of blocks that cover `items`, within the limit of a launch. Kernels must stride over their work,
+// so that any number of blocks is correct.
 inline int64_t blocks_for(int64_t items, int64_t items_per_block) {
   return std::clamp<int64_t>((items + items_per_block - 1) / items_per_block, 1, INT32_MAX);
 }
 
-// Blocks that fill the current device when `per_multiprocessor` of them fit on one multiprocessor.
+// Returns the number of blocks that fill the current device if `per_multiprocessor` blocks fit on one multiprocessor.
 inline int64_t device_blocks(int per_multiprocessor) {
   int device = 0, multiprocessors = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -46,7 +48,7 @@ inline int64_t device_blocks(int per_multiprocessor) {
   return static_cast<int64_t>(multiprocessors) * per_multiprocessor;
 }
 
-// Whether a CUDA graph is being recorded from the stream that torch works on.
+// Returns whether a CUDA graph is being recorded from torch's current stream.
 inline bool is_recording(const Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
@@ -55,7 +57,8 @@ inline bool is_recording(const Tensor& tensor) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Host memory from which a copy to the device is asynchronous; torch keeps it until the stream has read it.
+// Returns pinned host memory. A copy from it to the device is asynchronous, and torch keeps the memory until the stream
+// has read it.
 inline Tensor pinned_int64(int64_t size) {
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   return torch::stable::empty({size}, ScalarType::Long, std::nullopt, cpu, /*pin_memory=*/true);

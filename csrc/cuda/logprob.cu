@@ -1,20 +1,20 @@
-// linear_logprob on CUDA: everything that happens between the GEMMs, on one (R, C) tile of raw float32 logits.
+// linear_logprob on CUDA: the passes between the GEMMs, each over one (R, C) tile of raw float32 logits.
 //
-// The equations are those of csrc/cpu/logprob_rows.cpp. Bytes moved per logit:
+// The equations are in csrc/cpu/logprob_rows.cpp. Bytes moved per logit:
 //
 //   logprob_stats_    4 read
 //   logprob_grad_     4 read, 2 or 4 written (dlogits in the dtype of the GEMM that follows)
 //   logprob_frozen_   4 read twice, the second time mostly from L2, 2 or 4 written; 8 per element of the accumulator
 //
-// One exp per logit (two in frozen) hides behind the loads, as long as little else is done per logit: a thread issues
-// the loads of its 32 columns of a block at once, the block's maximum is found first and every exp taken once, against
-// it, then the block is merged into the row, which all threads carry in registers. What only some problems need (a
-// bias, a softcap, the target's column) is asked once per block. A block of threads owns a row, or, in grad, where
-// nothing is reduced, kGradBlock columns of it.
+// The loads hide one exp per logit (two in frozen) as long as little else is done per logit. A thread therefore issues
+// the loads of its 32 columns of a block at once. The maximum of the block is found first, so that every exp is
+// computed once, relative to this maximum. The block is then merged into the statistics of the row, which all threads
+// hold in registers. Features that only some problems need (a bias, a softcap, the target's column) are tested once per
+// block. A block of threads owns a row. In grad, which reduces nothing, it owns kGradBlock columns of a row.
 //
-// Deterministic: shuffles and warps are added in one order, blocks of kBlock columns from left to right. So a row has
-// the same bits whether its columns arrive in one launch or in tiles, as long as the tiles are multiples of kBlock.
-// No atomics, no host sync.
+// The result is deterministic: lanes and warps are added in a fixed order, and blocks of kBlock columns are merged from
+// left to right. A row therefore has the same bits in one launch and in several tiles, if the tiles are multiples of
+// kBlock. There are no atomics and no host syncs.
 #include <cmath>
 #include <optional>
 
@@ -28,7 +28,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kVector = 4;  // floats of one 16-byte access
-// Columns that a thread holds, and that a block of threads does; _GPU_BLOCK in ops/logprob/tiles.py.
+// The columns that a thread holds, and the columns that a block of threads holds (_GPU_BLOCK in ops/logprob/tiles.py).
 constexpr int kPerThread = 32, kBlock = kThreads * kPerThread;
 constexpr int kGradPerThread = 8, kGradBlock = kThreads * kGradPerThread;
 
@@ -51,7 +51,7 @@ struct Tile {
 struct Row {
   const float* logits;
   float inv_temperature;
-  int64_t target;  // column of this tile; beyond it if the target is not here
+  int64_t target;  // column in this tile; outside of the tile if the target is in another tile
 
   __device__ Row(const Tile& tile, int64_t r)
       : logits(tile.logits + r * tile.stride),
@@ -59,7 +59,7 @@ struct Row {
         target(tile.target[r] - tile.vocab_start) {}
 };
 
-// This thread's k-th column of a block: neighbouring threads read 16 bytes each.
+// Returns the k-th column of this thread within a block. Neighbouring threads read neighbouring words of 16 bytes.
 __device__ int column_of(int k) {
   return (k / kVector) * (kThreads * kVector) + static_cast<int>(threadIdx.x) * kVector + k % kVector;
 }
@@ -70,7 +70,7 @@ __device__ float softmax_logit(const Tile& tile, float z, int64_t column, float 
   return z * (tile.scale * inv_temperature);
 }
 
-// dx/dz: softcap tanh(u) has the derivative softcap (1 - tanh^2 u).
+// Returns dx/dz. The derivative of softcap tanh(u) by u is softcap (1 - tanh^2 u).
 __device__ float slope_of(const Tile& tile, float x, float inv_temperature) {
   const float slope = tile.scale * inv_temperature;
   if (tile.softcap <= 0) return slope;
@@ -78,7 +78,7 @@ __device__ float slope_of(const Tile& tile, float x, float inv_temperature) {
   return slope * (1.0f - u * u);
 }
 
-// The logits that the softmax sees; -inf beyond the end.
+// Loads the logits that the softmax sees. Columns beyond the tile get -inf.
 template <bool kAligned, int kCount>
 __device__ void load_block(const Tile& tile, const Row& row, int64_t begin, float (&x)[kCount]) {
   if (kAligned && tile.plain() && begin + kThreads * kCount <= tile.columns) {
@@ -112,7 +112,7 @@ __device__ void load_block(const Tile& tile, const Row& row, int64_t begin, floa
   }
 }
 
-// Calls f(k) if column `begin` + column_of(k) of this thread is the row's target: few blocks have it.
+// Calls f(k) if column `begin` + column_of(k) of this thread is the row's target. Most blocks do not hold the target.
 template <int kCount, class F>
 __device__ void at_target(const Tile& tile, const Row& row, int64_t begin, const F& f) {
   const int64_t at = row.target - begin;
@@ -156,7 +156,8 @@ struct Shared {
   Sums sums[kWarps];
 };
 
-// Every thread gets the result. Two barriers lie between two uses of either array, so no third is needed.
+// Every thread gets the result. Calls of block_max and block_sum alternate, so the barrier of one call protects the
+// array of the other.
 __device__ float block_max(float value, Shared& shared) {
   for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
   if (threadIdx.x % 32 == 0) shared.max[threadIdx.x / 32] = value;
@@ -210,7 +211,7 @@ __device__ RowStats block_stats(const float (&x)[kPerThread], Shared& shared) {
   return block;
 }
 
-// Merges all columns of the tile into `row`, and stores the target's logit where it is found.
+// Merges all columns of the tile into `stats`. Stores the target's logit if this tile holds the target.
 template <bool kEntropy, bool kSquares, bool kAligned>
 __device__ void add_columns(const Tile& tile, const Row& row, float* target_logit, Shared& shared, RowStats& stats) {
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
@@ -240,7 +241,7 @@ __global__ __launch_bounds__(kThreads) void grad_kernel(Tile tile, Upstream upst
   const float max = upstream.max[r], log_sum = upstream.log_sum[r], g = upstream.grad_logprob[r];
   const float h = kEntropy ? upstream.grad_entropy[r] : 0.0f, entropy = kEntropy ? upstream.entropy[r] : 0.0f;
   float dz[kGradPerThread] = {};
-  if (g != 0 || h != 0) {  // else 0 even where a logit is nan: a bad row that the loss does not see stays out
+  if (g != 0 || h != 0) {  // else dz is 0, also if a logit is nan: the loss does not depend on this row
     float x[kGradPerThread];
     load_block<kAligned>(tile, row, begin, x);
 #pragma unroll
@@ -282,7 +283,7 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
     }
     store_block<kAligned>(x, begin, tile.columns, out + r * out_stride);
   }
-  __syncthreads();  // the last reduction's sums have been read by all
+  __syncthreads();  // all threads have read the sums of the last reduction
   others = block_sum<false, false>(others, shared);
   float* accumulator = frozen.accumulator + r * frozen.dim;
   if (rescale != 1.0f)
@@ -325,7 +326,7 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
   };
 }
 
-// Whether every row begins where a vector of elements may.
+// Returns whether every row begins at an address that is aligned for a vector of elements.
 bool aligned(const Tensor& t) {
   const int64_t bytes = kVector * static_cast<int64_t>(t.element_size());
   return t.stride(0) % kVector == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;

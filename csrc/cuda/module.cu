@@ -1,5 +1,5 @@
-// The Python module of the CUDA half. It is empty: importing it loads this library, whose registrations then run.
-// The schemas are those of csrc/library.cpp, so rlft_fast._C must be loaded first.
+// The Python module of the CUDA half is empty. Its import loads this library, which registers the CUDA kernels.
+// The schemas are in csrc/library.cpp, so rlft_fast._C must be loaded first.
 #include <Python.h>
 
 PyMODINIT_FUNC PyInit__C_cuda(void) {

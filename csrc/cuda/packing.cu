@@ -1,30 +1,32 @@
-// Packing on CUDA: padded (B, L, *) <-> packed (T, *), and what follows from cu_seqlens (B + 1) int32.
+// Packing on CUDA: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1) int32.
 //
-// Three of the operators only move rows, and differ in where a row comes from (-1: from nowhere, filled instead):
+// Three of the operators only move rows. They differ in the source of a row. A row without a source (-1) is filled.
 //
 //   unpad           packed[t]    <- padded[b, column(t)]             b = the sequence of t
 //   pad             padded[b, l] <- packed[t]                        the t of b with column(t) = l, if there is one
 //   segment_expand  out[t]       <- values[b]
 //
-// where column(t) is columns[t] if columns are given, else t - cu[b] + shift_b, with shift_b = L - length_b or 0.
-// unpad and pad take any number of tensors of any dtypes and row sizes: their addresses travel in the kernel's
-// parameters, kTableSize per launch. The others compute:
+// column(t) is columns[t] if columns are given, else t - cu[b] + shift_b. shift_b is L - length_b if left, else 0.
+// unpad and pad take any number of tensors of any dtypes and row sizes. The kernel's parameters hold the addresses of
+// kTableSize tensors per launch. The other operators compute:
 //
-//   mask_columns        out[cu[b] + i] = column of the i-th true entry of mask[b], -1 behind cu[B]
+//   mask_columns        out[cu[b] + i] = column of the i-th true entry of mask[b], and -1 from cu[B] on
 //   position_ids        out[t] = t - cu[b]
 //   next_token_targets  out[t] = ids[t + 1], and ignore_index where t + 1 == cu[b + 1]
 //   segment_sum         out[b] = sum_{t in b} values[t], fp32 (fp64 for fp64)
 //
-// Bytes moved: every destination row is written once and its source read once; B + 1 integers and one binary search of
-// log2(B) cached reads per row come on top. Columns cost 4 bytes per row of unpad, and per row of pad a search of
-// log2(length_b) cached reads. mask_columns reads B L bytes and writes 4 T. Rows travel as the widest word (16 to 1
-// bytes) that divides the row size and both addresses; the threads of a warp take consecutive words of a row and then
-// consecutive rows, so narrow rows coalesce too. No host sync.
+// Bytes moved: every output row is written once, and its source is read once. The B + 1 offsets are read, too, and each
+// row adds a binary search of log2(B) cached reads. Columns add 4 bytes per row of unpad, and a search of
+// log2(length_b) cached reads per row of pad. mask_columns reads B L bytes and writes 4 T bytes.
 //
-// cu_seqlens and columns are trusted on no account, because checking them would sync: rows that no sequence covers, or
-// that would come from outside the source, are filled, and nothing is written outside the destination.
+// A row is copied in the widest word (1 to 16 bytes) that divides the row size and both addresses. The threads of a
+// warp take consecutive words of a row, then consecutive rows, so that accesses to narrow rows coalesce, too.
 //
-// Deterministic: a thread sums its tokens in ascending order, a fixed tree adds the threads. No atomics.
+// cu_seqlens and columns are not checked, because a check would sync with the host. They may hold any values: a row is
+// filled if no sequence covers it or if its source lies outside of the input. Nothing is written outside of the output.
+//
+// Sums are deterministic: a thread adds its tokens in ascending order, and a fixed tree adds the threads. There are no
+// atomics.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -45,13 +47,13 @@ constexpr int kTableSize = 32;  // tensors per launch; the table is 1.5 KB of th
 
 // ---- kernels ---------------------------------------------------------------------------------------------------
 
-// Sequence of token t, or -1 if none covers it.
+// Returns the sequence of token t, or -1 if no sequence covers t.
 __device__ int64_t covering_sequence(const int32_t* cu_seqlens, int64_t B, int64_t t) {
   if (B == 0 || t >= cu_seqlens[B]) return -1;
   return sequence_of(cu_seqlens, B, t);
 }
 
-// Where the tokens stand in the padded tensor. `columns` has T entries, or is null: each sequence is contiguous.
+// The places of the tokens in the padded tensor. `columns` has T entries; it is null if each sequence is contiguous.
 struct Places {
   const int32_t* cu_seqlens;
   const int32_t* columns;
@@ -83,7 +85,7 @@ struct PadSource {
       const int64_t place = column - places.shift(cu_seqlens[b + 1] - start);
       return place >= 0 && place < end - start ? start + place : -1;
     }
-    int64_t low = start, high = end;  // tokens before low stand in front of the column, those from high on do not
+    int64_t low = start, high = end;  // tokens before low have smaller columns, tokens from high on do not
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
       columns[middle] < column ? low = middle + 1 : high = middle;
@@ -98,7 +100,8 @@ struct ExpandSource {
   __device__ int64_t operator()(int64_t t) const { return covering_sequence(cu_seqlens, B, t); }
 };
 
-// One tensor of a copy. Rows of `out` are rows of `in`, or hold the pattern. 2^log2_lanes threads share a row.
+// One tensor of a copy. A row of `out` is a copy of a row of `in`, or is filled with the pattern. 2^log2_lanes threads
+// share a row.
 struct Copy {
   const void* in;
   void* out;
@@ -125,7 +128,7 @@ __device__ Word repeated(uint64_t pattern) {
 
 template <class Word>
 __device__ void copy_row(const Copy& copy, int64_t row, int64_t from, int lane, int lanes) {
-  constexpr int kBatch = 4;  // words that a thread asks for before it writes any; one by one, it would wait for each
+  constexpr int kBatch = 4;  // words that a thread loads before it writes any, so that it waits once for four
   const int64_t words = copy.row_words;
   Word* destination = static_cast<Word*>(copy.out) + row * words;
   int64_t w = lane;
@@ -144,8 +147,8 @@ __device__ void copy_row(const Copy& copy, int64_t row, int64_t from, int lane, 
   for (; w < words; w += lanes) destination[w] = __ldg(origin + w);
 }
 
-// A block takes kThreads / lanes rows of one tensor. Threads of a row run the same search on the same addresses, which
-// costs one broadcast read per step.
+// A block takes kThreads / lanes rows of one tensor. The threads of a row run the same search on the same addresses, so
+// a step of the search costs one broadcast read.
 template <class Source>
 __global__ void __launch_bounds__(kThreads)
     copy_rows(const __grid_constant__ CopyTable table, int64_t rows, Source source) {
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sum of `count` over the threads in front of this one, and over all threads.
+// Returns the sum of `count` over the threads before this thread. `total` gets the sum over all threads.
 __device__ int exclusive_scan(int count, int* total) {
   __shared__ int warp_total[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -190,7 +193,8 @@ __device__ int exclusive_scan(int count, int* total) {
 
 constexpr int kMaskBytes = 16;  // per thread and tile
 
-// Bit k is mask[k] for the first `count` bytes. One 16-byte read, except at the end of a row and in unaligned rows.
+// Returns mask[0] to mask[count - 1] as bits, at most kMaskBytes. The bytes are read at once, except at the end of a
+// row and in unaligned rows.
 __device__ uint32_t mask_bits(const uint8_t* mask, int64_t count) {
   uint32_t bits = 0;
   if (count >= kMaskBytes && reinterpret_cast<uintptr_t>(mask) % kMaskBytes == 0) {
@@ -204,8 +208,8 @@ __device__ uint32_t mask_bits(const uint8_t* mask, int64_t count) {
   return bits;
 }
 
-// One block per row of the mask, which it takes in tiles. The columns of a tile are collected in shared memory, so that
-// they leave in order, by consecutive threads.
+// One block takes one row of the mask, tile by tile. The columns of a tile are collected in shared memory, so that
+// consecutive threads write them in order.
 __global__ void __launch_bounds__(kThreads)
     mask_columns_kernel(const uint8_t* __restrict__ mask, const int32_t* __restrict__ cu_seqlens,
                         int32_t* __restrict__ columns, int64_t B, int64_t L, int64_t T) {
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t i = threadIdx.x; i < total; i += kThreads) {
         if (t + i >= 0 && t + i < T) columns[t + i] = column[i];
       }
-      t += total;  // the next tile's scan has a barrier between these reads of column and its writes
+      t += total;  // the scan of the next tile has a barrier before the next write to `column`
     }
   }
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -251,8 +255,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block per (sequence, blockDim.x columns): thread (x, y) adds tokens y, y + blockDim.y, ... of column x, then the
-// blockDim.y partial sums are folded in halves. blockDim.x * blockDim.y == kThreads, both powers of two.
+// One block takes blockDim.x columns of one sequence. Thread (x, y) adds tokens y, y + blockDim.y, ... of column x. A
+// tree then adds the blockDim.y partial sums of a column. blockDim.x * blockDim.y == kThreads, and both are powers of
+// two.
 template <class Value, class Sum>
 __global__ void __launch_bounds__(kThreads)
     segment_sum_kernel(const Value* __restrict__ values, const int32_t* __restrict__ cu_seqlens, Sum* __restrict__ out,
@@ -280,7 +285,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers -------------------------------------------------------------------------------------------------
 
-// log2 of the threads along a row of `width` words (or columns): no more than the row needs, at most one warp.
+// log2 of the number of threads that share a row of `width` words or columns: as many as the row needs, at most a warp.
 int log2_lanes(int64_t width) { return std::min<int>(5, std::bit_width(static_cast<uint64_t>(width - 1))); }
 
 Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pattern) {
@@ -293,7 +298,7 @@ Copy copy_of(const Tensor& in, const Tensor& out, int64_t row_bytes, uint64_t pa
   return {source, destination, row_words, pattern, log2_word, log2_lanes(row_words)};
 }
 
-// One launch for up to kTableSize tensors. All have `rows` rows.
+// Each launch copies up to kTableSize tensors. All tensors have `rows` rows.
 template <class Source>
 void launch_copies(const std::vector<Copy>& copies, int64_t rows, const Source& source, const Launcher& launch) {
   for (size_t begin = 0; begin < copies.size(); begin += kTableSize) {

@@ -1,25 +1,28 @@
-// Micro-batch planning: which rank computes which sequences at which step.
+// Micro-batch planning decides which rank computes which sequences in which micro-batch.
 //
-// Ranks of a data-parallel step meet at every micro-batch (FSDP gathers weights there), so the time of a step is
+// The ranks of a data-parallel step wait for each other at every micro-batch, because FSDP gathers weights there. The
+// time of a step is therefore
 //
 //     sum over step indices s of  max over ranks r of  cost(micro-batch r, s),    cost = sum of a*L + b*L*L,
 //
-// under a hard cap on the tokens of a micro-batch and with equally many micro-batches on every rank.
+// The plan makes this time small. Every rank has the same number of micro-batches, and no micro-batch has more tokens
+// than a hard cap. The plan is made in four phases; a bin is a future micro-batch.
 //
-//   1. pack_tightly    best-fit decreasing fixes the number of micro-batches. It needs at most 11/9 of the fewest
-//                      possible bins plus one (Johnson 1973), rounded up to a multiple of the number of ranks.
-//   2. pack_evenly     the sequences are dealt again into that many bins: longest first, each to the cheapest bin
-//                      with room (Graham's LPT rule under a cap). Where room is so scarce that one does not fit,
-//                      the tight packing is kept.
-//   3. balance_row     bins sorted by cost are cut into rows of world_size; a row is one step index. Within a row,
-//                      sequences are moved and exchanged from the costliest bin to cheaper ones.
-//   4. assign_ranks    the rows are merged by balanced largest differencing (Karmarkar & Karp 1982; Michiels et al.
-//                      2003): every rank gets one bin of each row, and the totals of ranks come out close.
+//   1. pack_tightly    Best-fit decreasing sets the number of bins. It uses at most 11/9 of the fewest possible bins,
+//                      plus one (Johnson 1973). The number is then rounded up to a multiple of the number of ranks.
+//   2. pack_evenly     The sequences are dealt again into the same number of bins: longest first, each to the cheapest
+//                      bin with room (Graham's LPT rule under a cap). If a sequence fits into no bin, the tight packing
+//                      is kept.
+//   3. balance_row     The bins are sorted by cost and cut into rows of world_size bins. A row is one step index.
+//                      Within a row, sequences of the costliest bin move to cheaper bins or are exchanged with theirs.
+//   4. assign_ranks    The rows are merged by balanced largest differencing (Karmarkar & Karp 1982; Michiels et al.
+//                      2003). Every rank gets one bin of each row, such that the total costs of the ranks are close.
 //
-// Everything is O(n log n) for n sequences, and a pure function of the arguments: ties go to the lower index, so
-// that each rank may compute the plan for itself.
+// The time is O(n log n) for n sequences. The plan is a pure function of the arguments, and ties go to the lower index,
+// so each rank can compute the plan by itself.
 //
-// Sequences are numbered by falling length in here ("items"): within a bin, rising items are falling lengths.
+// In this file sequences are numbered by falling length and are called items. The rising items of a bin therefore have
+// falling lengths.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -40,9 +43,10 @@ namespace py = pybind11;
 
 namespace {
 
-// A row is even enough when its costliest bin is this share above the mean; finer than any timing can see.
+// A row counts as balanced if its costliest bin is at most this share above the mean. No timing can show so little.
 constexpr double kTolerance = 1e-4;
-// Exchanges per bin of a row. LPT leaves two or three to do; the limit bounds adversarial rows.
+// The most exchanges per bin of a row. After LPT two or three are needed. The limit bounds the time of adversarial
+// rows.
 constexpr size_t kMaxExchangesPerBin = 8;
 
 struct Items {
@@ -97,8 +101,8 @@ std::optional<std::vector<Bin>> pack_evenly(const Items& all, int32_t num_bins) 
   using Cheapest = std::pair<double, int32_t>;
   std::priority_queue<Cheapest, std::vector<Cheapest>, std::greater<>> open;  // (cost, bin)
   for (int32_t bin = 0; bin < num_bins; ++bin) open.push({0.0, bin});
-  // A bin without room for this item waits here until items are short enough: lengths only fall, so each bin
-  // returns at most once per item that it takes, and the whole stays O(n log n).
+  // A bin without room for this item waits here until an item is short enough. Lengths only fall, so a bin returns at
+  // most once per item that it takes, and the time stays O(n log n).
   std::priority_queue<std::pair<int64_t, int32_t>> waiting;  // (room, bin)
   for (int32_t item = 0; item < all.size(); ++item) {
     for (; !waiting.empty() && waiting.top().first >= all.length[item]; waiting.pop()) {
@@ -116,12 +120,12 @@ std::optional<std::vector<Bin>> pack_evenly(const Items& all, int32_t num_bins) 
   return bins;
 }
 
-// Gives one item of `heavy` to `light`, perhaps for a shorter one in return, such that their costs come as close as
-// possible. Returns false if nothing brings the larger cost down by more than `least`.
+// Moves one item from `heavy` to `light`, or exchanges it for a shorter item of `light`, such that the costs of the two
+// bins come as close as possible. Returns false if no such move lowers the larger cost by more than `least`.
 bool exchange(const Items& all, Bin& heavy, Bin& light, double least) {
   constexpr int32_t kNothing = -1;
   const double half_gap = (heavy.cost - light.cost) / 2;
-  double best = half_gap - least;  // distance of the transferred cost from the ideal, half the gap
+  double best = half_gap - least;  // distance of the transferred cost from half the gap, which is the ideal
   std::pair<int32_t, int32_t> choice{kNothing, kNothing};
   auto consider = [&](int32_t give, int32_t take, double transferred) {
     if (const double distance = std::abs(transferred - half_gap); distance < best) {
@@ -132,7 +136,7 @@ bool exchange(const Items& all, Bin& heavy, Bin& light, double least) {
   for (size_t i = 0; i < heavy.items.size(); ++i) {
     const int32_t give = heavy.items[i];
     if (i > 0 && all.length[heavy.items[i - 1]] == all.length[give]) continue;
-    const int64_t shortest = all.length[give] - light.room;  // what `light` must return at least
+    const int64_t shortest = all.length[give] - light.room;  // the least length that `light` must return
     const double ideal = all.cost[give] - half_gap;
     const auto next = std::ranges::partition_point(
         light.items, [&](int32_t take) { return all.cost[take] >= ideal && all.length[take] >= shortest; });
@@ -173,8 +177,9 @@ void balance_row(const Items& all, std::span<Bin> row) {
   }
 }
 
-// Balanced largest differencing. A partition holds one growing chain of bins per rank, costliest first. The two
-// partitions with the largest differences are merged, costliest chain to cheapest, until one is left.
+// Balanced largest differencing. A partition holds one chain of bins per rank, the costliest chain first. The two
+// partitions with the largest differences between their chains are merged: the costliest chain of one partition is
+// joined to the cheapest chain of the other, and so on. This repeats until one partition is left.
 // Returns the bin of each (rank, row), rank-major.
 std::vector<int32_t> assign_ranks(const std::vector<Bin>& bins, int32_t world_size) {
   struct Chain {
@@ -184,7 +189,7 @@ std::vector<int32_t> assign_ranks(const std::vector<Bin>& bins, int32_t world_si
   const auto num_rows = static_cast<int32_t>(bins.size()) / world_size;
   std::vector<int32_t> following(bins.size(), -1);
   std::vector<std::vector<Chain>> partitions(num_rows);
-  std::priority_queue<std::pair<double, int32_t>> queue;  // (difference, -row): of equal ones the first row
+  std::priority_queue<std::pair<double, int32_t>> queue;  // (difference, -row): the lower row wins a tie
   auto enqueue = [&](int32_t row) { queue.push({partitions[row].front().cost - partitions[row].back().cost, -row}); };
   auto dequeue = [&] {
     const int32_t row = -queue.top().second;
