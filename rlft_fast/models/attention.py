@@ -1,18 +1,20 @@
-"""Attention over packed sequences and in generation, registered with transformers by name.
+"""Attention for training (``rlft_packed``) and for generation (``rlft_grouped``), registered with transformers by name.
 
-``rlft_packed``, for training:
-transformers passes ``cu_seq_lens_q`` and ``max_length_q`` through to the attention function and builds no mask for
-implementations that register none, so packed sequences cost no (T, T) mask. On CUDA one variable-length kernel
-(``torch.nn.attention.varlen``); on the CPU, and for what that kernel does not take (float32, GPUs before Ampere, heads
-wider than 256), one causal SDPA call per segment. Where scores are soft-capped (Gemma 2) they are written out segment
-by segment: correct, but (heads, n, n) memory for a segment of n tokens. Segments on a GPU wait for it in every layer.
+``rlft_packed`` attends over packed sequences. transformers passes ``cu_seq_lens_q`` and ``max_length_q`` to the
+attention function. It builds no mask for an attention without a mask function, so packed sequences cost no (T, T) mask.
 
-A segment is a sequence, or a completion whose prompt is a segment of its own that several completions attend to.
+- On CUDA one variable-length kernel runs (``torch.nn.attention.varlen``).
+- On the CPU, one causal SDPA call runs per segment. So it does on a GPU for inputs that the kernel does not take:
+  float32, GPUs before Ampere, heads wider than 256. There the host waits for the device in every layer.
+- Soft-capped scores (Gemma 2) are written out segment by segment. A segment of n tokens takes (heads, n, n) memory.
 
-Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) come with their own rows of it and all heads; they
-attend over all rows with their own heads.
+A segment is a sequence or a completion. The prompt of such a completion is another segment, to which several
+completions attend.
 
-``rlft_grouped``, for generation: SDPA over padded sequences, without a copy of the cache per query head.
+Ranks that share a micro-batch (Ulysses, ``rlft_fast.ops.ulysses``) pass their own rows and all heads. Each rank then
+attends over all rows with its own heads.
+
+``rlft_grouped`` is SDPA over padded sequences that does not copy the cache for every query head.
 """
 
 import inspect
@@ -33,10 +35,10 @@ from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_hea
 
 PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 
-# Keywords by which models of transformers 5 ask for other scores than those computed here.
+# Keywords by which models of transformers 5 ask for scores that are not computed here.
 _OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
 
-_WIDEST_HEAD = 256  # that flash attention has kernels for
+_WIDEST_HEAD = 256  # of flash attention's kernels
 
 
 def packed_attention(
@@ -60,31 +62,31 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed segment to its keys: query i of m sees the first n - m + i + 1 of n keys.
 
-    transformers calls it through its AttentionInterface, which fixes the order of the tensors and the keywords' names.
+    transformers calls the function by its AttentionInterface, which fixes the order of tensors and names of keywords.
 
     Args:
         module: the attention layer; only error messages name it.
-        query: (1, heads, S, head_dim); S = T without a sequence_group, else this rank's T / N of all T rows.
+        query: (1, heads, S, head_dim); S = T without a sequence_group, else S = T / N, the rows of this rank.
         key: (1, kv_heads, S, head_dim); heads is a multiple of kv_heads.
         value: (1, kv_heads, S, value_dim).
-        attention_mask: must be None: packing needs no mask.
+        attention_mask: must be None, because packing needs no mask.
         cu_seq_lens_q: int32 boundaries of the segments among all T rows.
-        cu_seq_lens_k: int32 boundaries of their keys; None: a segment attends to itself.
+        cu_seq_lens_k: int32 boundaries of the segments' keys; None: a segment attends to itself.
         max_length_q: length of the longest segment.
-        max_length_k: most keys of a segment.
-        key_index: (M,) int64 row of each key, among all T; None: the rows in order.
+        max_length_k: largest number of keys of a segment.
+        key_index: (M,) int64 row of each key among all T rows; None: the keys are the rows in order.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
-        dropout: must be 0, which it is in eval mode: flash attention over packed rows has none.
-        sliding_window: positions that a token sees, itself included; None: all before it.
+        dropout: must be 0, as in eval mode, because flash attention over packed rows has no dropout.
+        sliding_window: number of positions that a token sees, its own included; None: its own and all before it.
         softcap: c in c * tanh(scores / c), before the softmax (Gemma 2).
-        **others: ignored, except those that ask for scores of another form.
+        **others: ignored, unless a keyword asks for scores of another form.
 
     Returns:
         (1, S, heads, value_dim) and None (no attention weights).
 
     Raises:
-        ValueError: called without boundaries, with a mask or dropout, or for scores of another form.
+        ValueError: boundaries are missing, a mask or dropout is given, or a keyword asks for scores of another form.
     """
     _refuse_other_scores(PACKED_ATTENTION, module, attention_mask, others)
     if dropout:
@@ -109,7 +111,7 @@ def packed_attention(
         keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
         segments = zip(queries, keys, values, strict=True)
         outputs = [_causal(q, k, v, scaling, sliding_window, softcap) for q, k, v in segments]
-        output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models take a view of it
+        output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models call view() on it
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None
@@ -118,7 +120,7 @@ def packed_attention(
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' SDPA. If each sequence has one query, the heads that share a key become several queries of the key.
+    """Runs SDPA. If each sequence has one query, the heads that share a key become several queries of the key.
 
     transformers would repeat keys and values for every head, because its masks rule out `enable_gqa`. On a CPU core
     (64 sequences of 60 to 100 tokens, 9 heads, 3 key heads) repeating takes 2.3 to 3.7 ms; grouping takes 0.4 to 0.6.
@@ -151,19 +153,19 @@ def _refuse_other_scores(
     found += [name for name in _OTHER_SCORES if others.get(name) is not None]
     if found:
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(found)} to its attention, which {own_name} does not "
-            "know: use model.set_attn_implementation('sdpa') or 'eager', without packing"
+            f"{own_name} does not support the {', '.join(found)} that {type(module).__name__} passes to its attention: "
+            "use model.set_attn_implementation('sdpa') or 'eager', without packing"
         )
 
 
 def all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """(1, heads, S, d) -> (1, heads / N, N S, d) each, key and value heads repeated until N divides their number."""
+    """(1, heads, S, d) -> (1, heads / N, N S, d) each. Key and value heads repeat until N divides their number."""
     size = group.size()
     repeats = size // math.gcd(k.shape[1], size)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     by_rank = [x[0].transpose(0, 1).unflatten(1, (size, -1)) for x in (q, k, v)]  # (S, N, heads / N, d)
-    # What goes to one rank travels together: one all-to-all instead of three.
+    # The three tensors for one rank are joined, so that one all-to-all replaces three.
     gathered = gather_tokens_scatter_heads(torch.cat([x.flatten(2) for x in by_rank], 2), group).squeeze(1)
     parts = gathered.split([x.shape[2] * x.shape[3] for x in by_rank], dim=1)
     heads = (part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True))
@@ -171,7 +173,7 @@ def all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
 
 
 def _take(x: Tensor, row_index: Tensor) -> Tensor:
-    """(1, heads, T, d) -> (1, heads, K, d)."""
+    """Selects rows: (1, heads, T, d) -> (1, heads, K, d)."""
     return x.index_select(2, row_index)
 
 
@@ -194,7 +196,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | 
     if softcap is not None:
         assert mask is not None
         return _softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    if q.is_cuda:  # where with enable_gqa only flash attention does not hold (heads, m, n) scores
+    if q.is_cuda:  # with enable_gqa, only flash attention would run without (heads, m, n) scores in memory
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
@@ -221,7 +223,8 @@ def _is_ampere_or_later(device: torch.device) -> bool:
 def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    head_dim, value_dim = q.shape[-1], v.shape[-1]  # the kernel has one width, a multiple of 8; DeepSeek has two
+    # The kernel takes heads of one width, a multiple of 8. DeepSeek's keys and values differ in width.
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = -(-max(head_dim, value_dim) // 8) * 8
     packed_q, packed_k, packed_v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = boundaries
@@ -245,7 +248,7 @@ def grouped_heads(parameters: Collection[str]) -> dict[str, Any]:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     missing = width - x.shape[-1]
-    return pad(x, (0, missing)) if missing else x  # a pad by nothing would be a copy
+    return pad(x, (0, missing)) if missing else x  # pad would copy, even by 0 columns
 
 
 _GROUPED_HEADS = grouped_heads(inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters)

@@ -26,12 +26,12 @@ class LogprobHead(nn.Module):
     """An ``lm_head`` that returns log-probabilities if the call has targets, and logits otherwise.
 
     Args:
-        weight: (V, D) projection, shared, not copied (so tied weights stay tied).
+        weight: (V, D) projection. It is shared, not copied, so tied weights stay tied.
         bias: (V,) or None.
         softcap: logit soft-capping.
         logit_scale: factor on the raw logits.
-        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob` and, for losses,
-            :func:`rlft_fast.ops.linear_logprob_loss`.
+        workspace_mib: the most memory that logits take at any time [MiB], see :func:`rlft_fast.ops.linear_logprob` and,
+            for losses, :func:`rlft_fast.ops.linear_logprob_loss`.
     """
 
     def __init__(
@@ -90,23 +90,24 @@ class LogprobHead(nn.Module):
 
         Args:
             hidden: (*, D) final hidden states; converted to the dtype of the weight.
-            target: (*) int64 next tokens, -100 where none is to be scored.
+            target: (*) int64 next tokens; -100 at positions that are not scored.
             temperature: one number, also as a tensor of one element, or a (*) tensor.
-            return_entropy: also the entropies, or hand them to ``loss_fn``.
-            return_sum_prob_squared: also the sums of squared probabilities; not with ``loss_fn``.
-            return_top1: also whether the target is the most likely token; not with ``loss_fn`` or ``support``.
+            return_entropy: also return the entropies, or pass them to ``loss_fn``.
+            return_sum_prob_squared: also return the sums of squared probabilities; not with ``loss_fn``.
+            return_top1: also return whether the target is the most likely token; not with ``loss_fn`` or ``support``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
             per_token: (*) tensors for ``loss_fn``.
-            support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`: everything is over these instead of over
-                the whole vocabulary.
+            support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`. All statistics are over these ids instead
+                of the whole vocabulary.
             active_index: as in :func:`rlft_fast.ops.linear_logprob`, into the flattened ``target``.
 
         Returns:
-            (*, V) raw logits, as the ``lm_head`` gives them that this one replaces: soft-cap and scale are left to the
-            model around it. With ``target``, where both are applied, statistics in its shape.
+            Without ``target``: (*, V) raw logits, as the replaced ``lm_head`` gives them. The model around the head
+            applies soft-cap and scale. With ``target``: statistics in the shape of ``target``. The head applies
+            soft-cap and scale.
 
         Raises:
-            ValueError: shapes, devices or option values that do not fit.
+            ValueError: shapes, devices or option values do not fit each other.
         """
         hidden, weight = self._adapted(hidden.to(self.weight.dtype))
         if target is None:
@@ -167,7 +168,7 @@ def _support_logprob_loss(
     """`linear_logprob_loss` over a support. Its few logits are kept for the backward pass."""
     logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
     loss_T = loss_fn(logprob, entropy, *per_token)
-    check_losses(loss_T, logprob)  # `where` would count a loss that is reduced already once per token
+    check_losses(loss_T, logprob)  # `where` would repeat a reduced loss for every token
     loss_T = loss_T.where(target_T != IGNORE_INDEX, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
@@ -180,14 +181,15 @@ def _reshaped(values: Tensor, like: Tensor) -> Tensor:
 class PolicyModel(nn.Module):
     """A causal language model whose packed forward ends in a :class:`LogprobHead`.
 
-    What the model's own forward does to hidden states and logits is found by :func:`rlft_fast.models.probe.probe`.
+    :func:`rlft_fast.models.probe.probe` finds out how the model's own forward transforms hidden states and logits.
 
     Args:
-        model: with a linear head, which is replaced.
+        model: a model with a linear head, which is replaced.
         workspace_mib: see :class:`LogprobHead`.
 
     Raises:
-        ValueError: no head; a module between backbone and head; or an unknown transform of the logits.
+        ValueError: the model has no head or no backbone, has a module between backbone and head, or transforms its
+            logits in an unknown way.
     """
 
     def __init__(self, model: PreTrainedModel, workspace_mib: int | None = None) -> None:
@@ -221,7 +223,7 @@ class PolicyModel(nn.Module):
         return cast(PreTrainedModel, self.model.base_model)
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
-        """Log-probabilities of the A active positions, or their loss; keywords as in :meth:`LogprobHead.forward`."""
+        """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
         hidden_UD = packed_hidden(self.backbone, inputs)
         # All A rows are active. Passing this index spares the op a search for them.
         everything = torch.arange(len(inputs.target_A), device=inputs.target_A.device)
@@ -256,11 +258,11 @@ class PolicyModel(nn.Module):
             **options: for ``generate``.
 
         Returns:
-            (P * num_samples, L + new) token ids, samples of a prompt one after the other, and L.
+            (P * num_samples, L + new) token ids, in which the samples of a prompt follow each other, and L.
         """
         position_ids, cache = (attention_mask.cumsum(1) - 1).clamp(min=0), None
         if prompt_ids.shape[1] > 1:
-            # generate() itself runs the tokens that the cache lacks, which here is the last token of the prompt.
+            # generate() runs the tokens that are not in the cache; here this is the last token of the prompt.
             prefill = self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
                 position_ids=position_ids[:, :-1], use_cache=True,
@@ -270,7 +272,7 @@ class PolicyModel(nn.Module):
         sequences = cast(Any, self.model).generate(
             prompt_ids.repeat_interleave(num_samples, 0),
             attention_mask=attention_mask.repeat_interleave(num_samples, 0),
-            # Without position_ids, Qwen2-VL would reuse the ones of the previous batch, which has another size.
+            # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
             position_ids=position_ids.repeat_interleave(num_samples, 0),
             past_key_values=cache,
             **options,
@@ -279,7 +281,7 @@ class PolicyModel(nn.Module):
 
 
 def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor) -> ModelInputs:
-    """(T,) tokens that are all active."""
+    """The inputs of one sequence of T tokens that are all active."""
     length, device = len(target_T), target_T.device
     position_ids_T = torch.arange(length, device=device)
     if has_vision(model.base_model):
@@ -297,7 +299,7 @@ def _beside_backbone(model: PreTrainedModel) -> list[str]:
 
 
 class ValueModel(nn.Module):
-    """A backbone with a scalar head: V(s_t) at each active position. A new head gives 0 everywhere."""
+    """A backbone with a scalar head, which gives V(s_t) at each active position. A new head gives 0 everywhere."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -344,4 +346,4 @@ class RewardModel(nn.Module):
 
 
 RLModel = PolicyModel | ValueModel | RewardModel
-"""Each holds a transformers model with all its weights, ``pretrained``, and is called with `ModelInputs`."""
+"""Each model holds a transformers model with all weights, ``pretrained``, and is called with `ModelInputs`."""

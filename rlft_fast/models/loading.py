@@ -1,4 +1,4 @@
-"""Loading from local Hugging Face folders. Only safetensors are read: nothing is unpickled, and no hub is asked."""
+"""Loads models from local Hugging Face folders. Only safetensors are read. Nothing is unpickled, no hub is asked."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -51,9 +51,9 @@ def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace
 
 
 def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
-    """The backbone of any text model with a value head; parameters have no memory yet, in eval mode.
+    """The backbone of any text model with a value head, in eval mode. Its parameters have no memory yet.
 
-    `load` takes the head from a reward model's or an exported critic's folder. Beside other models it is new.
+    `load` reads the head from the folder of a reward model or of an exported critic. For other folders the head is new.
 
     Raises:
         ValueError: the folder is missing or unreadable, or the model's sequences cannot be packed.
@@ -62,7 +62,7 @@ def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueM
 
 
 def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> RewardModel:
-    """A sequence classification model with one label; parameters have no memory yet, in eval mode.
+    """A sequence classification model with one label, in eval mode. Its parameters have no memory yet.
 
     Raises:
         ValueError: the folder is missing or unreadable, or its model is no classifier with one label.
@@ -80,17 +80,17 @@ def build_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> 
 def load(
     path: str | Path, model: RLModel, device: torch.device | str = "cpu", buffer_device: torch.device | None = None
 ) -> None:
-    """Gives a built model memory on a device, for this rank's shards if it is sharded, and loads a folder's weights.
+    """Gives a built model memory on a device and loads the weights of a folder. A rank holds only its own shards.
 
     Args:
         path: the folder.
-        model: from one of the functions above.
+        model: a model from one of the functions above.
         device: device of the weights.
         buffer_device: device of the buffers; None: the same device. FSDP copies offloaded weights to the device that
             computes, but not buffers.
 
     Raises:
-        ValueError: weights are damaged, missing, of other shapes, or the model has no place for some of them.
+        ValueError: weights are damaged, are missing, or have other shapes; or the model has no place for some weights.
     """
     materialize(model, torch.device(device), buffer_device)
     if isinstance(model, ValueModel):
@@ -122,7 +122,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     _require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files are found by whatever stumbles over them
+    except Exception as error:  # a damaged file may raise any error
         raise ValueError(f"cannot load a tokenizer from {path}: {type(error).__name__}: {error}") from error
     return cast(PreTrainedTokenizerBase, tokenizer)
 
@@ -137,7 +137,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
     if type(config) not in auto_class._model_mapping:
         raise ValueError(
             f"transformers {transformers.__version__} has no {auto_class.__name__.removeprefix('Auto')} of type "
-            f"{config.model_type}, which the model in {path} is said to be: choose another model"
+            f"{config.model_type}, the type of the model in {path}: choose another model"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
@@ -145,7 +145,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
     try:
         model = build_on_meta(lambda: auto_class.from_config(config, **options))
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-            # It may name end tokens that config.json does not.
+            # The file may name end tokens that config.json does not name.
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except KeyError as error:
         if error.args != (PACKED_ATTENTION,):
@@ -154,7 +154,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
             f"the model in {path}, of type {config.model_type}, does not take its attention from transformers' "
             "AttentionInterface: sequences cannot be packed for it. Choose another model"
         ) from error
-    except Exception as error:  # a model's code divides by and indexes with whatever the configuration says
+    except Exception as error:  # with a wrong configuration the model's code may raise any error
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_packed_attention(model)
     return model
@@ -165,13 +165,13 @@ def _read_config(path: str | Path):
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is not a model folder: it has no config.json")
     try:
-        # None would ask on the terminal whether to run Python files of the folder.
+        # With None, transformers would ask on the terminal whether to run Python files of the folder.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         names = config.architectures
         if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
             raise ValueError(f"architectures is {names!r}, expected a list of names")
         return config
-    except Exception as error:  # a configuration class raises whatever a wrong value makes it stumble over
+    except Exception as error:  # a wrong value may raise any error
         raise ValueError(
             f"{path} is not a model folder: transformers {transformers.__version__} cannot use its config.json "
             f"({' '.join(str(error).split())}): correct it, or give another folder"

@@ -27,15 +27,15 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     `initialize_lora` gives the adapters their values.
 
     Args:
-        model: before sharding.
-        rank: of the update of each matrix.
+        model: a model that is not sharded yet.
+        rank: rank of the update of each matrix.
         alpha: the update is scaled by alpha / rank.
         target_modules: names as peft takes them; "lm_head" is the head.
 
     Raises:
         ImportError: peft is missing.
-        ValueError: no linear layer of one of these names, all-linear for a mixture of experts, or a head that is tied
-            to the embedding, which would have to change with it.
+        ValueError: a name fits no linear layer, all-linear is given for a mixture of experts, or the named head is tied
+            to the embedding. An adapter of a tied head would have to change the embedding, too.
     """
     if _HEAD in target_modules and not isinstance(model, PolicyModel):
         raise ValueError(f"lora.target_modules has {_HEAD}, which only a policy has: leave it out")
@@ -69,7 +69,7 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
 
 
 def _check_no_experts(model: RLModel) -> None:
-    """All linear layers are then not all matrices, whether peft says so (from 0.19 on, by another error) or not."""
+    """Refuses all-linear for experts, whose matrices are no linear layers. peft before 0.19 would leave them out."""
     layers = [*model.pretrained.named_modules()]
     experts = [f"{name}.{key}" for name, layer in layers for key, x in layer.named_parameters(recurse=False)
                if x.dim() == 3 and not isinstance(layer, nn.Conv1d)]  # fmt: skip
@@ -77,13 +77,13 @@ def _check_no_experts(model: RLModel) -> None:
         linear = {name.rpartition(".")[2]: None for name, layer in layers if isinstance(layer, nn.Linear)}
         raise ValueError(
             f"lora.target_modules all-linear cannot adapt the experts of {type(model.pretrained).__name__} "
-            f"({experts[0]}), which are no linear layers: train the whole model, or name the layers to adapt, of which "
-            f"there are {', '.join(linear)}"
+            f"({experts[0]}), which are no linear layers: train the whole model, or name some of its linear layers: "
+            f"{', '.join(linear)}"
         )
 
 
 def _check_adapted(model: RLModel, targets: list[str]) -> None:
-    """Refuses what peft takes, but is not W x + s B A x, and names that it leaves out without a word."""
+    """Refuses layers for which peft's adapter is not W x + s B A x, and names that peft silently leaves out."""
     adapted = {name: layer for name, layer in model.pretrained.named_modules() if hasattr(layer, "base_layer")}
     kind = type(model.pretrained).__name__
     if unused := [x for x in targets if not any(f".{name}".endswith(f".{x}") for name in adapted)]:
@@ -96,7 +96,7 @@ def _check_adapted(model: RLModel, targets: list[str]) -> None:
 
 
 def adapter_parameters(model: RLModel) -> dict[str, nn.Parameter]:
-    """The parameters that train: all adapters, and a critic's head, which starts at 0 and needs to train itself."""
+    """The parameters that are trained: all adapters, and the head of a critic, because it starts at 0."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -125,7 +125,7 @@ def initialize_lora(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled_lora(model: PolicyModel) -> Iterator[None]:
-    """Inside, the model computes without its adapters."""
+    """Inside the context, the model computes without its adapters."""
     layers = [*_layers(model), model.head]
     for layer in layers:
         layer.enable_adapters(False)
@@ -151,5 +151,5 @@ def low_rank_factors(model: RLModel) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """peft's layers; none without peft."""
+    """The layers that peft has adapted."""
     return [module for module in model.modules() if hasattr(module, "lora_A") and not isinstance(module, LogprobHead)]

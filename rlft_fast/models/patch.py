@@ -1,9 +1,11 @@
 """Log-probabilities from any transformers causal language model, inside any trainer.
 
-The patched model runs its own forward. Before it, the head is told the targets; when the model calls its head, the head
-answers with statistics, which leave through the hooked module call, and hands the model a column of zeros instead.
-The model calls its head once per forward, as FSDP2 expects of every module of a unit: a second call would find the
-unit's weights gone, or come after them in backward.
+The patched model runs its own forward, and the head gets the targets beforehand. When the model calls its head, the
+head computes statistics as the result of a module call with all hooks, and keeps them for the caller. The model gets a
+column of zeros in place of logits.
+
+The model must call its head once per forward, because FSDP2 expects one call of every module of a unit. At a second
+call, or in its backward, the unit's weights may be resharded already.
 """
 
 import difflib
@@ -29,58 +31,61 @@ _KEYWORDS = (
 
 
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
-    """Lets a causal language model answer with log-probabilities, in place; without targets it stays as it was.
+    """Changes a causal language model in place, such that it returns log-probabilities if it gets targets.
 
-    Afterwards ``model(input_ids=..., attention_mask=..., logprob_targets=...)`` returns a ``LinearLogprob`` and never
-    holds the logits; the model's other keywords stay, and these are new:
+    ``model(input_ids=..., attention_mask=..., logprob_targets=...)`` then returns a ``LinearLogprob`` and never holds
+    the logits. A call without targets works as before. The model keeps its own keywords and gets these:
 
-        logprob_targets: (B, L) int64, the token to score at each position: ``input_ids`` one to the left. -100 where
-            none is; such positions give 0, and their head costs nothing. With ``logits_to_keep=K`` (B, K).
+        logprob_targets: (B, L) int64, the token to score at each position: ``input_ids`` shifted one to the left. A
+            position with -100 is not scored: it gives 0, and its head costs nothing. With ``logits_to_keep=K`` the
+            shape is (B, K).
         temperature: sampling temperature, one number or a tensor in the shape of ``logprob_targets``.
-        return_entropy: also the entropy of each position.
-        return_sum_prob_squared, return_top1: also the sum of squared probabilities, and whether the target is the most
-            likely token, see :func:`rlft_fast.ops.linear_logprob`; not with ``loss_fn``.
-        loss_fn, per_token: a per-token loss and a tuple of the tensors that it reads, in the same shape, see
-            :func:`rlft_fast.ops.linear_logprob_loss`; the model then returns a ``LinearLogprobLoss``.
+        return_entropy: also return the entropy of each position.
+        return_sum_prob_squared, return_top1: also return the sum of squared probabilities, and whether the target is
+            the most likely token, see :func:`rlft_fast.ops.linear_logprob`. Neither goes with ``loss_fn``.
+        loss_fn, per_token: a per-token loss, and a tuple of the tensors that it reads, in the shape of
+            ``logprob_targets``, see :func:`rlft_fast.ops.linear_logprob_loss`. The model then returns a
+            ``LinearLogprobLoss``.
 
-    Soft-capping, logit scale and bias are those of the model, found by running its forward once on two tokens, without
-    its layers. Parameters, their names, ties and ``generate`` do not change. Patch after resizing the vocabulary and
-    before anything wraps the model: PEFT, accelerate, DDP, ``fully_shard``, ``torch.compile``. :func:`unpatch_lm_head`
-    undoes it.
+    The model keeps its soft-capping, logit scale and bias. One run of its forward on two tokens, without its layers,
+    finds them. Parameters, their names, ties and ``generate`` do not change.
+
+    Resize the vocabulary before the patch. Wrap the model (PEFT, accelerate, DDP, ``fully_shard``, ``torch.compile``)
+    after the patch. :func:`unpatch_lm_head` undoes the patch.
 
     Args:
         model: causal language model with a linear head, on any device.
-        workspace_mib: most memory for logits at any time, see :func:`rlft_fast.ops.linear_logprob` and, for losses,
-            :func:`rlft_fast.ops.linear_logprob_loss`.
+        workspace_mib: the most memory that logits take at any time [MiB], see :func:`rlft_fast.ops.linear_logprob` and,
+            for losses, :func:`rlft_fast.ops.linear_logprob_loss`.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: an encoder-decoder; no head, or none that is plainly linear (adapter, quantized, sharded); a model
-            that is patched or wrapped already; a forward that does anything else to its logits.
+        TypeError: ``model`` is not a transformers model.
+        ValueError: ``model`` is an encoder-decoder, is patched or wrapped already, or changes its logits in another
+            way. Or it has no head, or its head is not plainly linear (an adapter, a quantized or a sharded head).
     """
     head = _plain_head(model)
     weight = cast(nn.Parameter, head.weight)
     around = probe(model, weight.device, weight.dtype)
     model.set_output_embeddings(_PatchedHead(weight, head.bias, around.softcap, around.logit_scale, workspace_mib))
-    if not _is_patched(type(model)):  # it is where the head was replaced
+    if not _is_patched(type(model)):  # it is patched already if only its head was replaced
         model.__class__ = _patched_class(type(model))
     return model
 
 
 def unpatch_lm_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Undoes :func:`patch_lm_head`, in place: the model has a ``torch.nn.Linear`` with the same parameters again.
+    """Undoes :func:`patch_lm_head` in place. The head is again a ``torch.nn.Linear`` with the same parameters.
 
     Args:
-        model: patched, and not wrapped or sharded since.
+        model: a patched model that has not been wrapped or sharded since the patch.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is not patched, or was sharded after that.
+        ValueError: the model is not patched, or was wrapped or sharded after the patch.
     """
     head = model.get_output_embeddings()
     if type(head) is not _PatchedHead or not _is_patched(type(model)):
@@ -103,7 +108,7 @@ def _is_patched(model_class: type) -> bool:
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear:
-    """The model's head, if it can be replaced."""
+    """Returns the model's head. Raises an error if the head cannot be replaced."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"expected a transformers PreTrainedModel, got {name}: patch the model before wrapping it")
@@ -123,34 +128,37 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear:
             "torch.nn.Linear with a plain parameter: leave it out of quantization, and patch before sharding"
         )
     if "forward" in vars(model) or "forward" in vars(head):
-        raise ValueError(f"the forward of {name} was replaced already: patch the model before accelerate or others do")
+        raise ValueError(
+            f"the forward of {name} was replaced already: patch the model before accelerate or another tool wraps it"
+        )
     return head
 
 
 class _PatchedHead(LogprobHead):
-    """A head that answers the next call, which the model makes, with the statistics that the caller asks for."""
+    """A head that is asked for statistics by a caller, and computes them when the model calls the head."""
 
-    asked: dict[str, Any] | None = None  # keywords of `LogprobHead.forward`, of the call that is expected
+    asked: dict[str, Any] | None = None  # keywords of `LogprobHead.forward` for the expected call
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.answers: list[LinearLogprob | LinearLogprobLoss] = []
 
     def __call__(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        result = super().__call__(hidden, *args, **options)  # with all hooks: those of FSDP2 need what leaves here
+        result = super().__call__(hidden, *args, **options)  # FSDP2's hooks need the real result
         if self.asked is None:
             return result
         self.answers.append(result)
-        return hidden.new_zeros(*hidden.shape[:-1], 1)  # of which the model makes logits that nobody sees
+        return hidden.new_zeros(*hidden.shape[:-1], 1)  # the model makes logits of them, which nobody reads
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, **options: Any) -> Any:
-        # Not through the call's keywords, whose float32 tensors FSDP2 would cast to its param_dtype.
+        # The targets are no keywords of the call, because FSDP2 would cast float32 tensors among them to its
+        # param_dtype.
         return (
             super().forward(hidden, target, **options) if self.asked is None else super().forward(hidden, **self.asked)
         )
 
     def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LinearLogprob | LinearLogprobLoss:
-        """What the head answers when the model's ``forward`` calls it."""
+        """Runs the model's ``forward`` and returns the statistics that the head computed in it."""
         self.asked, self.answers = asked, []
         try:
             outputs = forward()
@@ -166,7 +174,10 @@ class _PatchedHead(LogprobHead):
 
 @functools.cache
 def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass of the same name. Not an attribute of the instance, which would make a deep copy call the original."""
+    """A subclass of the same name, whose forward takes targets.
+
+    An attribute of the instance would not do: the forward of a deep copy would still run the original model.
+    """
 
     def forward(
         self,
@@ -186,7 +197,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         }  # fmt: skip
         if logprob_targets is None:
             if loss_fn is not None:
-                raise ValueError("loss_fn needs logprob_targets, the tokens whose log-probabilities it is a loss of")
+                raise ValueError("loss_fn needs logprob_targets: pass the tokens whose log-probabilities it reads")
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
         _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
         head = self.get_output_embeddings()
@@ -202,8 +213,8 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         result = PreTrainedModel.__call__(self, *args, **inputs)
         if isinstance(result, LinearLogprob | LinearLogprobLoss) and result.logprob.dtype != torch.float32:
             warnings.warn(
-                f"log-probabilities of {model_class.__name__} were rounded to {result.logprob.dtype} by FSDP2, so that "
-                "ratios of an unchanged policy are not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
+                f"log-probabilities of {model_class.__name__} were rounded to {result.logprob.dtype} by FSDP2. The "
+                "ratios of an unchanged policy are then not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
                 stacklevel=2,
             )
         return result
@@ -218,17 +229,17 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def reduce_ex(self, protocol: Any) -> Any:
         reduced = model_class.__reduce_ex__(self, protocol)
-        if type(self) is not _patched_class(model_class):  # but one that FSDP2 or others made of it: theirs to do
+        if type(self) is not _patched_class(model_class):  # a wrapper's subclass, as of FSDP2
             return reduced
         return _empty_patched, (model_class,), *reduced[2:]
 
     # generate() and transformers' Trainer read from the signature which keywords the model takes.
     own, new = (inspect.signature(function).parameters for function in (model_class.forward, forward))
     added = {name: parameter for name, parameter in new.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    shared = own.keys() & added.keys()  # verl's forwards of models with images have a temperature of their own
+    shared = own.keys() & added.keys()  # verl's vision-language forwards also take a temperature
     forwards = [vars(each)["forward"] for each in model_class.__mro__ if "forward" in vars(each)]
     known = {name for each in forwards for name in inspect.signature(each).parameters}
-    # What a forward of somebody else makes of its **kwargs cannot be known: verl replaces forwards.
+    # verl, for example, replaces forwards. A forward from outside of transformers may read any keyword from **kwargs.
     takes_any = any(not each.__module__.startswith("transformers.") and _has_kwargs(each) for each in forwards)
     known |= {*TransformersKwargs.__annotations__, "return_dict"}  # a decorator of the forwards takes return_dict
     signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
@@ -246,18 +257,18 @@ def _has_kwargs(function: Callable[..., Any]) -> bool:
 
 
 def _check_keywords(model_class: type[PreTrainedModel], inputs: dict[str, Any], known: Collection[str]) -> None:
-    """Refuses what the model's forward would swallow by its ``**kwargs``."""
+    """Refuses keywords that the model's forward would take by ``**kwargs`` and ignore."""
     if inputs.get("labels") is not None:
-        raise ValueError("got labels and logprob_targets: leave out one of them; a loss is computed by loss_fn")
+        raise ValueError("got labels and logprob_targets: leave one of them out, and pass a loss as loss_fn")
     for name in inputs.keys() - set(known):
         close = difflib.get_close_matches(name, [*known, *_KEYWORDS], n=1)
         raise ValueError(
             f"{model_class.__name__} has no keyword {name}{f' (did you mean {close[0]}?)' if close else ''}: beside "
-            f"logprob_targets it takes its own and {', '.join(_KEYWORDS)}"
+            f"logprob_targets it takes its own keywords and {', '.join(_KEYWORDS)}"
         )
 
 
 def _empty_patched(model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """What unpickling fills: the patched class itself has the name of its original, and cannot be found by it."""
+    """An empty patched model, which unpickling fills. Pickle finds only the original class under the class's name."""
     patched = _patched_class(model_class)
     return patched.__new__(patched)

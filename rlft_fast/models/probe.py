@@ -1,7 +1,8 @@
-"""What a model does between its backbone and its logits, found by running its own forward once.
+"""The probe finds out how a model transforms hidden states and logits around its head.
 
-The backbone is left out: a few random hidden states take the place of what it returns, and a few sample logits the
-place of what the head returns. So the probe costs no layer, and needs no weights but those of modules in between.
+The probe runs the model's own forward once. Random hidden states replace the output of the backbone, and sample logits
+replace the output of the head. The probe therefore runs no layer of the backbone. It needs only the weights of modules
+between backbone and head.
 """
 
 import contextlib
@@ -13,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Far enough out that a soft-cap bends them.
+# The outer logits are large enough that a soft-cap changes them.
 _SAMPLE_LOGITS = (-40.0, -1.0, 0.5, 40.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a model's forward does around its head.
+    """The transforms that a model's forward applies around its head.
 
     Attributes:
-        softcap: c in c * tanh(logits / c), after the scale; None: nothing.
+        softcap: c in c * tanh(logits / c), applied after the scale; None: no soft-cap.
         logit_scale: factor on the raw logits.
-        hidden_scale: factor on the hidden states before the head; None: something else happens to them.
+        hidden_scale: factor on the hidden states before the head; None: the model changes them in another way, or the
+            probe could not compare them.
     """
 
     softcap: float | None
@@ -33,23 +35,23 @@ class Surroundings:
 
 
 class UnknownForwardError(ValueError):
-    """A model whose forward does what cannot be repeated."""
+    """The forward of a model does something that no packed or patched head can repeat."""
 
 
 def probe(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype) -> Surroundings:
     """Runs the forward of a causal language model on two tokens, without its backbone.
 
-    Where that fails, because the forward needs more outputs of the backbone, the backbone runs, too. The last attempts
-    pass position ids in four dimensions, which verl's forwards of models with images ask for.
+    If this fails because the forward needs other outputs of the backbone, the backbone runs, too. The last attempts
+    pass position ids in four dimensions, because verl's forwards of vision-language models need them.
 
     Args:
-        model: with a linear head, on any device, in any mode; nothing of it changes.
-        device: of the hidden states that replace those of the backbone; on "meta" no `hidden_scale` is found.
-        dtype: of these; narrower ones than float32 round `hidden_scale`.
+        model: a model with a linear head, on any device, in any mode. It stays unchanged.
+        device: device of the random hidden states. On "meta" `hidden_scale` is None.
+        dtype: dtype of the random hidden states. A dtype narrower than float32 rounds `hidden_scale`.
 
     Raises:
-        UnknownForwardError: the model does not call its head once, or does something else to its logits than to scale
-            and to soft-cap them.
+        UnknownForwardError: the forward fails, does not call the head exactly once, or changes the logits by more than
+            a scale and a soft-cap.
     """
     name = type(model).__name__
     seen = _first_that_runs(model, torch.device(device), dtype)
@@ -68,8 +70,8 @@ def _first_that_runs(model: PreTrainedModel, device: torch.device, dtype: torch.
         for each in (dtype, None):
             try:
                 return _run(model, device, each, inputs)
-            except Exception as error:  # of the model's own code
-                failed = error if each is None and not inputs else failed  # the plain call says most
+            except Exception as error:  # the model's own code may raise anything
+                failed = error if each is None and not inputs else failed  # the plain call's error tells most
     raise UnknownForwardError(
         f"the forward of {type(model).__name__} cannot be tried on two tokens: {type(failed).__name__}: "
         f"{' '.join(str(failed).split())}"
@@ -78,13 +80,13 @@ def _first_that_runs(model: PreTrainedModel, device: torch.device, dtype: torch.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    hidden: Tensor | None  # what took the place of the backbone's; None: the backbone itself ran
+    hidden: Tensor | None  # in place of the backbone's output; None: the backbone itself ran
     at_head: list[Tensor]
     logits: list[float]
 
 
 class _Stub:
-    """An output of the backbone that has hidden states, and nothing else."""
+    """An output of a backbone that has only hidden states. All other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -99,7 +101,7 @@ class _Stub:
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None, inputs: dict[str, Tensor]) -> _Seen:
-    """Without a dtype the backbone runs itself."""
+    """Runs the model's forward once. If dtype is None, the backbone runs, too."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     at_head: list[Tensor] = []
@@ -115,8 +117,8 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
         shape = (1, 2, cast(Tensor, head.weight).shape[1])
         hidden = torch.randn(shape, device="cpu", generator=generator).to(device, dtype)
     backbones = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model]
-    with torch.device("cpu"), contextlib.ExitStack() as stack:  # and not on a device that the caller made the default
-        stack.enter_context(torch.random.fork_rng())  # it may have dropout
+    with torch.device("cpu"), contextlib.ExitStack() as stack:  # not on the caller's default device
+        stack.enter_context(torch.random.fork_rng())  # the model may have dropout
         stack.enter_context(_replaced(head, record))
         if hidden is not None:
             stub = _Stub(hidden)
@@ -130,7 +132,7 @@ def _run(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Another forward of a module, for a while."""
+    """Replaces the forward of a module inside the context."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -142,7 +144,7 @@ def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def _factor(hidden: Tensor | None, at_head: Tensor) -> float | None:
-    """c, if the head got c times what the backbone gave; where the backbone ran itself that cannot be seen."""
+    """c, if the head got c times the random hidden states, else None. It is None, too, if the backbone itself ran."""
     if hidden is None or hidden.shape != at_head.shape or hidden.is_meta or at_head.is_meta:
         return None
     if torch.equal(hidden, at_head):
@@ -154,7 +156,7 @@ def _factor(hidden: Tensor | None, at_head: Tensor) -> float | None:
 
 
 def _transform(name: str, config: Any, logits: list[float]) -> tuple[float | None, float]:
-    """(softcap, scale) that turn the sample logits into these."""
+    """(softcap, scale) that turn the sample logits into ``logits``."""
     text = config.get_text_config()
     keys = ("final_logit_softcapping", "logits_soft_cap")  # Gemma, RecurrentGemma
     softcaps = sorted({float(value) for key in keys if (value := getattr(text, key, None))})
@@ -172,7 +174,7 @@ def _transform(name: str, config: Any, logits: list[float]) -> tuple[float | Non
 
 
 def _rounded(scale: float, config: Any) -> float:
-    """The number that the configuration has for this scale, if any: exact, where the one that was seen is rounded."""
+    """The configuration's scale that is close to the measured scale, which is rounded; else the measured scale."""
     keys = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")  # Cohere, Falcon, Muse, Granite
     values = [float(value) for key in keys if (value := getattr(config, key, None))]
     known = [1.0, *values, *(1 / value for value in values)]

@@ -1,4 +1,6 @@
-"""A critic's head in model folders: read from a reward model's or a critic's, written as a token classifier's.
+"""The head of a critic in model folders.
+
+The head is read from the folder of a reward model or of a critic. It is written as the head of a token classifier.
 
 To transformers a critic is a token classifier with one label: a backbone below a linear layer with a bias.
 """
@@ -16,7 +18,7 @@ from rlft_fast.models.weights import CheckpointPart, build_on_meta, stored_names
 
 
 def head_parameters(model: RLModel) -> dict[str, Tensor]:
-    """A critic's head, by the critic's own names; nothing of a model whose head is part of the transformers model."""
+    """The parameters of a critic's head by name. Other models give {}: transformers' model holds their head."""
     if not isinstance(model, ValueModel):
         return {}
     return {"head.weight": model.head.weight, "head.bias": model.head.bias}
@@ -25,8 +27,8 @@ def head_parameters(model: RLModel) -> dict[str, Tensor]:
 def stored_head(path: str | Path, model: RLModel) -> dict[str, Tensor]:
     """The parameters of a critic's head that the critic's folder has values for, by their names there.
 
-    A reward model (sequence classification with one label) has a weight, an exported critic a bias, too. Any other
-    folder has nothing: the head is new.
+    A reward model (sequence classification with one label) stores a weight. An exported critic stores a weight and a
+    bias. Any other folder stores no head, and the result is empty: the critic starts with a new head.
 
     Raises:
         ValueError: a file of the folder cannot be read.
@@ -40,23 +42,23 @@ def stored_head(path: str | Path, model: RLModel) -> dict[str, Tensor]:
     is_classifier = architecture.endswith("ForTokenClassification") and "classifier.weight" in stored
     name = "classifier" if is_classifier else "score"
     own = {f"{name}.weight": model.head.weight, f"{name}.bias": model.head.bias}
-    return {key: x for key, x in own.items() if key in stored or key.endswith("weight")}  # a weight must be there
+    return {key: x for key, x in own.items() if key in stored or key.endswith("weight")}  # the weight is required
 
 
 class TokenClassifier(NamedTuple):
-    """What transformers calls a critic and its parts."""
+    """The names that transformers gives to a critic and its parts."""
 
     architecture: str
     prefix: str
-    """Before the names of the backbone's tensors."""
+    """Prefix of the names of the backbone's tensors."""
     head: str
 
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` says of it."""
+        """The entries of ``config.json`` that describe the token classifier."""
         return {"architectures": [self.architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
     def parts(self, backbone: dict[str, list[CheckpointPart]], model: ValueModel) -> dict[str, list[CheckpointPart]]:
-        """The parts of all tensors by the critic's names, from those of its backbone."""
+        """The parts of all tensors by the critic's names, given the parts of its backbone."""
         named = {
             name: [part._replace(name=self.prefix + part.name) for part in parts] for name, parts in backbone.items()
         }
@@ -66,10 +68,10 @@ class TokenClassifier(NamedTuple):
 
 
 def token_classifier(backbone: PreTrainedModel) -> TokenClassifier:
-    """The token classifier with this backbone.
+    """The token classifier of transformers that has this backbone.
 
-    Where transformers has none that is just a backbone below a linear layer, the backbone's tensors keep their names:
-    `load_critic` reads such a folder, transformers reads its backbone.
+    transformers may have no such class, or a class that is more than a backbone below a linear layer. The backbone's
+    tensors then keep their names: `load_critic` reads such a folder, and transformers reads only its backbone.
     """
     own = TokenClassifier(f"{type(backbone).__name__.removesuffix('Model')}ForTokenClassification", "", "score")
     if type(backbone.config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:

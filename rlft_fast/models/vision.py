@@ -1,13 +1,14 @@
 """Images in packed sequences: Qwen2-VL and Qwen2.5-VL.
 
-``Batch.multi_modal_inputs`` holds, for each sequence, what the model's processor returns: ``pixel_values`` (patches,
-channels) and ``image_grid_thw`` (images, 3), or None. The vision tower turns them into as many features as the sequence
-has image tokens, and these take the tokens' places.
+``Batch.multi_modal_inputs`` holds the output of the model's processor for each sequence: ``pixel_values`` (patches,
+channels) and ``image_grid_thw`` (images, 3), or None. The vision tower turns the patches into one feature per image
+token, and the feature replaces the embedding of the token.
 
-Sequences that hold the very same tensor, as samples of one prompt do, share its features: it goes through once.
+The samples of a prompt hold the very same tensor. The tower runs on this tensor once, and the samples share its
+features.
 
-The tower runs once per micro-batch. Without images it runs on a blank one that nothing uses, so that every rank runs
-the same collectives; the gradients of the tower are then zeros.
+The tower runs once per micro-batch. If the micro-batch has no image, the tower runs on a blank image, whose features
+are not used, so that every rank runs the same collectives. The gradients of the tower are then zeros.
 
 Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank, P patches, I images.
 """
@@ -27,12 +28,12 @@ _FIELDS = ("pixel_values", "image_grid_thw")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageInputs:
-    """What a vision tower needs, and where its features go.
+    """The inputs of a vision tower, and the rows that take its features.
 
     Args:
         pixel_values: (P, channels) float32 patches of all images.
         image_grid_thw: (I, 3) int64 patches of each image along time, height and width.
-        source_index_U: (U,) int64, what each row holds: u for the embedding of the token in row u, U + f for feature f.
+        source_index_U: (U,) int64, the content of each row u: u for the embedding of its token, U + f for feature f.
     """
 
     pixel_values: Tensor
@@ -46,16 +47,21 @@ def has_vision(backbone: nn.Module) -> bool:
 
 
 def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -> Tensor:
-    """(U, D) token embeddings with image features in their places."""
+    """(U, D) token embeddings, in which image features replace the embeddings of image tokens."""
     tokens_UD = backbone.get_input_embeddings()(input_ids_U)
     features = backbone.get_image_features(images.pixel_values, images.image_grid_thw).pooler_output
-    # One index_select does without masked_scatter's wait for the device, and gives features that no row takes zeros.
+    # masked_scatter would wait for the device, and index_select does not. Features that no row takes get zero
+    # gradients.
     rows = torch.cat([tokens_UD, *(x.to(tokens_UD.dtype) for x in features)])
     return rows.index_select(0, images.source_index_U)
 
 
 def check_images(backbone: Any, batch: Batch) -> None:
-    """Raises ValueError for inputs other than images, and for a sequence, by number, whose tokens do not fit them."""
+    """Checks that all inputs are images, and that the image tokens of every sequence fit its images.
+
+    Raises:
+        ValueError: an input is no image, or a sequence, which the message names by number, does not fit.
+    """
     if unknown := sorted({*(batch.multi_modal_inputs or {})} - {*_FIELDS}):
         raise ValueError(f"multi_modal_inputs has {', '.join(unknown)}: only {' and '.join(_FIELDS)} are supported")
     merge = backbone.config.vision_config.spatial_merge_size
@@ -67,20 +73,20 @@ def check_images(backbone: Any, batch: Batch) -> None:
         if given != sum(sizes) or runs != [size // merge**2 for size in sizes]:
             raise ValueError(
                 f"sequence {b} has {given} patches and runs of {runs} image tokens, but its image_grid_thw is "
-                f"{None if grid is None else grid.tolist()}: expected {sum(sizes)} patches, a token for each {merge} x "
-                f"{merge} of an image's, and text between images"
+                f"{None if grid is None else grid.tolist()}: expected {sum(sizes)} patches, an image token for "
+                f"each {merge} x {merge} patches, and text between images"
             )
 
 
 def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) -> ImageInputs | None:
-    """The images of a micro-batch and the rows of this rank that hold their features, on the CPU.
+    """Returns the images of a micro-batch, and the rows of this rank that take their features, on the CPU.
 
     Every rank of a sequence group runs the tower on all images and takes the features of its own rows.
 
     Args:
-        backbone: of the model; None is returned for one without a vision tower.
+        backbone: the model's backbone. If it has no vision tower, the result is None.
         batch: the micro-batch, checked by `check_images`.
-        row_T: (T,) int64, the row of this rank that runs each token, -1 where none of its rows does.
+        row_T: (T,) int64, the row of this rank that runs each token; -1 if no row of this rank runs it.
         num_rows: U.
     """
     if not has_vision(backbone):
@@ -94,9 +100,9 @@ def prepare_images(backbone: Any, batch: Batch, row_T: Tensor, num_rows: int) ->
 
 
 def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
-    """(T,) int64 position of each token in its sequence; (3, T) in time, height and width for a model of images.
+    """(T,) int64 position of each token in its sequence. A vision-language model has (3, T): time, height and width.
 
-    The three are computed by the model's own ``get_rope_index``.
+    The model's own ``get_rope_index`` computes the three positions.
     """
     if not has_vision(backbone):
         return batch.position_ids_T
@@ -109,14 +115,14 @@ def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
 
 
 def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(N,) int64 each: positions of the image tokens, and the feature that takes the place of each."""
+    """(N,) int64 each: the positions of the image tokens, and the features that replace their embeddings."""
     position_N = _is_image(backbone, batch).nonzero().squeeze(1)
     features = _features(batch, backbone.config.vision_config.spatial_merge_size)
     return position_N, torch.cat([position_N[:0], *features])
 
 
 def _pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(P, channels) float32 and (I, 3) int64 of all different images; of one blank image where there are none."""
+    """(P, channels) float32 and (I, 3) int64 of all different images, or of a blank image if there is none."""
     if different := _different_images(batch):
         pixels, grids = zip(*different.values(), strict=True)
         return torch.cat(pixels).float(), torch.cat(grids)
@@ -127,7 +133,7 @@ def _pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _is_image(backbone: Any, batch: Batch) -> Tensor:
-    """(T,) bool; the policy may sample the image token like any other, and then no image stands behind it."""
+    """(T,) bool: the tokens of images. An image token that the policy has sampled stands for no image."""
     return (batch.input_ids_T == backbone.config.image_token_id) & ~batch.loss_mask_T.roll(1)
 
 
@@ -138,7 +144,7 @@ def _run_lengths(mask: Tensor) -> list[int]:
 
 
 def _features(batch: Batch, merge: int) -> list[Tensor]:
-    """For each sequence with images the indices of its features; the same ones for the same images."""
+    """The indices of the features of each sequence with images. Equal images have equal indices."""
     different = _different_images(batch)
     sizes = [pixels.shape[0] // merge**2 for pixels, _ in different.values()]
     features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
@@ -146,7 +152,7 @@ def _features(batch: Batch, merge: int) -> list[Tensor]:
 
 
 def _different_images(batch: Batch) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """(pixel_values, image_grid_thw) of each set of images that some sequence has, by identity."""
+    """(pixel_values, image_grid_thw) of every different set of images, by the identities of both tensors."""
     pixels, grids = (_entries(batch, name) for name in _FIELDS)
     sets = zip(_image_keys(batch), pixels, grids, strict=True)
     return {key: (pixel, grid) for key, pixel, grid in sets if pixel is not None and grid is not None}

@@ -2,8 +2,8 @@
 
     build_on_meta -> wrap by FSDP -> materialize: memory for this rank's shards -> load_weights: slices of files
 
-No rank ever holds a whole model. transformers' conversion mapping has the names of a checkpoint's tensors, and says
-which tensors make up a parameter: the experts of a layer become one tensor.
+No rank ever holds a whole model. transformers' conversion mapping translates the names of a checkpoint's tensors. It
+also tells which tensors make up a parameter: the experts of a layer, for example, become one tensor.
 """
 
 import contextlib
@@ -35,13 +35,14 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 
 _SHOWN = 3  # names in an error message
-_COMPARED_ROWS = 4096  # at a time
+_COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
 
 
 def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """A transformers model whose parameters have no memory, but whose buffers (rotary frequencies, ...) are real."""
-    with _parameters_on_meta(), no_init_weights():  # parameters that nobody writes to never cost memory
+    # Without initial values, the memory of a parameter is never touched before the parameter moves to meta.
+    with _parameters_on_meta(), no_init_weights():
         model = build()
     model.tie_weights()  # no_init_weights skips tying, too
     return model.eval()
@@ -92,17 +93,19 @@ def load_weights(
     into: Mapping[str, Tensor] | None = None,
     beside: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Reads this rank's slices of the weights in a folder; everything is checked before anything is read.
+    """Reads this rank's slices of the weights in a folder. All checks come before the first read.
 
     Args:
-        folder: with safetensors files.
-        model: sharded or not, with adapters or not; its parameters and persistent buffers are filled, in their dtypes.
-        into: fill these tensors instead, of the same shapes and placements, by the model's names; others are left out.
-        beside: tensors that are no part of the model, by their names in the folder; they are filled, too.
+        folder: a folder with safetensors files.
+        model: a model, sharded or not, with adapters or not. Its parameters and persistent buffers are filled in their
+            own dtypes.
+        into: tensors to fill in place of the model's, by the model's names, with the same shapes and placements.
+            Tensors of the model that are not named here are not filled.
+        beside: further tensors to fill, by their names in the folder. They are no part of the model.
 
     Raises:
-        ValueError: a file is missing or unreadable; tensors that the model needs are missing or have other shapes, or
-            there are tensors that it has no place for.
+        ValueError: a file is missing or unreadable, a tensor that the model needs is missing or has another shape, or
+            the model has no place for a tensor.
     """
     targets = checkpoint_tensors(model) | dict(beside or {})
     sources = _match(Path(folder), model, targets)
@@ -122,7 +125,7 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names that they have in a checkpoint; not those of adapters."""
+    """Parameters and persistent buffers by their names in a checkpoint. Tensors of adapters are left out."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     persistent = model.state_dict(keep_vars=True).keys()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -142,8 +145,8 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
     """The tensors of the model's original checkpoint format that make up one tensor of the model.
 
     The weights of each expert are an example. Readers other than transformers 5 know only the original format. A tensor
-    stays whole, under the model's name, if the original tensors are no runs of its elements: if they are transposed, or
-    made of several tensors of the model.
+    stays whole, under the model's name, if the original tensors are not runs of its elements, because they are
+    transposed or made of several tensors of the model.
 
     Args:
         model: on any device; only its class and configuration matter.
@@ -153,7 +156,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
     whole = [CheckpointPart(name, tuple(shape), 0)]
     if not math.prod(shape):
         return whole
-    # Numbers instead of weights show what becomes of each row; two of them, since converters squeeze dimensions of one.
+    # Numbers in place of weights show where each row goes. A row has two, because converters squeeze dimensions of 1.
     numbers = torch.arange(2 * math.prod(shape[:-1])).view(*shape[:-1], 2)
     try:
         stored = revert_weight_conversion(model, {name: numbers})
@@ -171,7 +174,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
     return sorted(parts, key=lambda part: part.start) if complete else whole
 
 
-# ---- which stored tensors make which of the model's -----------------------------------------------------------------
+# ---- which stored tensors make which tensor of the model -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,7 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, _Source] = {}
     extra: list[str] = []
-    # Experts are put together in the order in which they come, and in a file experts.10 comes before experts.2.
+    # A converter joins experts in the order in which they come. In a file experts.10 comes before experts.2.
     for stored in sorted(_stored(folder), key=lambda stored: dot_natural_key(stored.key)):
         name, pattern = rename_source_key(stored.key, renamings, converters, model.base_model_prefix, targets)
         if name in targets:
@@ -220,7 +223,7 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
 
 
 def _tied(targets: dict[str, Tensor]) -> list[list[str]]:
-    """The names of each tensor."""
+    """A list of the names of every different tensor."""
     names: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names.setdefault(id(tensor), []).append(name)
@@ -229,7 +232,7 @@ def _tied(targets: dict[str, Tensor]) -> list[list[str]]:
 
 def _check_complete(folder: Path, tied: list[list[str]], sources: dict[str, _Source]) -> None:
     made = {name for first, source in sources.items() for name in source.names(first)}
-    missing = [names[0] for names in tied if made.isdisjoint(names)]  # of tied ones any is stored
+    missing = [names[0] for names in tied if made.isdisjoint(names)]  # a checkpoint may hold any one of tied tensors
     if missing:
         raise ValueError(
             f"the weights in {folder} lack {name_some(missing)}, which config.json asks for: they would be random; "
@@ -242,8 +245,8 @@ def _check_tied(folder: Path, tied: list[list[str]], sources: dict[str, _Source]
         stored = [sources[name].parts[0][1] for name in names if name in sources]
         if different := [other.key for other in stored[1:] if not _equal(stored[0], other)]:
             raise ValueError(
-                f"the weights in {folder} hold a {different[0]} that is not {stored[0].key}, but by config.json they "
-                "are one: if the model was trained so, set tie_word_embeddings to false there"
+                f"config.json ties {stored[0].key} and {different[0]}, but the weights in {folder} hold different "
+                "values: if the model was trained without the tie, set tie_word_embeddings to false in config.json"
             )
 
 
@@ -261,7 +264,7 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()] + [_RECOMPUTED]
     extra = [key for key in extra if not any(pattern.search(key) for pattern in ignored)]
     prefix = f"{model.base_model_prefix}."
-    if model.base_model is model and any(key.startswith(prefix) for key in used):  # it comes from a model with a head
+    if model.base_model is model and any(key.startswith(prefix) for key in used):  # files of a model with a head
         extra = [key for key in extra if key.startswith(prefix)]
     if extra:
         raise ValueError(
@@ -331,12 +334,12 @@ def _read(
     converter = copy.deepcopy(source.converter)
     for pattern, stored in source.parts:
         read = partial(files[stored.file].get_tensor, stored.key)
-        converter.add_tensor(first, stored.key, pattern, cast(Any, read))  # read when it converts
+        converter.add_tensor(first, stored.key, pattern, cast(Any, read))  # convert() reads it
     folder = source.parts[0][1].file.parent
     try:
         made = converter.convert(first, model=model, config=model.config)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the weights in {folder} of which {first} is made do not fit together: {error}") from error
+        raise ValueError(f"the weights in {folder} that make up {first} do not fit together: {error}") from error
     for name, whole in made.items():
         if name in targets:
             whole = whole[0] if isinstance(whole, list) else whole

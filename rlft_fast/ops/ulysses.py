@@ -1,24 +1,24 @@
 """Ulysses sequence parallelism over packed tensors (Jacobs et al. 2023, arXiv:2309.14509).
 
-The N ranks of a group share one micro-batch of T packed tokens: rank r has rows [r S, (r + 1) S) with S = ceil(T / N),
-padded behind the last token. Everything that treats tokens one by one runs on those rows; attention runs on all tokens
-and 1 / N of the heads:
+The N ranks of a group share one micro-batch of T packed tokens. With S = ceil(T / N), rank r holds the S rows from r S
+on. Rows after the last token are padding. Layers that treat every token by itself run on the rank's own rows. Attention
+runs on all tokens and on 1 / N of the heads:
 
     inputs = slice_tokens(inputs_T, group)                      (T, *) -> (S, *)
     q, k, v = (gather_tokens_scatter_heads(x, group) for ...)   (S, H, d) -> (N S, H / N, d)
     out = gather_heads_scatter_tokens(attention(q, k, v))       (N S, H / N, d) -> (S, H, d)
     logprob_T = gather_tokens(logprob, T, group)                (S,) -> (T,)
 
-Targets are taken before the cut, `slice_tokens(next_token_targets(input_ids_T, cu_seqlens), group, value=-100)`:
-the last token of a rank is followed by the first of the next one. For attention the N S - T padded rows need a sequence
-of their own at the end of cu_seqlens.
+Compute targets before the slicing, `slice_tokens(next_token_targets(input_ids_T, cu_seqlens), group, value=-100)`: the
+target of a rank's last token is the first token of the next rank. Attention needs one more sequence at the end of
+cu_seqlens, which holds the N S - T padded rows.
 
-Gradients are those of the sum of all ranks' losses: every backward is the exact adjoint. Parameters are replicas, so
-their gradients have to be summed over the ranks. Where each rank's loss is over its own rows, that is the gradient of
-one process. Where every rank computes the same loss from gathered values, the loss counts N times: divide it by N, or
-average the gradients instead of summing them.
+Every backward is the exact adjoint of its forward, so gradients are gradients of the sum of all ranks' losses.
+Parameters are replicas: sum their gradients over the ranks. If the loss of each rank is over its own rows, the sum is
+the gradient of one process. If every rank computes the same loss from gathered values, the loss counts N times: divide
+the loss by N, or average the gradients instead of summing them.
 
-A group of None, or of one process, means no parallelism: S = T, and nothing is communicated.
+A group of None, or of one process, means no parallelism: N = 1, S = T, and nothing is communicated.
 """
 
 import torch
@@ -29,14 +29,14 @@ Group = dist.ProcessGroup | None
 
 
 def slice_tokens(x_T: Tensor, group: Group = None, *, value: float = 0.0) -> Tensor:
-    """This rank's rows, padded with `value` to the same number on every rank.
+    """Returns this rank's rows, padded with `value` to the same number of rows on every rank.
 
-    Communicates nothing: every rank holds all rows. In the backward the other ranks' rows get zeros.
+    Nothing is communicated, because every rank holds all rows. In the backward the rows of other ranks get zeros.
 
     Args:
         x_T: (T, *), the same on every rank.
         group: the ranks that share the micro-batch.
-        value: what the padded rows hold: -100 for targets, 0 for weights and masks.
+        value: value of the padded rows: -100 for targets, 0 for weights and masks.
 
     Returns:
         (ceil(T / N), *).
@@ -56,9 +56,9 @@ def slice_tokens(x_T: Tensor, group: Group = None, *, value: float = 0.0) -> Ten
 
 
 def gather_tokens(x_S: Tensor, num_tokens: int, group: Group = None) -> Tensor:
-    """All ranks' rows without the padding: the inverse of `slice_tokens`.
+    """Gathers the rows of all ranks and drops the padding. It is the inverse of `slice_tokens`.
 
-    One all-to-all. The backward sums this rank's rows of all ranks' gradients, see the module.
+    It costs one all-to-all. The backward adds the gradients that all ranks have for this rank's rows, see the module.
 
     Args:
         x_S: (ceil(T / N), *), this rank's rows.
@@ -69,29 +69,29 @@ def gather_tokens(x_S: Tensor, num_tokens: int, group: Group = None) -> Tensor:
         (T, *), the same on every rank.
 
     Raises:
-        ValueError: x_S has another number of rows, or this process is not in the group.
+        ValueError: x_S does not have ceil(T / N) rows, or this process is not in the group.
     """
     size = _size(group)
     num_rows = _num_rows(num_tokens, size)
     if x_S.dim() == 0 or x_S.shape[0] != num_rows:
         raise ValueError(
             f"x_S has shape {tuple(x_S.shape)}, expected ceil({num_tokens} / {size}) = {num_rows} rows: "
-            "slice_tokens cuts them so."
+            "pass the rows that slice_tokens returns."
         )
     if size == 1:
         return x_S
-    # Instead of an all-gather and, backward, a reduce-scatter: as many bytes between ranks, and the backward of expand
-    # adds the ranks in a fixed order with a single rounding.
+    # The all-to-all replaces an all-gather and its backward, a reduce-scatter. It moves as many bytes between ranks.
+    # The backward of expand then adds the ranks in a fixed order and rounds once.
     return _AllToAll.apply(x_S.expand(size, *x_S.shape), group).flatten(0, 1)[:num_tokens]
 
 
 def gather_tokens_scatter_heads(x_SHd: Tensor, group: Group = None) -> Tensor:
-    """(S, H, d), this rank's tokens with all heads -> (N S, H / N, d), all tokens with this rank's heads.
+    """Exchanges this rank's tokens with all heads, (S, H, d), for all tokens with this rank's heads, (N S, H / N, d).
 
-    One all-to-all; the backward is `gather_heads_scatter_tokens`.
+    It costs one all-to-all. The backward is `gather_heads_scatter_tokens`.
 
     Args:
-        x_SHd: (S, H, d), or (S, H, *); S the same on every rank.
+        x_SHd: (S, H, d), or (S, H, *). S is the same on every rank.
         group: the ranks that share the micro-batch; rank r gets heads [r H / N, (r + 1) H / N).
 
     Raises:
@@ -111,9 +111,9 @@ def gather_tokens_scatter_heads(x_SHd: Tensor, group: Group = None) -> Tensor:
 
 
 def gather_heads_scatter_tokens(x_THd: Tensor, group: Group = None) -> Tensor:
-    """(N S, H / N, d), all tokens with this rank's heads -> (S, H, d), this rank's tokens with all heads.
+    """Exchanges all tokens with this rank's heads, (N S, H / N, d), for this rank's tokens with all heads, (S, H, d).
 
-    One all-to-all; the backward is `gather_tokens_scatter_heads`.
+    It costs one all-to-all. The backward is `gather_tokens_scatter_heads`.
 
     Args:
         x_THd: (N S, H / N, d), or (N S, H / N, *).
@@ -136,7 +136,7 @@ def gather_heads_scatter_tokens(x_THd: Tensor, group: Group = None) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block r of x (N, *) goes to rank r; its own inverse and adjoint."""
+    """Sends block r of x (N, *) to rank r. The operation is its own inverse and its own adjoint."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -152,7 +152,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _num_rows(num_tokens: int, size: int) -> int:
-    """S, the rows of every rank."""
+    """S, the number of rows of every rank."""
     return -(-num_tokens // size)
 
 

@@ -208,10 +208,10 @@ def test_refuses_what_it_cannot_do():
             packed_attention(nn.Identity(), *qkv, None, **missing)
     with pytest.raises(ValueError, match=r"no dropout, got 0.1: train in model.eval\(\) mode"):
         packed_attention(nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=3, dropout=0.1)
-    with pytest.raises(ValueError, match="Identity passes attention_mask, s_aux to its attention, which rlft_packed"):
+    with pytest.raises(ValueError, match="rlft_packed does not support the attention_mask, s_aux that Identity passes"):
         packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))
     assert torch.equal(run(qkv, [3], s_aux=None), run(qkv, [3]))  # not asked for
-    with pytest.raises(ValueError, match="Identity passes s_aux to its attention, which rlft_grouped"):
+    with pytest.raises(ValueError, match="rlft_grouped does not support the s_aux that Identity passes"):
         grouped_attention(nn.Identity(), *qkv, None, s_aux=torch.zeros(2))
 
 
