@@ -1,4 +1,4 @@
-"""A guard process that kills the trainer's workers after the trainer has ended, also after a SIGKILL.
+"""A guard process kills the trainer's workers after the trainer has ended, also after a SIGKILL.
 
 The guard reads lines from a pipe whose other end only the trainer holds: ``+PID`` when a worker has started, ``-PID``
 when it has been killed. When the pipe ends, the guard kills the process groups of the remaining workers. A worker
@@ -25,13 +25,13 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, pid: int) -> None:
-        """Call this when a worker has been started."""
+        """Must be called when a worker has been started."""
         with self._lock:
             self._pids.add(pid)
             self._tell(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Call this when a worker has been killed, before `join` frees its number for another process."""
+        """Must be called when a worker has been killed, before `join` frees its process id for another process."""
         with self._lock:
             self._pids.discard(pid)
             self._tell(f"-{pid}\n")
@@ -69,7 +69,7 @@ def end_worker(pid: int) -> None:
 
 def main(lines: IO[str]) -> None:
     """Main loop of the guard process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only the end of the trainer ends it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only the end of the trainer ends the guard
         signal.signal(number, signal.SIG_IGN)
     pids: set[int] = set()
     for line in lines:

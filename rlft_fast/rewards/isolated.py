@@ -1,7 +1,8 @@
-"""Reward functions in worker processes: a function that hangs or crashes costs a sample, not the run.
+"""Reward functions run in worker processes. A function that hangs or crashes costs a sample, not the run.
 
-pebble's ProcessPool is not as safe: the trainer would unpickle, and so run, what a worker sends; workers survive a
-SIGKILL of the trainer; processes that a function started survive its timeout. Here an answer is JSON of bounded length.
+pebble's ProcessPool is not as safe. The trainer would unpickle, and so run, the message of a worker. Workers would
+survive a SIGKILL of the trainer. Processes that a function started would survive its timeout. Here an answer is JSON of
+bounded length.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _LONGEST_ANSWER = 100_000  # bytes; JSON writes a character in at most 12
 
 
 class IsolatedReward:
-    """A reward function that runs in worker processes, one sample per call; called like the function itself.
+    """A reward function that runs in worker processes, one sample per call. It is called like the function itself.
 
     Args:
         spec: name of the function, as in `load_reward`.
@@ -43,7 +44,7 @@ class IsolatedReward:
     def __init__(self, spec: str, timeout_s: float, num_workers: int = 1) -> None:
         function = load_reward(spec)  # refuses an unknown function before the first sample
         self.__qualname__ = getattr(function, "__qualname__", spec)
-        with contextlib.suppress(ValueError):  # compiled functions may have none
+        with contextlib.suppress(ValueError):  # a compiled function may have no signature
             self.__signature__ = inspect.signature(function, follow_wrapped=False)
         self.spec = spec
         self.timeout_s = timeout_s
@@ -85,7 +86,7 @@ class IsolatedReward:
     def _ask(self, sample: tuple[Any, ...]) -> dict[str, Any]:
         worker = self._idle.get()
         try:
-            if worker is not None and not worker.process.is_alive():  # a thread of the function may have ended it since
+            if worker is not None and not worker.process.is_alive():  # the function may have ended it
                 worker.kill()
                 worker = None
             worker = worker or _Worker(self.spec)
@@ -101,7 +102,7 @@ _NO_ANSWER = "it wrote something that is no answer"
 
 
 class _Worker:
-    """One worker process. It scores sample after sample; after its first failure to answer it is killed."""
+    """One worker process. It scores one sample after the other, and is killed after its first failure to answer."""
 
     def __init__(self, spec: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -148,7 +149,7 @@ class _Worker:
         return {"failure": failure}
 
     def _read(self, timeout_s: float) -> bytes:
-        """One message. The worker is killed if the message has begun but is not complete in time."""
+        """Reads one message. The worker is killed if the message has begun but is not complete in time."""
         timer = threading.Timer(timeout_s, end_worker, (self.pid,))
         timer.start()
         try:
@@ -181,7 +182,7 @@ def _serve(spec: str, connection: Connection) -> None:
         except EOFError:
             return
         answer = _score(function, prompts, completions, completion_ids, columns)
-        if os.getpid() != pid:  # a fork by the function: its answer would be read as the answer to the next sample
+        if os.getpid() != pid:  # the function forked: this answer would be read as the next sample's
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
 

@@ -28,7 +28,7 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[Parts]:
-        """B samples' rewards by function name. Arguments and errors are those of `compute_rewards`."""
+        """Rewards of B samples by function name. Arguments and errors are as in `compute_rewards`."""
         scored = {
             name: compute_rewards(function, prompts, completions, completion_ids, columns)
             for name, function in self.functions.items()
@@ -37,7 +37,7 @@ class WeightedRewards:
 
 
 def weighted_sum(parts: Parts, weights: Mapping[str, float]) -> float | None:
-    """Σ weight·part. The sum is None if a part is None; None leaves the sample out."""
+    """Σ weight·part. The sum is None if a part is None. None leaves the sample out."""
     total = 0.0
     for name, value in parts.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and what a run that resumes has to have in common with it."""
+"""The folder of a run: which run it belongs to, and which settings a resumed run must share with that run."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,15 +14,15 @@ _WRITTEN = (MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.js
 
 
 def require_usable(config: Config, *, config_path: str | Path | None = None, resume: bool = False) -> None:
-    """Refuses a run that would write over what it reads, or over what no run has written. Writes nothing.
+    """Refuses a run that would overwrite its own inputs, or files that no run has written. Writes nothing.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         config_path: the file that the configuration was read from.
-        resume: whether the run continues; then its own ``config.yaml`` may be that file.
+        resume: whether the run continues. Then config_path may be the ``config.yaml`` that the run has written.
 
     Raises:
-        ValueError: naming the setting and both paths, or what the folder holds.
+        ValueError: the run is refused. The message names the setting and both paths, or files in the folder.
     """
     output = Path(config.output_dir)
     models = {"model": config.model, "reward.model": config.reward.model}
@@ -47,7 +47,7 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
 
 
 def _place(path: str | Path, output: Path) -> str | None:
-    """The name in the folder under which a path lies; "" for the folder itself, None outside of it."""
+    """The name of the folder's entry that contains a path; "" for the folder itself, None for a path outside of it."""
     resolved, folder = Path(path).resolve(), output.resolve()
     if not resolved.is_relative_to(folder):
         return None
@@ -55,7 +55,7 @@ def _place(path: str | Path, output: Path) -> str | None:
 
 
 def require_claimable(output: Path) -> None:
-    """Raises ValueError for a folder with files in it that is not a run's."""
+    """Raises ValueError for a folder that holds files and is not the folder of a run."""
     own = (LOCK, MARKER + TEMPORARY)
     names = sorted(path.name for path in output.iterdir() if path.name not in own) if output.is_dir() else []
     if names and not is_run(output):
@@ -64,15 +64,16 @@ def require_claimable(output: Path) -> None:
 
 
 def is_run(output: Path) -> bool:
-    """Whether a run has written the folder: its `MARKER` tells, or, as before there was one, its configuration and log.
+    """Whether a run has written the folder.
 
-    Other programs also write files of these names.
+    A run writes a `MARKER`. Early versions wrote none: then a valid configuration and a log tell. Their names alone do
+    not tell, because other programs write files of these names, too.
     """
     return _identity(output) is not None or ((output / "metrics.jsonl").is_file() and _has_config(output))
 
 
 def _identity(output: Path) -> Any:
-    """What `claim` has noted of the run; None if the folder has no `MARKER` of ours."""
+    """The identity that `claim` has written. None if the folder has no `MARKER` of a run."""
     try:
         return json.loads((output / MARKER).read_text())["identity"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -88,28 +89,28 @@ def _has_config(output: Path) -> bool:
 
 
 def claim(output: Path, identity: Mapping[str, Any] | None = None) -> None:
-    """Makes the folder a run's.
+    """Marks the folder as the folder of a run.
 
     Args:
         output: the folder, which may be missing.
-        identity: what tells the run from others, see `require_same`.
+        identity: settings that distinguish the run from other runs, see `require_same`.
 
     Raises:
-        ValueError: it is not a run's, and not empty.
+        ValueError: the folder is not empty, and is not the folder of a run.
     """
     require_claimable(output)
     output.mkdir(parents=True, exist_ok=True)
-    temporary = output / (MARKER + TEMPORARY)  # half a marker would make the folder nobody's
+    temporary = output / (MARKER + TEMPORARY)  # with half a marker the folder would belong to no run
     write_text(temporary, json.dumps({"identity": identity or {}}, indent=2, ensure_ascii=False) + "\n")
     temporary.replace(output / MARKER)
 
 
 def require_same(output: Path, identity: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the differences, if the run in the folder is another one than this.
+    """Raises ValueError if the folder belongs to another run. The message names the settings that differ.
 
     Args:
-        output: the folder; nothing is known of a run that wrote no `MARKER`.
-        identity: nested settings, which JSON can hold.
+        output: the folder. Without a `MARKER` nothing is known of its run, and nothing is raised.
+        identity: nested settings of this run, which JSON can hold.
     """
     found = _identity(output)
     before, now = (dict(flat(settings)) if isinstance(settings, Mapping) else {} for settings in (found, identity))
@@ -117,8 +118,8 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
     if different:
         shown = "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in different)
         raise ValueError(
-            f"the run in {output} is another one than this, which cannot continue it: {shown}. Use its settings, name "
-            "another output_dir, or continue it all the same with --force"
+            f"this run cannot continue the run in {output}, whose settings differ: {shown}. Use the same settings, "
+            "name another output_dir, or continue anyway with --force"
         )
 
 

@@ -1,7 +1,8 @@
-"""One run per folder: a lock on ``output_dir/.lock``, which the system releases when its process ends, however it does.
+"""A lock on ``output_dir/.lock`` allows one run per folder.
 
-A POSIX record lock: processes that the run forks do not inherit it, and network file systems share it between machines
-(NFS does; Lustre with the mount option ``flock``).
+The system releases the lock when the process of the run ends, also after a crash. The lock is a POSIX record lock, so
+processes that the run forks do not inherit it. Network file systems share it between machines: NFS does, and Lustre
+does with the mount option ``flock``.
 """
 
 import contextlib
@@ -22,13 +23,13 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Holds the folder's lock, which names this process; the file is removed at the end.
+    """Holds the lock of a folder inside the context. The lock file names this process and is removed at the end.
 
     Args:
-        directory: made if it is missing.
+        directory: the folder, which is created if it is missing.
 
     Raises:
-        ValueError: another process holds it; the message names that process.
+        ValueError: another process holds the lock. The message names the process.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _acquire(directory / NAME) as file:
@@ -43,13 +44,13 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def require_unlocked(directory: Path) -> None:
-    """Raises ValueError, as `locked` does, if another process holds the folder's lock; writes nothing."""
+    """Raises the ValueError of `locked` if another process holds the folder's lock. Writes nothing."""
     with contextlib.suppress(FileNotFoundError), open(directory / NAME) as file:
         _lock(file, fcntl.LOCK_SH, directory)
 
 
 def _acquire(path: Path) -> IO[str]:
-    """The locked file. A holder that ends removes it, so that what was locked may have no name any more."""
+    """Returns the locked file. A holder removes its file when it ends, so a lock on a removed file does not count."""
     while True:
         file = open(path, "a+")  # noqa: SIM115 (the caller closes it)
         try:
@@ -79,7 +80,7 @@ def _lock(file: IO[str], kind: int, directory: Path) -> None:
 
 
 def _describe(file: IO[str]) -> str:
-    """Whoever wrote the file; its text may be anything."""
+    """Describes the process that wrote the file. The file may hold any text."""
     try:
         file.seek(0)
         holder = json.loads(file.read(1000))

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines on disk, and a live progress bar, or lines where there is no terminal."""
+"""Writes the numbers of a run to disk as JSON lines. Shows them in a progress bar, or as lines without a terminal."""
 
 import itertools
 import json
@@ -18,15 +18,15 @@ from rlft_fast.files import fsync
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
-_SKIPPED = ("skipped_steps", "critic_skipped_steps")  # of the whole run, shown where there are any
+_SKIPPED = ("skipped_steps", "critic_skipped_steps")  # counts of the whole run, shown if they are not 0
 
 
 class RunLog:
-    """Writes ``metrics.jsonl`` and ``samples.jsonl`` and shows progress; silent on ranks other than 0.
+    """Writes ``metrics.jsonl`` and ``samples.jsonl`` and shows progress. Only rank 0 writes and shows anything.
 
     Args:
         directory: the run's folder.
-        num_steps: length of the run.
+        num_steps: number of steps of the run.
         rank: this process's rank.
     """
 
@@ -39,7 +39,7 @@ class RunLog:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         )  # fmt: skip
-        # Anything but a terminal has the lines of `metrics`, and a bar would only leave its last state behind.
+        # Without a terminal `metrics` prints lines. A bar would print only its last state.
         self.progress = Progress(*columns, console=self.console, disable=not (self.active and self.console.is_terminal))
         self.task = self.progress.add_task("train", total=num_steps, numbers="")
 
@@ -51,7 +51,7 @@ class RunLog:
         self.progress.stop()
 
     def num_bytes(self) -> dict[str, int]:
-        """Sizes of the files now, for `rewind`; what they count is durable before a checkpoint relies on it."""
+        """Sizes of the files, for `rewind`. The counted bytes are made durable, because a checkpoint relies on them."""
         paths = [path for name in _FILES if (path := self.directory / name).exists()]
         if self.active:
             for path in (*paths, self.directory):
@@ -59,7 +59,7 @@ class RunLog:
         return {path.name: path.stat().st_size for path in paths}
 
     def set_aside(self) -> list[str]:
-        """Renames files with lines in them, so that a run can start from the beginning. Returns their new names."""
+        """Renames files that hold lines, so that a run can start from the beginning. Returns the new names."""
         found = [name for name in _FILES if (path := self.directory / name).is_file() and path.stat().st_size]
         number = next(
             n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in _FILES)
@@ -69,9 +69,13 @@ class RunLog:
         return [_numbered(name, number) for name in found]
 
     def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
-        """Cuts off what an interrupted run wrote after its checkpoint of ``step``, when the files had ``num_bytes``.
+        """Removes the lines that an interrupted run wrote after its checkpoint.
 
-        A line that is not whole, where somebody has edited the file or its disk was damaged, is cut off, too.
+        An incomplete last line, as after an edit or on a damaged disk, is removed, too.
+
+        Args:
+            step: the step of the checkpoint.
+            num_bytes: sizes of the files at the checkpoint, from `num_bytes`.
         """
         if self.active:
             for name in _FILES:
@@ -80,13 +84,13 @@ class RunLog:
         self.progress.update(self.task, completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of numbers; a number that is not finite is written as null, which JSON can hold."""
+        """Writes one line of numbers and shows it. JSON has only finite numbers, so others are written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
         self.latest |= values
         names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
         shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
-        shown = printable(shown)  # a part of the reward is named by a path
+        shown = printable(shown)  # the name of a reward part may be a path
         self.progress.update(self.task, completed=step, numbers=shown)
         if self.active and not self.console.is_terminal:
             self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)
@@ -115,7 +119,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _end_of_lines(file: IO[bytes], size: int) -> int:
-    """Behind the last newline of the first ``size`` bytes."""
+    """The position after the last newline in the first ``size`` bytes, or 0 if there is no newline."""
     while size > 0:
         start = max(size - 65_536, 0)
         file.seek(start)

@@ -1,4 +1,4 @@
-"""Training curves: ``metrics.jsonl`` of one or more runs as one picture."""
+"""Draws the training curves of one or more runs in one picture, from their ``metrics.jsonl``."""
 
 import json
 from importlib.util import find_spec
@@ -17,9 +17,9 @@ _PANELS = {
     "completion_length_mean": "Completion length [tokens]",
     "tokens_per_second": "Throughput [tokens/s]",
 }
-# Okabe and Ito's palette without its yellow: told apart by colour-blind readers and in print.
+# Okabe and Ito's palette without its yellow. Colour-blind readers can tell these colours apart, also in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_NUM_SMOOTHED = 20  # from so many points on a series also gets a running mean, over a tenth of it
+_NUM_SMOOTHED = 20  # a series of this many points or more also gets a running mean over a tenth of its points
 
 Series = tuple[list[int], list[float]]
 
@@ -27,14 +27,14 @@ Series = tuple[list[int], list[float]]
 def plot_runs(runs: list[Path], output: Path) -> None:
     """Draws reward, held-out accuracy, divergences, entropy, completion length and throughput over the steps.
 
-    A panel is left out where no run has its series. Several runs share the panels, told apart by a legend.
+    A series that no run has gets no panel. Several runs share the panels, and a legend names their colours.
 
     Args:
-        runs: folders with a ``metrics.jsonl``, one JSON object with a ``step`` per line.
-        output: the picture; its suffix names the format (png, svg, pdf).
+        runs: folders with a ``metrics.jsonl``, which holds one JSON object with a ``step`` per line.
+        output: path of the picture. Its suffix sets the format (png, svg, pdf).
 
     Raises:
-        ValueError: a run without readable metrics, or nothing to draw.
+        ValueError: a run has no readable metrics, or no run has a series to draw.
         ImportError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
@@ -62,18 +62,19 @@ def plot_runs(runs: list[Path], output: Path) -> None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``. A last line without its newline is still being written: left out.
+    """The lines of a run's ``metrics.jsonl``. A last line without a newline is left out: the run is still writing it.
 
     Args:
         run: folder of the run.
 
     Raises:
-        ValueError: no such file, no complete line, or a line that is no JSON object with a ``step``.
+        ValueError: the file is missing, has no complete line, or has a line that is no JSON object with a ``step``.
     """
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} has no metrics.jsonl: give the output_dir of a training run")
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # damage is no JSON, which names it
+    # Damaged bytes are replaced, so that the error about invalid JSON names their line.
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     if not lines:
         raise ValueError(f"{path} holds no complete line: the run has not finished a step yet")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -106,18 +107,18 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
 
     for i, (steps, values) in enumerate(series_by_run):
         color = COLORS[i % len(COLORS)]
-        if name == "accuracy" or len(values) < _NUM_SMOOTHED:  # few points, each worth seeing
+        if name == "accuracy" or len(values) < _NUM_SMOOTHED:  # the points are few, so each is marked
             axis.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4)
         else:
             axis.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
             axis.plot(steps, _running_mean(values, reach=len(values) // _NUM_SMOOTHED), color=color, linewidth=1.8)
     axis.set_title(_PANELS[name], fontsize=10, loc="left")
     axis.set_xlabel("step", fontsize=9)
-    if name == "accuracy":  # from 0 to 1, or as far as a reward goes that is no share of right answers
+    if name == "accuracy":  # from 0 to 1, or wider if the reward is no share of right answers
         every = [value for _, values in series_by_run for value in values]
         low, high = min(0.0, *every), max(1.0, *every)
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
-    if name == "tokens_per_second":  # its noise is no story
+    if name == "tokens_per_second":  # an axis from 0 on keeps its noise small
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.grid(alpha=0.25)
@@ -126,6 +127,6 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
 
 
 def _running_mean(values: list[float], reach: int) -> list[float]:
-    """Mean over up to ``reach`` values on either side: centred, so that a trend is not delayed."""
+    """Mean of each value and up to ``reach`` values on either side. A centred mean does not delay a trend."""
     windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

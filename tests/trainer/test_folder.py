@@ -154,7 +154,7 @@ def test_another_run_is_not_continued(model, tmp_path, capsys):
         (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
         (["--reward.truncation_penalty", "0.5"], "reward.truncation_penalty was 0.0 and is 0.5"),
     ):
-        message = f"the run in {tmp_path / 'run'} is another one than this, which cannot continue it: {difference}"
+        message = f"this run cannot continue the run in {tmp_path / 'run'}, whose settings differ: {difference}"
         assert message in refusal(capsys, config, "--resume", "--steps", "2", *option)
         assert message in refusal(capsys, config, "--resume", *option)  # although there is nothing left to do
         assert written(tmp_path / "run") == before
