@@ -38,7 +38,7 @@ void grad_rows(const Tile& tile, const Upstream& upstream, int64_t begin, int64_
 void frozen_rows(const Tile& tile, const FrozenOut& out, int64_t begin, int64_t end);
 
 // Merges the statistics of all blocks into the statistics of whole rows. `partial` is (blocks, kNumStats, rows). The
-// order of the blocks is that of stats_rows, so the result has the same bits.
+// blocks are merged in the order of stats_rows, so the result has the same bits.
 void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out);
 
 }  // namespace rlft

@@ -249,7 +249,7 @@ class PolicyModel(nn.Module):
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
     ) -> tuple[Tensor, int]:
-        """Samples from the model by transformers' ``generate``; every prompt is prefilled once for all its samples.
+        """Samples by transformers' ``generate``. Every prompt is prefilled once for all its samples.
 
         Args:
             prompt_ids: (P, L) left-padded prompts.

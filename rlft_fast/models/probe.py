@@ -174,7 +174,7 @@ def _transform(name: str, config: Any, logits: list[float]) -> tuple[float | Non
 
 
 def _rounded(scale: float, config: Any) -> float:
-    """The configuration's scale that is close to the measured scale, which is rounded; else the measured scale."""
+    """The configured scale if it is close to the measured scale, which is rounded; else the measured scale."""
     keys = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")  # Cohere, Falcon, Muse, Granite
     values = [float(value) for key in keys if (value := getattr(config, key, None))]
     known = [1.0, *values, *(1 / value for value in values)]

@@ -149,7 +149,7 @@ def checkpoint_parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) 
     transposed or made of several tensors of the model.
 
     Args:
-        model: on any device; only its class and configuration matter.
+        model: a model on any device. Only its class and configuration matter.
         name: name of one of the model's `checkpoint_tensors`.
         shape: unsharded shape of the tensor.
     """
@@ -186,7 +186,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The stored tensors, each with its pattern, that make one tensor of the model; several need a converter."""
+    """The stored tensors, each with its pattern, that make one tensor of the model. Several need a converter."""
 
     converter: WeightConverter | None
     parts: list[tuple[str, _Stored]] = field(default_factory=list)

@@ -26,7 +26,7 @@ from rlft_fast.rewards.scoring import RewardError, compute_rewards
 
 _START_S = 120.0  # imports at the start of a worker do not count as time of the function
 _LONGEST_ERROR = 1000  # characters
-_LONGEST_ANSWER = 100_000  # bytes; JSON writes a character in at most 12
+_LONGEST_ANSWER = 100_000  # bytes; a character takes at most 12 in JSON
 
 
 class IsolatedReward:
@@ -61,7 +61,7 @@ class IsolatedReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """B rewards. A reward is None if the function failed; a warning counts the failures and quotes the first."""
+        """B rewards. A reward is None if the function failed. A warning counts the failures and quotes the first."""
         samples = [
             ([prompt], [completion], [ids], {name: [values[i]] for name, values in columns.items()})
             for i, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True))
