@@ -11,12 +11,13 @@ Shapes: T packed tokens, U rows that run, M keys.
 """
 
 import dataclasses
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.data.batch import Batch, cumulative
+from rlft_fast.data.batch import Batch, cumulative, token_ranges
 from rlft_fast.data.planning import MicroBatchPlan, check_lengths, plan_micro_batches
 
 _UNITS_PER_RANK = 4  # enough pieces to balance the ranks; more would repeat prompts for nothing
@@ -51,42 +52,36 @@ def share_prompts(batch: Batch) -> PackedLayout:
         batch: on the CPU.
     """
     prompt_B, used_B = _prompt_and_used_lengths(batch)
+    number_B = _prompt_numbers(batch, prompt_B)
+    order_B = number_B.argsort(kind="stable")  # prompt after prompt
+    number_B, prompt_B, used_B = number_B[order_B], prompt_B[order_B], used_B[order_B]
+    start_B = batch.cu_seqlens.numpy()[:-1][order_B].astype(np.int64)
+    first_B = np.searchsorted(number_B, number_B)  # the sequence whose copy of the prompt runs
+    is_first_B = first_B == np.arange(len(first_B))
+    is_shared_B = np.bincount(number_B)[number_B] > 1
+
+    # Every sequence has two segments, its prompt and the rest. They are empty where another sequence runs the prompt,
+    # and where nothing follows it. Where no other sequence has the prompt, the first segment is the whole sequence.
+    first = is_first_B * np.where(is_shared_B, prompt_B, used_B)
+    size = _interleaved(first, is_shared_B * (used_B - prompt_B))
+    row = cumulative(size)[:-1]
+    prefix_B, prefix_row_B = is_shared_B * prompt_B, row[2 * first_B]
+    token_index_U = _ranges(_interleaved(start_B, start_B + prompt_B), size)
     row_T = np.full(batch.num_tokens, -1)
-    pieces: list[np.ndarray] = [np.zeros(0, np.int64)]
-    keys: list[np.ndarray] = [np.zeros(0, np.int64)]
-    num_rows = 0
+    row_T[_ranges(start_B, prefix_B)] = _ranges(prefix_row_B, prefix_B)
+    row_T[token_index_U] = np.arange(len(token_index_U))
 
-    def add_segment(positions: np.ndarray, prefix_rows: np.ndarray) -> np.ndarray:
-        nonlocal num_rows
-        rows = np.arange(num_rows, num_rows + len(positions))
-        num_rows += len(rows)
-        row_T[positions] = rows
-        pieces.append(positions)
-        keys.append(np.concatenate([prefix_rows, rows]))
-        return rows
-
-    nothing = np.zeros(0, np.int64)
-    for members in _same_prompt(batch, prompt_B):
-        starts = batch.cu_seqlens.numpy()[members].astype(np.int64)
-        prompt, used = prompt_B[members[0]], used_B[members]
-        if prompt == 0:
-            continue
-        if len(members) == 1:
-            add_segment(np.arange(starts[0], starts[0] + used[0]), nothing)
-            continue
-        prefix_rows = add_segment(np.arange(starts[0], starts[0] + prompt), nothing)
-        for start, end in zip(starts, starts + used, strict=True):
-            row_T[start : start + prompt] = prefix_rows
-            if end > start + prompt:
-                add_segment(np.arange(start + prompt, end), prefix_rows)
-    key_index = np.concatenate(keys)
-    shared = len(key_index) > num_rows
+    prefix = _interleaved(np.zeros_like(prefix_B), prefix_B) * (size > 0)
+    key_index_M = None
+    if prefix.any():
+        keys = _ranges(_interleaved(prefix_row_B.repeat(2), row), _interleaved(prefix, size))
+        key_index_M = torch.from_numpy(keys)
     return PackedLayout(
-        token_index_U=torch.from_numpy(np.concatenate(pieces)),
+        token_index_U=torch.from_numpy(token_index_U),
         row_T=torch.from_numpy(row_T),
-        cu_seqlens_q=_boundaries(pieces[1:]),
-        cu_seqlens_k=_boundaries(keys[1:]),
-        key_index_M=torch.from_numpy(key_index) if shared else None,
+        cu_seqlens_q=_boundaries(size[size > 0]),
+        cu_seqlens_k=_boundaries((prefix + size)[size > 0]),
+        key_index_M=key_index_M,
     )
 
 
@@ -106,83 +101,91 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatch
     """
     check_lengths(batch.lengths, max_tokens)
     prompt_B, used_B = _prompt_and_used_lengths(batch)
-    suffix_B = used_B - prompt_B
-
-    groups = _same_prompt(batch, prompt_B)
-    prompt_of_B = np.empty(batch.num_sequences, np.int64)  # number of each sequence's prompt
-    for number, group in enumerate(groups):
-        prompt_of_B[group] = number
-
-    def num_rows(unit: np.ndarray) -> int:
-        _, first = np.unique(prompt_of_B[unit], return_index=True)
-        return int(prompt_B[unit[first]].sum() + suffix_B[unit].sum())
-
+    number_B = _prompt_numbers(batch, prompt_B)
     if batch.unit_B is not None:
-        units = _coupled(batch.unit_B.numpy())
-        _check_units(units, [*map(num_rows, units)], max_tokens)
+        unit_B = _numbers(batch.unit_B.tolist())
+        num_rows = _num_rows(unit_B, number_B, prompt_B, used_B)
+        _check_units(unit_B, num_rows, max_tokens)
     else:
-        share = sum(map(num_rows, groups)) // (_UNITS_PER_RANK * world_size)
-        limit = min(max_tokens, max(share, int(used_B.max(initial=0))))
-        units = [unit for group in groups for unit in _cut(group, int(prompt_B[group[0]]), suffix_B[group], limit)]
-    lengths = np.array([max(num_rows(unit), 1) for unit in units], np.int64)
-    plan = plan_micro_batches(lengths, max_tokens, world_size=world_size)
-    sizes = np.array([len(units[i]) for i in plan.indices], np.int64)
-    indices = np.concatenate([units[i] for i in plan.indices]) if units else plan.indices
-    return dataclasses.replace(plan, indices=indices, offsets=cumulative(sizes)[plan.offsets])
+        share = int(_num_rows(number_B, number_B, prompt_B, used_B).sum()) // (_UNITS_PER_RANK * world_size)
+        unit_B = _cut(number_B, prompt_B, used_B, min(max_tokens, max(share, int(used_B.max(initial=0)))))
+        num_rows = _num_rows(unit_B, number_B, prompt_B, used_B)
+    plan = plan_micro_batches(num_rows.clip(1), max_tokens, world_size=world_size)
+    sizes = np.bincount(unit_B, minlength=len(num_rows))
+    starts = cumulative(sizes)[:-1]
+    members = unit_B.argsort(kind="stable")[_ranges(starts[plan.indices], sizes[plan.indices])]
+    return dataclasses.replace(plan, indices=members, offsets=cumulative(sizes[plan.indices])[plan.offsets])
 
 
-def _coupled(unit_B: np.ndarray) -> list[np.ndarray]:
-    """The sequences of each unit, in order of first appearance."""
-    members: dict[int, list[int]] = {}
-    for b, unit in enumerate(unit_B.tolist()):
-        members.setdefault(unit, []).append(b)
-    return [np.array(unit) for unit in members.values()]
+def _numbers(keys: Iterable[Hashable]) -> np.ndarray:
+    """(B,) int64, equal for equal keys, from 0 on in order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _check_units(units: list[np.ndarray], num_rows: list[int], max_tokens: int) -> None:
+def _num_rows(unit_B: np.ndarray, number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray) -> np.ndarray:
+    """Rows that run of each unit: every prompt of the unit once, and what follows it in each sequence."""
+    num_rows = np.zeros(unit_B.max(initial=-1) + 1, np.int64)
+    np.add.at(num_rows, unit_B, used_B - prompt_B)
+    _, first = np.unique(unit_B * len(unit_B) + number_B, return_index=True)
+    np.add.at(num_rows, unit_B[first], prompt_B[first])
+    return num_rows
+
+
+def _check_units(unit_B: np.ndarray, num_rows: np.ndarray, max_tokens: int) -> None:
     """Raises ValueError naming the longest unit if it exceeds the cap."""
-    rows, unit = max(zip(num_rows, units, strict=True), key=lambda pair: pair[0], default=(0, np.zeros(0)))
-    if rows > max_tokens:
+    if num_rows.max(initial=0) > max_tokens:
+        members = np.flatnonzero(unit_B == num_rows.argmax())
         raise ValueError(
-            f"the unit of sequences {', '.join(map(str, unit))} has {rows} tokens, more than max_tokens={max_tokens}: "
-            "raise max_tokens to at least this length, or couple fewer sequences"
+            f"the unit of sequences {', '.join(map(str, members))} has {num_rows.max()} tokens, more than "
+            f"max_tokens={max_tokens}: raise max_tokens to at least this length, or couple fewer sequences"
         )
 
 
 def _prompt_and_used_lengths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """(B,) each: tokens up to the first active position, and up to the last one; 0 without any."""
-    active = batch.active_index_T.numpy()
-    sequence = np.searchsorted(batch.cu_seqlens.numpy(), active, side="right") - 1
-    length = active - batch.cu_seqlens.numpy()[sequence] + 1
+    active_T, boundaries = batch.loss_mask_T.numpy(), batch.cu_seqlens.numpy()
+    # Active positions come in runs, which end within their sequence, because its last position is never active. The
+    # runs are few, so that no array of positions is as long as the batch.
+    changes = np.flatnonzero(np.diff(active_T, prepend=False)).reshape(-1, 2)
+    sequence = np.searchsorted(boundaries, changes[:, 0], side="right") - 1
+    first, last = (changes - boundaries[sequence, None] + [1, 0]).T
     prompt_B, used_B = np.zeros((2, batch.num_sequences), np.int64)
-    prompt_B[sequence[::-1]] = length[::-1]  # of several assignments the last one stays
-    used_B[sequence] = length
+    prompt_B[sequence[::-1]] = first[::-1]  # of several assignments the last one stays
+    used_B[sequence] = last
     return prompt_B, used_B
 
 
-def _same_prompt(batch: Batch, prompt_B: np.ndarray) -> list[np.ndarray]:
-    """Sequences with equal prompts, in order of first appearance; those without a prompt or images are one group."""
-    tokens, starts = batch.input_ids_T.numpy(), batch.cu_seqlens.numpy()
-    members: dict[tuple, list[int]] = {}
-    images = [*(batch.multi_modal_inputs or {}).values()]
-    for b, (start, prompt) in enumerate(zip(starts, prompt_B, strict=False)):
-        # Equal tokens do not mean equal prompts where images stand behind them: these have to be the same tensors.
-        key = (tokens[start : start + prompt].tobytes(), *(id(values[b]) for values in images))
-        members.setdefault(key, []).append(b)
-    return [np.array(group) for group in members.values()]
+def _prompt_numbers(batch: Batch, prompt_B: np.ndarray) -> np.ndarray:
+    """(B,) equal for sequences with equal prompts, in order of first appearance; without a prompt all are equal."""
+    bounds, images = batch.cu_seqlens.numpy(), [*(batch.multi_modal_inputs or {}).values()]
+    tokens = batch.input_ids_T.numpy()
+    prompts = (tokens[start:end].tobytes() for start, end in zip(bounds[:-1], bounds[:-1] + prompt_B, strict=True))
+    # Equal tokens do not mean equal prompts where images stand behind them: these have to be the same tensors.
+    return _numbers((prompt, *(id(values[b]) for values in images)) for b, prompt in enumerate(prompts))
 
 
-def _cut(group: np.ndarray, prompt: int, suffixes: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Cuts a group where the prompt and its completions would exceed the limit."""
-    parts, first, rows = [], 0, prompt
-    for i, suffix in enumerate(suffixes):
-        if rows + suffix > limit and i > first:
-            parts.append(group[first:i])
-            first, rows = i, prompt
-        rows += suffix
-    return [*parts, group[first:]]
+def _cut(number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, limit: int) -> np.ndarray:
+    """(B,) units: sequences of a prompt stay together, but where the prompt and its completions exceed the limit."""
+    order_B = number_B.argsort(kind="stable")
+    unit_B, unit, rows, last = np.empty_like(number_B), -1, 0, -1
+    columns = (x_B[order_B].tolist() for x_B in (number_B, prompt_B, used_B))
+    for b, number, prompt, used in zip(order_B, *columns, strict=True):
+        if number != last or rows + used - prompt > limit:
+            unit, rows, last = unit + 1, prompt, number
+        rows += used - prompt
+        unit_B[b] = unit
+    return unit_B
 
 
-def _boundaries(pieces: list[np.ndarray]) -> Tensor:
-    lengths = np.array([len(piece) for piece in pieces], np.int64)
-    return torch.from_numpy(cumulative(lengths).astype(np.int32))
+def _interleaved(x_B: np.ndarray, y_B: np.ndarray) -> np.ndarray:
+    """(2B,) x[0], y[0], x[1], y[1], ..."""
+    return np.stack([x_B, y_B], 1).ravel()
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    return token_ranges(starts, sizes).numpy()
+
+
+def _boundaries(sizes: np.ndarray) -> Tensor:
+    return torch.from_numpy(cumulative(sizes).astype(np.int32))

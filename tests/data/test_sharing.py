@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlft_fast.data import Batch, plan_batch, share_prompts
+from tests.support.memory import peak_mib, requires_proc
 
 PROMPTS = [[1], [1, 2], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4]]  # some begin like others, but are not equal
 
@@ -117,3 +118,11 @@ def test_plan_names_a_sequence_over_the_cap():
     batch = Batch.from_samples([[1], [1]], [[2], [2] * 9])
     with pytest.raises(ValueError, match="sequence 1 has 10 tokens, more than max_tokens=9"):
         plan_batch(batch, 9)
+
+
+@requires_proc
+def test_a_plan_takes_few_bytes_per_token():
+    prompts = [[i] * 400 for i in range(250) for _ in range(8)]
+    batch = Batch.from_samples(prompts, [[7] * 600] * len(prompts))
+    peak = peak_mib(lambda: plan_batch(batch, 10_000, 64)) * 2**20
+    assert peak < 4 * batch.num_tokens  # two copies of the mask; an index of the active positions alone takes 5
