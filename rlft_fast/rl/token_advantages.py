@@ -51,23 +51,28 @@ def gae(
     check_shapes(loss_mask_T, reward_T=reward_T, value_T=value_T)
     position = loss_mask_T.nonzero().squeeze(1)
     sequence = torch.repeat_interleave(length_B, output_size=len(position))
-    # Row s of an (L, B) matrix holds the s-th response token from the end of each sequence. Sequences of all lengths
-    # then start the backward recursion together, in row 0.
+    # Sequences of all lengths start the backward recursion together. Step s holds the s-th response token from the end
+    # of each sequence that is so long, the longest sequence first. Steps lie one behind the other, without gaps: beside
+    # one long sequence, a matrix of steps and sequences would be many times the rollout.
     step = length_B.cumsum(0)[sequence] - 1 - torch.arange(len(position), device=position.device)
-    num_steps = int(length_B.max()) if len(position) else 0
-    reward_LB = value_T.new_zeros(num_steps, len(length_B))
-    value_LB = torch.zeros_like(reward_LB)
-    reward_LB[step, sequence] = reward_T[position].to(value_T.dtype)
-    value_LB[step, sequence] = value_T[position]
+    width_L = torch.bincount(step)  # sequences of each step
+    start_L = width_L.cumsum(0) - width_L
+    place = start_L[step] + length_B.argsort(descending=True, stable=True).argsort()[sequence]
 
-    advantage_LB = reward_LB - value_LB
-    advantage_LB[1:] += gamma * value_LB[:-1]
-    for s in range(1, num_steps):
-        advantage_LB[s].add_(advantage_LB[s - 1], alpha=gamma * lam)
+    def by_step(x_T: Tensor) -> Tensor:
+        x = x_T[position].to(value_T.dtype)
+        return torch.empty_like(x).index_copy_(0, place, x)
+
+    value = by_step(value_T)
+    advantage = by_step(reward_T).sub_(value)
+    next_value, starts = gamma * value, start_L.tolist()
+    for later, start, width in zip(starts, starts[1:], width_L.tolist()[1:], strict=False):
+        now = advantage.narrow(0, start, width).add_(next_value.narrow(0, later, width))
+        now.add_(advantage.narrow(0, later, width), alpha=gamma * lam)
 
     advantage_T, return_T = torch.zeros_like(value_T), torch.zeros_like(value_T)
-    advantage_T[position] = advantage_LB[step, sequence]
-    return_T[position] = (advantage_LB + value_LB)[step, sequence]
+    advantage_T[position] = advantage[place]
+    return_T[position] = advantage.add_(value)[place]
     return AdvantageReturn(advantage_T, return_T)
 
 
