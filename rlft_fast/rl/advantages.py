@@ -81,8 +81,10 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
             f"advantage {name} returned {got}, expected one per token {sizes[0]} or sequence {sizes[1]}"
         )
     if tuple(advantage.shape) == sizes[1]:
-        advantage = segment_expand(advantage, batch.cu_seqlens, num_tokens=batch.num_tokens)
-    advantage_T = advantage.float().where(batch.loss_mask_T, 0.0)
-    if not advantage_T.isfinite().all():
+        advantage_T = segment_expand(advantage.float(), batch.cu_seqlens, num_tokens=batch.num_tokens)
+        advantage_T.masked_fill_(~batch.loss_mask_T, 0.0)
+    else:
+        advantage_T = advantage.float().where(batch.loss_mask_T, 0.0)
+    if not torch.stack(advantage_T.aminmax()).isfinite().all():  # the extremes of a tensor with a NaN are NaN
         raise AdvantageError(f"advantage {name} returned numbers that are not finite at response tokens")
     return batch.replace(advantage_T=advantage_T, return_T=batch.return_T if return_T is None else return_T)

@@ -54,10 +54,10 @@ def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> 
     check_aggregation(mode)
     length_B = response_lengths(loss_mask_T, cu_seqlens)
     if mode != "sequence-mean":
-        return loss_mask_T.float() / length_B.sum().clamp(min=1)
+        return loss_mask_T.float().div_(length_B.sum().clamp(min=1))
     num_sequences = (length_B > 0).sum()
     weight_B = 1.0 / (length_B * num_sequences).clamp(min=1)
-    return segment_expand(weight_B, cu_seqlens, num_tokens=loss_mask_T.shape[0]) * loss_mask_T
+    return segment_expand(weight_B, cu_seqlens, num_tokens=loss_mask_T.shape[0]).mul_(loss_mask_T)
 
 
 def loss_scale(loss_mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation, max_response_tokens: int | None) -> float:

@@ -15,6 +15,10 @@ from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import response_lengths
 from rlft_fast.rl.kl import MAX_LOG_RATIO, kl_estimate
 
+# Float64 copies of a chunk stay in the caches; copies of a whole rollout would be its largest tensors. Torch adds up so
+# few numbers in one thread, so the sums do not depend on the number of threads.
+_CHUNK_TOKENS = 16_384
+
 CorrectionFunction = Callable[..., Tensor]
 
 
@@ -132,21 +136,28 @@ def mismatch_metrics(logprob_T: Tensor, rollout_logprob_T: Tensor, loss_mask_T: 
         ValueError: Shapes differ.
     """
     check_shapes(loss_mask_T, logprob_T=logprob_T, rollout_logprob_T=rollout_logprob_T)
-    if not (count := int(loss_mask_T.sum())):
+    if not (count := int(loss_mask_T.count_nonzero())):
         return {}
-    policy_T, sampler_T = (x_T.double().where(loss_mask_T, 0.0) for x_T in (logprob_T, rollout_logprob_T))
-    distance_T, weight_T = (policy_T - sampler_T).abs(), _exp(policy_T - sampler_T) * loss_mask_T
+    sums, largest = torch.zeros(6, dtype=torch.float64, device=loss_mask_T.device).split([5, 1])
+    columns = (x_T.split(_CHUNK_TOKENS) for x_T in (logprob_T, rollout_logprob_T, loss_mask_T))
+    for logprob, rollout_logprob, mask in zip(*columns, strict=True):
+        policy, sampler = (x.double().where(mask, 0.0) for x in (logprob, rollout_logprob))
+        distance, weight = (policy - sampler).abs(), _exp(policy - sampler) * mask
+        k1, k3 = kl_estimate(sampler, policy, "k1"), kl_estimate(sampler, policy, "k3")
+        sums += torch.stack([x.sum() for x in (distance, k1, k3, weight, weight.square())])
+        torch.maximum(largest, distance.amax(), out=largest)
+    distance_sum, k1_sum, k3_sum, weight_sum, square_sum = sums.tolist()
     return {
-        "mismatch_mean": distance_T.sum().item() / count,
-        "mismatch_max": distance_T.amax().item(),
-        "mismatch_k1": kl_estimate(sampler_T, policy_T, "k1").sum().item() / count,
-        "mismatch_k3": kl_estimate(sampler_T, policy_T, "k3").sum().item() / count,
-        "effective_sample_share": weight_T.sum().item() ** 2 / (count * weight_T.square().sum().item()),
+        "mismatch_mean": distance_sum / count,
+        "mismatch_max": largest.item(),
+        "mismatch_k1": k1_sum / count,
+        "mismatch_k3": k3_sum / count,
+        "effective_sample_share": weight_sum**2 / (count * square_sum),
     }
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
 
 
 def _sequence_sum(log_ratio_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor, *, mean: bool) -> Tensor:

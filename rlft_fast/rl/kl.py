@@ -50,18 +50,22 @@ def kl_estimate(
     check_shapes(logprob_T, ref_logprob_T=ref_logprob_T)
     if kind == "k1":
         return logprob_T - ref_logprob_T
-    k2_T = 0.5 * (logprob_T - ref_logprob_T).square()
     if kind == "k2":
-        return k2_T
+        return _k2(logprob_T, ref_logprob_T)
     x_T = (ref_logprob_T - logprob_T).clamp(max=MAX_LOG_RATIO)
     k3_T = torch.expm1(x_T) - x_T
     if kind == "k3+":
+        k2_T = _k2(logprob_T, ref_logprob_T)
         return k3_T.detach() + (k2_T - k2_T.detach())
     if kind == "unbiased":
         old_logprob_T = logprob_T.detach() if old_logprob_T is None else old_logprob_T
         check_shapes(logprob_T, old_logprob_T=old_logprob_T)
         return policy_ratio(logprob_T, old_logprob_T) * k3_T
     return k3_T
+
+
+def _k2(logprob_T: Tensor, ref_logprob_T: Tensor) -> Tensor:
+    return 0.5 * (logprob_T - ref_logprob_T).square()
 
 
 def policy_ratio(logprob_T: Tensor, old_logprob_T: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqle
     length_B = response_lengths(loss_mask_T, cu_seqlens)
     check_shapes(loss_mask_T, kl_T=kl_T)
     check_shapes(length_B, reward_B=reward_B)
-    reward_T = torch.where(loss_mask_T, -kl_coef * kl_T, 0.0)
+    reward_T = (-kl_coef * kl_T).masked_fill_(~loss_mask_T, 0.0)
     has_response_B = length_B > 0
     response_index = loss_mask_T.nonzero().squeeze(1)
     last_index = response_index[length_B.cumsum(0)[has_response_B] - 1]

@@ -90,7 +90,7 @@ def _covariance(old_logprob_T: Tensor, advantage_T: Tensor, loss_mask_T: Tensor)
     """(A - mean A)·(log π - mean log π) of each response token, without the others."""
     check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, advantage_T=advantage_T)
     logprob, advantage = old_logprob_T[loss_mask_T].double(), advantage_T[loss_mask_T].double()
-    return (advantage - advantage.mean()) * (logprob - logprob.mean())
+    return advantage.sub_(advantage.mean()).mul_(logprob.sub_(logprob.mean()))
 
 
 def _at(chosen: Tensor, loss_mask_T: Tensor) -> Tensor:

@@ -32,5 +32,6 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
         return white_T
     # Relative to the first value, equal values are exactly 0 and stay 0 (no rounding noise divided by eps).
     active -= active[0].clone()
-    white_T[mask_T] = ((active - active.mean()) / (active.std() + eps)).to(values_T.dtype)
+    scale = active.std() + eps
+    white_T[mask_T] = active.sub_(active.mean()).div_(scale).to(values_T.dtype)
     return white_T

@@ -1,9 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from rlft_fast.rl import CORRECTIONS, correction_weights, mismatch_metrics
+from tests.support.memory import peak_mib, requires_proc
 
 # Two sequences: ratios π_old/μ of 4, 1/4 and 1, then 2; a prompt before and a tool's answer within.
 CU_SEQLENS = torch.tensor([0, 6, 8], dtype=torch.int32)
@@ -67,6 +69,41 @@ def test_metrics_by_hand():
         "mismatch_mean": 0.0, "mismatch_max": 0.0, "mismatch_k1": 0.0, "mismatch_k3": 0.0,
         "effective_sample_share": 1.0,
     }  # fmt: skip
+
+
+def large_rollout(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    logprob_T, noise_T = torch.randn(2, num_tokens, generator=draw)
+    return logprob_T, logprob_T + 0.1 * noise_T, torch.rand(num_tokens, generator=draw) < 0.5
+
+
+@pytest.mark.parametrize("num_tokens", [16_384, 16_385, 100_000])  # one chunk, one token more, several
+def test_metrics_of_many_tokens(num_tokens):
+    logprob_T, rollout_T, mask_T = large_rollout(num_tokens)
+    log_ratio = (logprob_T.double() - rollout_T.double())[mask_T].numpy()
+    weight, count = np.exp(log_ratio), len(log_ratio)
+    expected = {
+        "mismatch_mean": np.abs(log_ratio).mean(),
+        "mismatch_max": np.abs(log_ratio).max(),
+        "mismatch_k1": -log_ratio.mean(),
+        "mismatch_k3": (np.expm1(log_ratio) - log_ratio).mean(),
+        "effective_sample_share": weight.sum() ** 2 / (count * np.square(weight).sum()),
+    }
+    metrics = mismatch_metrics(logprob_T, rollout_T, mask_T)
+    assert metrics == pytest.approx(expected, rel=1e-12)
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert mismatch_metrics(logprob_T, rollout_T, mask_T) == metrics
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@requires_proc
+def test_metrics_need_no_copy_of_the_rollout():
+    tensors = large_rollout(1_000_000)
+    assert peak_mib(lambda: mismatch_metrics(*tensors)) < 6  # one float64 copy takes 7.6 MiB
 
 
 def test_bad_input_is_refused():
