@@ -38,6 +38,6 @@ def no_process_group_left() -> Iterator[None]:
     """FSDP in a single process makes a group of one. The group must not reach the tests of another module."""
     yield
     if torch.distributed.is_initialized():
-        from rlft_fast.world.collectives import leave_process_group
+        from rlft_fast.world.process_group import leave_process_group
 
         leave_process_group()

@@ -57,7 +57,7 @@ class RandomEngine(FSDPEngine):
 
     def initialize(self) -> RandomEngine:
         self.model = build_model(self.path, self.config, self.head, trains=True)
-        shard(self.model, self.config, self.device)
+        shard(self.model, self.config, self.world)
         materialize(self.model, self.device)
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)

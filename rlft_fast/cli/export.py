@@ -20,11 +20,11 @@ def run(arguments: list[str]) -> int:
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")
     from rlft_fast.engine import export_run
-    from rlft_fast.world import get_rank, init_distributed, leaving_process_group
+    from rlft_fast.world import init_distributed, leaving_process_group
 
-    init_distributed()
+    world = init_distributed()
     with leaving_process_group():
-        output = export_run(options.run, options.output, options.dtype)
-        if get_rank() == 0:
+        output = export_run(options.run, options.output, options.dtype, world)
+        if world.is_first:
             print(printable(output))
     return 0

@@ -60,9 +60,9 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
     """
     from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run
     from rlft_fast.engine.sharding import device_memory, host_memory
-    from rlft_fast.world import get_device
+    from rlft_fast.world import World
 
-    device, world_size = get_device(), int(os.environ.get("WORLD_SIZE", "1"))
+    device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
     try:
         check_run(config, world_size, device_memory(device), device.type, host_memory())
     except DoesNotFitError as error:

@@ -1,7 +1,8 @@
-"""Packed batches, the plan that cuts them into micro-batches, and the layout in which equal prompts run once."""
+"""Samples in columns, packed batches, the plan that cuts them, and the layout in which equal prompts run once."""
 
-from rlft_fast.data.batch import IGNORE_INDEX, Batch
+from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
 from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
+from rlft_fast.data.samples import Samples, cat_samples
 from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
 __all__ = [
@@ -9,6 +10,10 @@ __all__ = [
     "Batch",
     "MicroBatchPlan",
     "PackedLayout",
+    "Samples",
+    "cat_samples",
+    "cat_supports",
+    "flat",
     "plan_batch",
     "plan_micro_batches",
     "share_prompts",

@@ -6,8 +6,8 @@ positions: index t speaks about the prediction made *at* position t, that is, ab
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 IGNORE_INDEX = -100
 
 _INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B"), torch.int64)
-_FIELD_DTYPES = _INTEGER_FIELDS | {"loss_mask_T": torch.bool, "cu_seqlens": torch.int32, "support_TK": torch.int32}
+_INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "weight_version_T"), torch.int32)
+_FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # all others are float32
 
 
@@ -40,6 +41,7 @@ class Batch:
         old_logprob_T: (T,) float32, log-probability of the next token under the policy that starts the update.
         ref_logprob_T: (T,) float32, the same under the reference model.
         rollout_logprob_T: (T,) float32, the same as the generator reported it.
+        weight_version_T: (T,) int32, version of the weights that sampled the next token; 0 where none did.
         logprob_T: (T,) float32, the same under the current policy.
         entropy_T: (T,) float32, entropy of the next-token distribution.
         value_T: (T,) float32, the critic's value of the state before the next token is chosen.
@@ -72,6 +74,7 @@ class Batch:
     old_logprob_T: Tensor | None = None
     ref_logprob_T: Tensor | None = None
     rollout_logprob_T: Tensor | None = None
+    weight_version_T: Tensor | None = None
     logprob_T: Tensor | None = None
     entropy_T: Tensor | None = None
     value_T: Tensor | None = None
@@ -148,27 +151,81 @@ class Batch:
         if given is not None and (len(given) != len(supports) or any(support.dim() != 2 for support in given)):
             raise ValueError("supports must be a (tokens, K) tensor for every sample, or None for every sample")
         _check_lengths(prompts, completions, completion_masks, rollout_logprobs, given)
-        sequences = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-        lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
-        cu_seqlens = cumulative(lengths)
-        sampled = completion_masks or [[True] * len(completion) for completion in completions]
-        loss_mask_T = torch.from_numpy(_per_position(prompts, sampled, np.bool_))
-        logprob_T = None
+        columns: dict[str, Tensor] = {}
         if rollout_logprobs is not None:
-            logprob_T = torch.from_numpy(_per_position(prompts, rollout_logprobs, np.float32))
-            logprob_T = logprob_T.where(loss_mask_T, 0.0)
-        return cls(
-            input_ids_T=torch.from_numpy(np.fromiter(chain.from_iterable(sequences), np.int64, cu_seqlens[-1])),
-            position_ids_T=torch.from_numpy(np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)),
-            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-            max_seqlen=int(lengths.max(initial=0)),
-            loss_mask_T=loss_mask_T,
-            rollout_logprob_T=logprob_T,
-            support_TK=None if given is None else _pack_supports(completions, sampled, given, loss_mask_T),
+            columns["rollout_logprob_T"] = flat(rollout_logprobs, np.float32)
+        if given is not None:
+            columns["support_TK"] = cat_supports(given)
+        token_ids = flat(completions, np.int64)
+        is_sampled = torch.ones(len(token_ids), dtype=torch.bool)
+        if completion_masks is not None:
+            is_sampled = flat(completion_masks, np.bool_)
+        return cls.from_columns(
+            flat(prompts, np.int64), list_lengths(prompts), np.arange(len(prompts)), token_ids,
+            list_lengths(completions), is_sampled, columns,
+        ).replace(
             reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
             group_B=None if groups is None else torch.tensor(groups, dtype=torch.int64),
             multi_modal_inputs=multi_modal_inputs,
             meta=meta or {},
+        )  # fmt: skip
+
+    @classmethod
+    def from_columns(
+        cls,
+        prompt_ids: Tensor,
+        prompt_lengths: np.ndarray,
+        prompt_B: np.ndarray,
+        token_ids: Tensor,
+        lengths: np.ndarray,
+        is_sampled: Tensor,
+        columns: Mapping[str, Tensor],
+    ) -> Self:
+        """`from_samples` with arrays: prompts one behind the other, completions one behind the other.
+
+        Args:
+            prompt_ids: integers, tokens of N prompts.
+            prompt_lengths: (N,) integers >= 1, tokens of each prompt.
+            prompt_B: (B,) integers, number of the prompt that each completion follows.
+            token_ids: integers, tokens of B completions.
+            lengths: (B,) integers, tokens of each completion.
+            is_sampled: bool, for each completion token whether the policy sampled it.
+            columns: fields of the batch with one entry per completion token. They are 0 (ids of a support -1) at
+                tokens that were not sampled.
+
+        Returns:
+            The batch, on the CPU.
+
+        Raises:
+            ValueError: a token was sampled that is not among the ids of its support.
+        """
+        own_prompt = prompt_lengths[prompt_B]
+        bounds, starts = cumulative(own_prompt + lengths), cumulative(prompt_lengths)[:-1]
+        input_ids_T = torch.empty(int(bounds[-1]), dtype=torch.int64)
+        source = token_ranges(starts[prompt_B], own_prompt)
+        input_ids_T[token_ranges(bounds[:-1], own_prompt)] = prompt_ids[source].long()
+        index = token_ranges(bounds[:-1] + own_prompt, lengths)
+        input_ids_T[index] = token_ids.long()
+        index -= 1  # from where a token stands to the position that predicts it
+        loss_mask_T = torch.zeros(len(input_ids_T), dtype=torch.bool)
+        loss_mask_T[index] = is_sampled
+        if "support_TK" in columns:
+            columns = {**columns, "support_TK": _needed_support(columns["support_TK"], token_ids, is_sampled)}
+        fields: dict[str, Any] = {}
+        for name, values in columns.items():
+            empty = -1 if name == "support_TK" else 0
+            fields[name] = values.new_full((len(input_ids_T), *values.shape[1:]), empty)
+            mask = is_sampled.view(-1, *[1] * (values.dim() - 1))
+            fields[name][index] = values.where(mask, empty)
+        position_ids_T = np.arange(bounds[-1])
+        position_ids_T -= np.repeat(bounds[:-1], own_prompt + lengths)
+        return cls(
+            input_ids_T=input_ids_T,
+            position_ids_T=torch.from_numpy(position_ids_T),
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+            max_seqlen=int((own_prompt + lengths).max(initial=0)),
+            loss_mask_T=loss_mask_T,
+            **fields,
         )
 
     @property
@@ -228,10 +285,7 @@ class Batch:
 
     def token_index(self, index_B: np.ndarray) -> Tensor:
         """int64 positions here of the tokens of these sequences, in the order in which `select` packs them."""
-        lengths = self.lengths[index_B]
-        ends = lengths.cumsum()
-        shift_B = self.cu_seqlens.numpy()[index_B] - (ends - lengths)  # from a packed position to the one here
-        return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(shift_B, lengths))
+        return token_ranges(self.cu_seqlens.numpy()[index_B], self.lengths[index_B])
 
     def asking_at_the_end(self) -> "Batch":
         """The same sequences with one position active in each: the last. For models that judge whole sequences.
@@ -239,11 +293,11 @@ class Batch:
         A position is active if the next token is of interest, so each sequence gets one token more, which nothing
         depends on and which therefore never runs.
         """
-        bounds = self.cu_seqlens.tolist()
-        sequences = [self.input_ids_T[begin:end].tolist() for begin, end in pairwise(bounds)]
-        return Batch.from_samples(
-            sequences, [sequence[-1:] for sequence in sequences], multi_modal_inputs=self.multi_modal_inputs
-        )
+        last = self.input_ids_T[self.cu_seqlens[1:].long() - 1]
+        each, one = np.arange(len(last)), np.ones(len(last), np.int64)
+        is_sampled = torch.ones(len(last), dtype=torch.bool)
+        asking = Batch.from_columns(self.input_ids_T, self.lengths, each, last, one, is_sampled, {})
+        return asking.replace(multi_modal_inputs=self.multi_modal_inputs)
 
     def replace(self, **fields: Any) -> Self:
         """A batch with the named fields exchanged, checked like any other."""
@@ -342,28 +396,37 @@ def cumulative(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], lengths.cumsum()])
 
 
-def _per_position(prompts: Sequence[Sequence[int]], per_token: Iterable[Sequence[Any]], dtype: type) -> np.ndarray:
-    """Shifts values of completion tokens to the positions that predict these tokens; all others get 0."""
-    rows = ([0] * (len(prompt) - 1) + [*values, 0] for prompt, values in zip(prompts, per_token, strict=True))
-    return np.fromiter(chain.from_iterable(rows), dtype)
+def token_ranges(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """int64 ``starts[i], ..., starts[i] + lengths[i] - 1`` for each i, one range behind the other."""
+    index = np.arange(lengths.sum())
+    index += np.repeat(starts - cumulative(lengths)[:-1], lengths)
+    return torch.from_numpy(index)
 
 
-def _pack_supports(
-    completions: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]], supports: Sequence[Tensor],
-    loss_mask_T: Tensor,
-) -> Tensor:  # fmt: skip
-    """(T, K) ids at the positions that predict sampled tokens, -1 elsewhere; without columns that no token needs."""
+def flat(values: Sequence[Sequence[Any]], dtype: type) -> Tensor:
+    """The elements of all lists, one list behind the other."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, sum(map(len, values))))
+
+
+def list_lengths(values: Sequence[Sequence[Any]]) -> np.ndarray:
+    """(B,) int64, length of each list."""
+    return np.fromiter(map(len, values), np.int64, len(values))
+
+
+def cat_supports(supports: Sequence[Tensor]) -> Tensor:
+    """(tokens, K) int32, one support behind the other, all as wide as the widest."""
     width = max(support.shape[1] for support in supports)
-    ids = torch.cat([pad(support, (0, width - support.shape[1]), value=-1) for support in supports])
-    is_sampled = torch.from_numpy(np.fromiter(chain.from_iterable(sampled), np.bool_, len(ids)))
-    tokens = torch.from_numpy(np.fromiter(chain.from_iterable(completions), np.int64, len(ids)))
-    outside = is_sampled & ~(ids == tokens.unsqueeze(1)).any(1)
+    return torch.cat([pad(support, (0, width - support.shape[1]), value=-1) for support in supports]).int()
+
+
+def _needed_support(ids_TK: Tensor, token_ids: Tensor, is_sampled: Tensor) -> Tensor:
+    """The support without the columns that no sampled token needs."""
+    outside = is_sampled & ~(ids_TK == token_ids.unsqueeze(1)).any(1)
     if outside.any():
         raise ValueError(
-            f"token {tokens[outside][0]} is not among the {width} ids that it was sampled among: give the sampler's own"
+            f"token {token_ids[outside][0]} is not among the {ids_TK.shape[1]} ids that it was sampled among: give the "
+            "sampler's own"
         )
-    used_K = (ids[is_sampled] >= 0).any(0)
+    used_K = (ids_TK[is_sampled] >= 0).any(0)
     used_K[:1] = True
-    support_TK = torch.full((len(loss_mask_T), int(used_K.sum())), -1, dtype=torch.int32)
-    support_TK[loss_mask_T] = ids[is_sampled][:, used_K].int()
-    return support_TK
+    return ids_TK[:, used_K].int()

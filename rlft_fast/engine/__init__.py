@@ -3,7 +3,7 @@
 from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.engine.loss import Output
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, checksum, join_pieces, split_pieces
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
     "BUCKET_BYTES",
@@ -13,9 +13,9 @@ __all__ = [
     "Output",
     "Piece",
     "PieceJoiner",
+    "WeightMetadata",
+    "WeightStream",
     "checksum",
     "export_hf",
     "export_run",
-    "join_pieces",
-    "split_pieces",
 ]

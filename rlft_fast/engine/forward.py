@@ -22,7 +22,7 @@ from rlft_fast.models import (
 )
 from rlft_fast.ops import slice_tokens
 from rlft_fast.ops.packing import segment_expand, segment_sum
-from rlft_fast.world import all_gather_ragged
+from rlft_fast.world import World
 
 _Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
 
@@ -149,14 +149,16 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index_A: 
     return values_T
 
 
-def gather_outputs(own_T: Tensor, batch: Batch, plan: MicroBatchPlan, sequence_group: ProcessGroup | None) -> Tensor:
+def gather_outputs(
+    own_T: Tensor, batch: Batch, plan: MicroBatchPlan, world: World, sequence_group: ProcessGroup | None
+) -> Tensor:
     """The ranks' outputs together, on the CPU, in the order of the batch instead of the plan's."""
     share = 1
     if sequence_group is not None:
         share = sequence_group.size()
         all_reduce(own_T, group=sequence_group)  # each has its own rows' results, and zeros
     sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
-    parts = all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
+    parts = world.all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
     outputs_T = torch.empty(batch.num_tokens)
     outputs_T[batch.token_index(plan.indices)] = torch.cat([part.cpu() for part in parts[::share]])
     return outputs_T

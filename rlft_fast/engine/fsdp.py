@@ -8,7 +8,7 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from rlft_fast.engine.sharding import (
     shard,
 )
 from rlft_fast.engine.step import Done, OpenStep
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, join_pieces, stream_pieces, weight_sources
+from rlft_fast.engine.weight_sync import BUCKET_BYTES, WeightStream, weight_sources
 from rlft_fast.models import (
     CheckpointPart,
     ModelInputs,
@@ -58,15 +58,7 @@ from rlft_fast.models import (
 )
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 from rlft_fast.rl import loss_scale, loss_weights
-from rlft_fast.world import (
-    STOP,
-    accumulate,
-    all_reduce,
-    get_device,
-    get_rank,
-    get_world_size,
-    sequence_group,
-)
+from rlft_fast.world import STOP, World, accumulate
 
 
 class FSDPEngine:
@@ -78,8 +70,10 @@ class FSDPEngine:
         head: "logprob" for a policy or reference, "value" for a critic, "score" for a reward model.
         num_training_steps: optimizer steps of the whole run, for the schedule; None: the model is frozen.
         temperature: sampling temperature of the log-probabilities.
+        world: the processes that share the model; None: `World.current()`.
 
     Attributes:
+        device: the world's device of this process.
         step: optimizer steps taken.
         skipped_steps: steps left out because the gradient norm was not finite.
         units: a table of the FSDP units; empty where a single process needs none.
@@ -93,13 +87,15 @@ class FSDPEngine:
         head: HeadKind = "logprob",
         num_training_steps: int | None = None,
         temperature: float = 1.0,
+        world: World | None = None,
     ) -> None:
         self.path = path
         self.config = config
         self.head = head
         self.num_training_steps = num_training_steps
         self.temperature = temperature
-        self.device = get_device()
+        self.world = world or World.current()
+        self.device = self.world.device
         self.step = 0
         self.skipped_steps = 0
         self.units = ""
@@ -120,10 +116,10 @@ class FSDPEngine:
                 the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
                 ranks or heads.
         """
-        require_same_model(self.path, self.config, self.head, self.num_training_steps)
-        self.sequence_group = sequence_group(self.config.sequence_parallel)
+        require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
+        self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
-        units = shard(self.model, self.config, self.device)
+        units = shard(self.model, self.config, self.world)
         self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, self._home, self.device)
         if isinstance(self.model, PolicyModel):
@@ -224,7 +220,7 @@ class FSDPEngine:
         done: list[Done] = []
         with self.eval_mode():
             for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
-                STOP.leave_together()
+                STOP.leave_together(self.world)
                 inputs = self._inputs(micro_batch)
                 done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             reshard(self.model)
@@ -233,7 +229,7 @@ class FSDPEngine:
     def _gather(self, done: list[Done], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
         own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
-        return gather_outputs(torch.cat(own), batch, plan, self.sequence_group)
+        return gather_outputs(torch.cat(own), batch, plan, self.world, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
@@ -259,12 +255,12 @@ class FSDPEngine:
 
     def _plan(self, batch: Batch) -> MicroBatchPlan:
         check_batch(batch, self.model.backbone)
-        return plan_batch(batch, self.config.max_tokens, get_world_size() // self.config.sequence_parallel)
+        return plan_batch(batch, self.config.max_tokens, self.world.size // self.config.sequence_parallel)
 
     @property
     def _data_rank(self) -> int:
         """This rank's place in the plan; the ranks of a sequence group have the same."""
-        return get_rank() // self.config.sequence_parallel
+        return self.world.rank // self.config.sequence_parallel
 
     def _inputs(self, micro_batch: Batch) -> ModelInputs:
         if self.head != "logprob":
@@ -368,12 +364,12 @@ class FSDPEngine:
             found = "there was no forward_backward" if self._open is None else "the last one had is_last=False"
             raise ValueError(f"optimizer_step needs reduced gradients, but {found} since the last step")
         with self._dropping():
-            STOP.leave_or_finish()
+            STOP.leave_or_finish(self.world)
         step, self._open = self._open, None
         with step.phase:
             norm = grad_norm(self.model.parameters())
             learning_rate = self._step_optimizer(norm)
-        totals = all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}
+        totals = self.world.all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         for outputs, done, batch, plan in step.outputs:
@@ -408,7 +404,7 @@ class FSDPEngine:
         totals: dict[str, Tensor] = {}
         done: list[Done] = []
         for i, micro_batch in enumerate(micro_batches):
-            STOP.leave_together()
+            STOP.leave_together(self.world)
             ends = is_last and i == len(micro_batches) - 1
             reduce_gradients(self.model, ends, self.config.reduce_every_micro_batch)
             metrics, results = self._forward_backward(micro_batch, loss, scale)
@@ -440,7 +436,7 @@ class FSDPEngine:
                 per_token=(*fields.values(),),
             )
         total = total * scale
-        (total * get_world_size()).backward()  # FSDP averages gradients over ranks; the loss is a sum
+        (total * self.world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
         done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
@@ -467,33 +463,27 @@ class FSDPEngine:
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
-    def named_weights(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> Iterator[tuple[str, Tensor]]:
+    def weight_stream(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> WeightStream:
+        """The weights of now for a generator, by the names of the model's checkpoint; adapters are merged.
+
+        Args:
+            dtype: of the parameters, as the forward pass has them in ``compute_dtype``; None: as they are kept, which
+                is their float32 master where they have one. Buffers keep theirs.
+            bucket_bytes: memory of the bucket, through which sharded weights are gathered.
+        """
+        reshard(self.model)
+        sources = partial(weight_sources, self.model, self.optimizer, dtype)
+        return WeightStream(sources, self.checkpoint_parts, bucket_bytes, self.device)
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Full weights one after the other, as the model's checkpoint has them; tied ones once, adapters merged.
 
         Every rank must iterate to the end: sharded weights are gathered by all, a bucket at a time.
 
         Args:
-            dtype: of the parameters, as the forward pass has them in ``compute_dtype``; None: as they are kept, which
-                is their float32 master where they have one. Buffers keep theirs.
-            bucket_bytes: memory of the bucket, which comes on top of the weight at hand.
+            dtype: see `weight_stream`.
         """
-        return join_pieces(self.weight_pieces(dtype, bucket_bytes), self.checkpoint_parts)
-
-    @torch.no_grad()
-    def weight_pieces(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Piece]:
-        """All weights under the model's own names, in pieces no larger than a bucket where they are sharded.
-
-        It needs no more memory than a bucket. `split_pieces` makes them pieces of `named_weights`.
-        """
-        reshard(self.model)
-        yield from stream_pieces(weight_sources(self.model, self.optimizer, dtype), bucket_bytes, self.device)
-
-    def weight_metadata(self, dtype: torch.dtype | None = None) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Names, dtypes and shapes of `named_weights`, without gathering; the model must not be gathered."""
-        sources = weight_sources(self.model, self.optimizer, dtype)
-        return [(part.name, s.dtype, part.shape) for s in sources for part in self.checkpoint_parts[s.name]]
+        return self.weight_stream(dtype).tensors()
 
     @cached_property
     def checkpoint_parts(self) -> dict[str, list[CheckpointPart]]:
@@ -510,7 +500,7 @@ class FSDPEngine:
             f"{name}_max": local_part(parameter)[0].isfinite().logical_not().any().float()
             for name, parameter in self.model.named_parameters()
         }
-        found = torch.stack([*all_reduce(flags).values()]).tolist()  # one read
+        found = torch.stack([*self.world.all_reduce(flags).values()]).tolist()  # one read
         return [name.removesuffix("_max") for name, is_bad in zip(flags, found, strict=True) if is_bad]
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ a weight is (gloo needs a second bucket). A stream of whole weights also needs m
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +51,56 @@ class Piece(NamedTuple):
     """Whether ``data`` lies in the bucket: then it is valid only until the next piece is asked for."""
 
 
+class WeightMetadata(NamedTuple):
+    """A tensor of the model's checkpoint, without its elements."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightStream:
+    """A model's weights as they are now, by the names of its checkpoint: what a generator takes over.
+
+    The stream can be read once, as pieces or as whole tensors, and all ranks must read it to its end.
+
+    Args:
+        sources: returns the model's weights, sharded or not, see `weight_sources`.
+        parts: for each of the model's weights, the checkpoint's parts in order.
+        bucket_bytes: memory of the bucket, through which sharded weights are gathered.
+        device: device of the bucket.
+    """
+
+    def __init__(
+        self,
+        sources: Callable[[], Iterator[Source]],
+        parts: Mapping[str, list[CheckpointPart]],
+        bucket_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._sources = sources
+        self._parts = parts
+        self._stream = stream_pieces(sources(), bucket_bytes, device)
+
+    def metadata(self) -> list[WeightMetadata]:
+        """What the stream will bring, in order. All ranks must call it: adapters of sharded weights are gathered."""
+        parts = ((part, source.dtype) for source in self._sources() for part in self._parts[source.name])
+        return [WeightMetadata(part.name, dtype, part.shape) for part, dtype in parts]
+
+    def pieces(self) -> Iterator["Piece"]:
+        """The weights in pieces no larger than a bucket where they are sharded: it needs no memory but a bucket's."""
+        return split_pieces(self._stream, self._parts)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights one after the other, each with its name."""
+        return join_pieces(self._stream, self._parts)
+
+    def finish(self) -> None:
+        """Reads what is left, also after an error: all ranks gather together."""
+        for _ in self._stream:
+            pass
+
+
 @torch.no_grad()
 def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
     """A model's weights by the model's own names, still sharded. Tied weights come once; adapters are merged.
@@ -74,6 +124,7 @@ def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dt
         yield Source(name, weight, cast or weight.dtype)
 
 
+@torch.no_grad()
 def stream_pieces(sources: Iterable[Source], bucket_bytes: int, device: torch.device) -> Iterator[Piece]:
     """Yields every element of every weight once, in the order of the sources. All ranks must iterate to the end.
 

@@ -1,30 +1,44 @@
 """Rollouts: completions sampled from the policy, with the log-probabilities of the sampler.
 
-types            requests, completions, and the methods that every rollout has
+types            what is asked of a generator, its completions, and the methods that every generator has
+together         `Rollout`: a generator on every rank, and what the ranks do together around it
 build            the rollout that a configuration names
-hf               transformers' ``generate`` with the policy itself
-vllm             vLLM with a copy of the weights: requests, restarts, completions
-vllm_engine      starts vLLM inside the training process, and passes it weights
-vllm_separate    vLLM in a process beside the training
+hf               generates with transformers and the policy itself
+vllm             generates with vLLM inside the training process
+vllm_separate    generates with vLLM in a process beside the training
+vllm_requests    vLLM's form of requests, and completions from its outputs
 shared_memory    passes weights to a separate vLLM on a CPU
 ends             end tokens and stop texts
-failures         errors of a generator, raised on all ranks together
 """
 
 from rlft_fast.rollout.build import build_rollout
-from rlft_fast.rollout.failures import NonFiniteLogitsError, RolloutError
-from rlft_fast.rollout.hf import HFRollout
-from rlft_fast.rollout.types import Completion, Rollout, SamplingParams, with_ties
-from rlft_fast.rollout.vllm import VLLMRollout
+from rlft_fast.rollout.hf import HFGenerator
+from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
+from rlft_fast.rollout.types import (
+    Completion,
+    Generator,
+    RequestError,
+    SampledModel,
+    SamplingParams,
+    Seeds,
+    Span,
+    sample_seeds,
+    with_ties,
+)
 
 __all__ = [
     "Completion",
-    "HFRollout",
+    "Generator",
+    "HFGenerator",
     "NonFiniteLogitsError",
+    "RequestError",
     "Rollout",
     "RolloutError",
+    "SampledModel",
     "SamplingParams",
-    "VLLMRollout",
+    "Seeds",
+    "Span",
     "build_rollout",
+    "sample_seeds",
     "with_ties",
 ]

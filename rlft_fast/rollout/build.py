@@ -1,14 +1,21 @@
 """Builds the rollout that a configuration names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, WeightStream
+from rlft_fast.engine.sharding import gathered
 from rlft_fast.models import PolicyModel
-from rlft_fast.rollout.ends import split_stop
-from rlft_fast.rollout.hf import HFRollout
-from rlft_fast.rollout.types import Rollout
-from rlft_fast.rollout.vllm import VLLMRollout
+from rlft_fast.rollout.ends import end_token_ids, split_stop
+from rlft_fast.rollout.hf import HFGenerator
+from rlft_fast.rollout.together import Rollout, RolloutError
+from rlft_fast.rollout.types import Generator, SampledModel
+from rlft_fast.rollout.vllm import ColocatedVLLM, check_vllm
+from rlft_fast.rollout.vllm_separate import SeparateVLLM
 
 
 def build_rollout(
@@ -23,10 +30,62 @@ def build_rollout(
         max_sequence_tokens: most tokens of a prompt and its completion together.
 
     Raises:
-        ValueError: see `split_stop` and `VLLMRollout`.
+        ValueError: a stop text is wrong, vLLM is missing, its version has not what is needed, or the settings do not
+            fit the device.
+        RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance.
     """
     split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs
     if config.backend == "vllm":
-        return VLLMRollout(engine, tokenizer, config, max_sequence_tokens)
+        return _vllm_rollout(engine, tokenizer, config, max_sequence_tokens)
+    model = engine.model
+    assert isinstance(model, PolicyModel)
+
+    @contextmanager
+    def sampling() -> Iterator[None]:
+        with engine.eval_mode(), gathered(model):
+            yield
+
+    return Rollout(lambda: HFGenerator(model, tokenizer, config.batch_size), engine.world, sampling=sampling)
+
+
+def _vllm_rollout(
+    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
+) -> Rollout:
+    check_vllm(config.vllm, engine.world)
+    model = _sampled_model(engine, tokenizer)
+    is_colocated = config.vllm.process == "colocated"
+    kind = ColocatedVLLM if is_colocated else SeparateVLLM
+
+    def start() -> Generator:
+        try:
+            return kind(model, tokenizer, config, max_sequence_tokens, engine.world)
+        except Exception as error:  # pydantic's, torch's and vLLM's own
+            raise RolloutError(
+                f"vLLM could not start with {model.path}: {error}\n"
+                "If memory is short: lower rollout.batch_size or rollout.vllm.cpu_cache_gib on a CPU; on a GPU lower "
+                "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases"
+            ) from error
+
+    @contextmanager
+    def weights() -> Iterator[WeightStream]:
+        with engine.eval_mode():
+            yield engine.weight_stream(model.dtype)
+
+    return Rollout(
+        start,
+        engine.world,
+        weights=weights,
+        check_weights=config.vllm.check_weights,
+        group_size=config.vllm.tensor_parallel if is_colocated else 1,
+    )
+
+
+def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> SampledModel:
     assert isinstance(engine.model, PolicyModel)
-    return HFRollout(engine.model, tokenizer, config.batch_size, engine.eval_mode)
+    return SampledModel(
+        path=engine.path,
+        dtype=getattr(torch, engine.config.compute_dtype),
+        device=engine.device,
+        vocab_size=engine.model.model.config.get_text_config().vocab_size,
+        eos_token_ids=end_token_ids(engine.model.model, tokenizer),
+    )

@@ -1,9 +1,11 @@
-"""Rollouts by transformers' ``generate`` with the policy itself. There is no second copy of the weights to sync."""
+"""Samples by transformers' ``generate`` with the policy itself. There is no second copy of the weights to load."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,18 +18,16 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlft_fast.engine.sharding import gathered
+from rlft_fast.engine import WeightStream
 from rlft_fast.models import PolicyModel, padded_attention
 from rlft_fast.rollout.ends import end_token_ids, split_stop
-from rlft_fast.rollout.failures import require_finite
-from rlft_fast.rollout.types import Completion, SamplingParams
-from rlft_fast.world import STOP, LeftEarlyError
+from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span, draw_seeds
 
 _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding
 
 
-class HFRollout:
-    """Samples from a policy on its own device.
+class HFGenerator:
+    """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
 
     Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. Prompts are
     padded on the left; nowhere else are sequences padded.
@@ -36,17 +36,11 @@ class HFRollout:
         model: the policy.
         tokenizer: names an end token, and decodes completions to find stop texts.
         batch_size: number of completions generated at once.
-        phase: returns a context in which the policy is on its device.
     """
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.phase = phase
+    name = "transformers"
+
+    def __init__(self, model: PolicyModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
@@ -54,28 +48,27 @@ class HFRollout:
         self.eos_token_ids = end_token_ids(model.model, tokenizer)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt.
-
-        Returns:
-            For each prompt, its ``params.n`` completions.
-
-        Raises:
-            RolloutError: the policy's logits are not finite.
-        """
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+    ) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with self.phase(), _generation_mode(self.model), gathered(self.model), suppress(LeftEarlyError), STOP.alone():
+        with _generation_mode(self.model):
             for start in range(0, len(prompts), prompts_at_once):
-                flat = self._generate(prompts[start : start + prompts_at_once], params)
+                part = slice(start, start + prompts_at_once)
+                flat = self._generate(prompts[part], params, [*chain.from_iterable(seeds[part])])
                 completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
-        require_finite(completions)
-        STOP.leave_together()
         return completions
 
-    def sync(self) -> None:
-        """Only counts the version: the weights are the policy's own."""
-        self.weight_version += 1
+    def load(self, weights: WeightStream | None, version: int) -> None:
+        """Takes the version alone: the weights are the policy's own."""
+        self.weight_version = version
+
+    def checksums(self) -> dict[str, str]:
+        """Nothing: no weights were received."""
+        return {}
 
     def sleep(self) -> None:
         """Does nothing: no memory is held between calls."""
@@ -83,8 +76,10 @@ class HFRollout:
     def close(self) -> None:
         """Does nothing: nothing is held."""
 
-    def _generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        sampler = _Sampler(params)
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        sampler = _Sampler(params, seeds)
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         end_ids = [*self.eos_token_ids, *end_ids]
         sequences, prompt_length = self.model.generate(
@@ -128,7 +123,7 @@ class HFRollout:
         length = min(ends) + 1 if ends else len(tokens)
         support = None if support is None else support[:length]
         reason = "stop" if ends else "length"
-        return Completion(tokens[:length], logprobs[:length], reason, self.weight_version, support)
+        return Completion(tokens[:length], logprobs[:length], reason, (Span(length, self.weight_version),), support)
 
 
 class _StopTexts(StoppingCriteria):
@@ -162,16 +157,21 @@ def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens:
 class _Sampler(LogitsProcessor):
     """Chooses each token, and keeps its log-probability and the ids that it was drawn among instead of (B, V) scores.
 
-    Draws one uniform number per row. ``generate`` would sample by torch.multinomial, which draws one exponential number
-    per row and vocabulary entry: on two CPU cores that took a quarter of a rollout (128 rows, V = 49152). The sampler
-    passes its choice to ``generate`` as the only largest score.
+    Draws one uniform number per row, from the row's own generator. ``generate`` would sample by torch.multinomial,
+    which draws one exponential number per row and vocabulary entry: on two CPU cores the draws took a quarter of a
+    rollout (128 rows, V = 49152). The sampler passes its choice to ``generate`` as the only largest score.
 
     Args:
         params: temperature, top-k and top-p. At temperature 0 the most likely token of the vocabulary is taken.
+        seeds: (B,) of the rows. A row's draws depend on no other row.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, seeds: Sequence[int]) -> None:
         self.params = params
+        self.uniform_BL: Tensor | None = None
+        if params.temperature:
+            rows = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]  # torch's keeps 32 bits of a seed
+            self.uniform_BL = torch.from_numpy(np.stack([row.random(params.max_new_tokens) for row in rows]))
         self.logprobs: list[Tensor] = []
         self.supports: list[Tensor] = []
 
@@ -183,9 +183,14 @@ class _Sampler(LogitsProcessor):
             z, ids = most_likely(z_BV, params.support_size, params.top_p)
             self.supports.append(ids.where(z > -torch.inf, -1).int())
         probability = z.softmax(-1)
-        chosen = _draw(probability) if params.temperature else probability.argmax(-1, keepdim=True)
+        chosen = probability.argmax(-1, keepdim=True) if self.uniform_BL is None else self._draw(probability)
         self.logprobs.append(probability.gather(1, chosen).squeeze(1).log())
         return z_BV.zero_().scatter_(1, chosen if ids is None else ids.gather(1, chosen), 1.0)
+
+    def _draw(self, probability: Tensor) -> Tensor:
+        assert self.uniform_BL is not None
+        self.uniform_BL = self.uniform_BL.to(probability.device)  # copies once
+        return draw(probability, self.uniform_BL[:, len(self.logprobs)])
 
     def results(self) -> tuple[Tensor, Tensor | None]:
         """(B, N) log-probabilities of all N new tokens, and the (B, N, K) ids that they were drawn among."""
@@ -215,7 +220,7 @@ def most_likely(z_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]
     return z_BK.masked_fill(is_cut, -torch.inf), ids_BK
 
 
-def _draw(probability_BV: Tensor, width: int = 256) -> Tensor:
+def draw(probability_BV: Tensor, uniform_B: Tensor, width: int = 256) -> Tensor:
     """Draws (B, 1) tokens, one per row. A uniform number selects a block of columns, then a token in the block.
 
     Running sums are float64: a single float32 sum would lose the probabilities of 50,000 unlikely tokens.
@@ -223,9 +228,9 @@ def _draw(probability_BV: Tensor, width: int = 256) -> Tensor:
     batch, vocab = probability_BV.shape
     blocks = pad(probability_BV, (0, -vocab % width)).view(batch, -1, width)
     ends = blocks.sum(-1).double().cumsum(-1)
-    point = torch.rand(batch, 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
+    point = uniform_B.unsqueeze(1) * ends[:, -1:]
     block = torch.searchsorted(ends, point, right=True)  # right: never a block, or a token, of probability 0
-    block = block.clamp(max=ends.shape[1] - 1)  # NaN is beyond all blocks; `require_finite` reports it
+    block = block.clamp(max=ends.shape[1] - 1)  # NaN is beyond all blocks; `Rollout` reports it
     inside = blocks[torch.arange(batch, device=ends.device), block.squeeze(1)].double().cumsum(-1)
     size = inside[:, -1:]
     rest = point - ends.gather(1, block) + size

@@ -28,35 +28,28 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlft_fast.engine import BUCKET_BYTES, FSDPEngine, Piece, PieceJoiner, checksum, join_pieces, split_pieces
-from rlft_fast.rollout.vllm_engine import renew_packed_weights
+from rlft_fast.engine import BUCKET_BYTES, Piece, PieceJoiner, WeightStream, checksum
+from rlft_fast.rollout.vllm import renew_packed_weights
 
 BACKEND = "shared_memory"
 _ALIGNMENT = 16  # bytes
 
 
-class EngineSource(WeightSource):
-    """The weights of an engine in the form that vLLM's trainers take.
+class StreamSource(WeightSource):
+    """A stream of weights in the form that vLLM's trainers take.
 
     Args:
-        engine: the policy.
-        dtype: dtype in which parameters are sent.
+        stream: of the weights to send now.
     """
 
-    def __init__(self, engine: FSDPEngine, dtype: torch.dtype) -> None:
-        self.engine = engine
-        self.dtype = dtype
+    def __init__(self, stream: WeightStream) -> None:
+        self.stream = stream
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(*fields) for fields in self.engine.weight_metadata(self.dtype)]
-
-    def renew(self) -> Iterator[Piece]:
-        """Starts a new stream of the present weights. All ranks must iterate the returned stream to its end."""
-        self.pieces = self.engine.weight_pieces(self.dtype)
-        return self.pieces
+        return [ParamMeta(*fields) for fields in self.stream.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return join_pieces(self.pieces, self.engine.checkpoint_parts)
+        return self.stream.tensors()
 
 
 class Slot(NamedTuple):
@@ -88,7 +81,7 @@ class SharedMemoryTrainerInitInfo(TrainerInitInfo):
 
 
 class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInfo]):
-    """Sends the weights of an `EngineSource`."""
+    """Sends the weights of a `StreamSource`."""
 
     init_info_cls = SharedMemoryTrainerInitInfo
     buffer: Tensor
@@ -107,10 +100,9 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInitInf
         return sender  # the file has no name now, and is freed when both processes that have mapped it end
 
     def send_weights(self) -> None:
-        assert isinstance(self.source, EngineSource)
+        assert isinstance(self.source, StreamSource)
         self.client.start_weight_update()
-        pieces = split_pieces(self.source.pieces, self.source.engine.checkpoint_parts)
-        for slots in fill(pieces, self.buffer):
+        for slots in fill(self.source.stream.pieces(), self.buffer):
             self.client.update_weights({"slots": [list(slot) for slot in slots]})
         self.client.finish_weight_update()
 

@@ -1,10 +1,14 @@
-"""Requests to a rollout, its completions, and the methods that every rollout has."""
+"""What is asked of a generator, its completions, and the methods that every generator has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from rlft_fast.engine import WeightStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,17 @@ def with_ties(top_k: int) -> int:
     return top_k + top_k // 4 + 8
 
 
+class RequestError(ValueError):
+    """A generator refuses a request, before it samples."""
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a completion that the same weights sampled."""
+
+    num_tokens: int
+    weight_version: int
+
+
 class Completion(NamedTuple):
     """One sampled answer. The tokens are the sampler's own and never come from tokenizing text."""
 
@@ -63,36 +78,104 @@ class Completion(NamedTuple):
     """Log-probability of each token under the distribution that it was sampled from: over `support`, if given."""
     finish_reason: Literal["stop", "length"]
     """stop: an end token or a stop text was sampled; length: cut off at ``max_new_tokens``."""
-    weight_version: int = 0
-    """Version of the weights that sampled the answer."""
+    spans: tuple[Span, ...] = ()
+    """Versions of the weights, in the order of the tokens, of which the spans cover all; empty: version 0."""
     support: Tensor | None = None
     """(tokens, K) int32 ids that each token was sampled among, padded by -1; None: the whole vocabulary."""
+    mask: list[bool] | None = None
+    """For each token whether the policy sampled it, or an environment wrote it; None: the policy sampled all."""
 
 
-class Rollout(Protocol):
-    """Samples from the policy as it was at the last `sync`. All ranks must call every method together.
+Seeds = Sequence[Sequence[int]]
+"""For each prompt one seed per sample, in [0, 2^63)."""
 
-    Attributes:
-        weight_version: version of the weights to sample from; every `sync` adds 1.
+
+def draw_seeds(num_prompts: int, num_samples: int) -> Seeds:
+    """Seeds from torch's random state."""
+    return torch.randint(2**62, (num_prompts, num_samples)).tolist()
+
+
+def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) -> Seeds:
+    """Seeds that depend on nothing but (seed, step, row, number of the sample), wherever the sample is drawn.
+
+    Args:
+        seed: of the run.
+        step: counts from 0.
+        rows: of the prompts among those of the step.
+        num_samples: samples per prompt.
     """
 
-    weight_version: int
+    def hashed(row: int, number: int) -> int:
+        (word,) = np.random.SeedSequence((seed, step, row, number)).generate_state(1, np.uint64)
+        return int(word) >> 1
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each of this rank's prompts. Torch's random state decides the draws.
+    return [[hashed(row, number) for number in range(num_samples)] for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledModel:
+    """The model that a generator samples from, without its weights.
+
+    Args:
+        path: folder of its configuration.
+        dtype: dtype of its weights, in which a generator takes them over and computes.
+        device: device of the process that trains it.
+        vocab_size: number of tokens that it has logits for.
+        eos_token_ids: tokens that end a completion.
+    """
+
+    path: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Generator(Protocol):
+    """Answers requests of this process alone. No method waits for another rank; `Rollout` is what ranks do together.
+
+    Which requests share a batch depends on the requests, never on time.
+
+    Attributes:
+        name: in messages.
+    """
+
+    name: str
+
+    def load(self, weights: WeightStream | None, version: int) -> None:
+        """Takes over the weights of a version; afterwards the generator is awake.
+
+        Args:
+            weights: names, dtypes, shapes, and pieces to be read once. The caller reads what is left of them. None: the
+                generator samples from the policy itself.
+            version: goes into the completions.
+        """
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+    ) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each prompt.
 
         Args:
             prompts: token ids.
             params: how to sample.
+            seeds: each sample is drawn from its own seed; None: from seeds that torch's random state gives.
+
+        Returns:
+            For each prompt its completions.
+
+        Raises:
+            RequestError: the generator cannot take a prompt.
         """
         ...
 
-    def sync(self) -> None:
-        """Takes over the policy's present weights."""
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each weight as the generator received it."""
         ...
 
     def sleep(self) -> None:
-        """Frees device memory for the training until the next `sync`."""
+        """Frees device memory until the next `load`."""
         ...
 
     def close(self) -> None:

@@ -1,277 +1,331 @@
-"""Rollouts by vLLM, with a copy of the policy's weights that every `VLLMRollout.sync` renews.
+"""Generators by vLLM, with a copy of the policy's weights.
 
-colocated: one vLLM inside each training process. It takes whole weights from the engine's stream.
+colocated: one vLLM inside each training process. It takes whole weights from the policy's stream.
 separate: one vLLM in a process beside each training process. It takes weights by vLLM's weight-transfer interface.
+
+A vLLM inside the training process changes settings of the process when it starts: the number of threads, and torch's
+random state. They are restored after the start.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeVar
+import contextlib
+import gc
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import RolloutConfig
-from rlft_fast.engine import FSDPEngine
-from rlft_fast.models import PolicyModel
-from rlft_fast.rollout.ends import end_token_ids, split_stop
-from rlft_fast.rollout.failures import RolloutError, require_finite
-from rlft_fast.rollout.types import Completion, SamplingParams, with_ties
-from rlft_fast.rollout.vllm_engine import ColocatedEngine, check_vllm
-from rlft_fast.rollout.vllm_separate import SeparateEngine
-from rlft_fast.world import STOP, all_gather_ragged, any_rank, get_rank, require_agreement
+from rlft_fast.config import RolloutConfig, VLLMConfig
+from rlft_fast.engine import WeightStream, checksum
+from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds, draw_seeds
+from rlft_fast.rollout.vllm_requests import check_request, completion_of, vllm_requests
+from rlft_fast.world import World, ensure_process_group, forked_rng
 
-T = TypeVar("T")
+_VERSIONS = "0.30 to 0.33; the tests run with 0.32"
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
 
 
-class VLLMRollout:
-    """Samples by vLLM from the policy as it was at the last `sync`. All ranks call every method together.
+def check_vllm(config: VLLMConfig, world: World) -> None:
+    """Refuses what cannot work, before anything is started.
 
-    A vLLM that has died is started again once, with the current weights, and samples again with the same seeds: nothing
-    is lost and nothing changes. Samples of one prompt share its blocks of the prefix cache. The cache is emptied with
-    every change of the weights.
+    Raises:
+        ValueError: vLLM is missing, lacks an interface that is used here, or the settings do not fit the device.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "rollout.backend is vllm, which is not installed: pip install vllm (on a CPU make install-vllm), or choose "
+            "rollout.backend: hf"
+        )
+    if missing := _missing_features(config.process):
+        import vllm
+
+        raise ValueError(f"vLLM {vllm.__version__} has no {missing}: install a version that does ({_VERSIONS})")
+    device = world.device
+    if config.tensor_parallel > 1 and device.type != "cuda":
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}: on CPUs vLLM would wait more for other "
+            "processes than it computes; set it to 1"
+        )
+    if config.process == "colocated" and world.size % config.tensor_parallel:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}, which does not divide the "
+            f"{world.size} processes: start a multiple of it, or lower it"
+        )
+    if config.transfer in ("ipc", "nccl") and device.type != "cuda":
+        raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
+    if config.process == "separate" and device.type == "cuda":
+        _check_separate_gpus(config, transfer_backend(config, device), torch.cuda.device_count(), world.local_size)
+    if config.check_weights and config.process == "colocated" and world.size == 1:
+        raise ValueError(
+            "rollout.vllm.check_weights compares what the processes hand to the vLLM inside them, and one process has "
+            "nothing to compare with: leave it out, or use process: separate"
+        )
+    if config.check_weights and config.process == "separate" and device.type == "cuda":
+        raise ValueError(
+            "rollout.vllm.check_weights needs to see the weights on arrival, which vLLM's own transfers do not show: "
+            "leave it out, or use process: colocated"
+        )
+
+
+def transfer_backend(config: VLLMConfig, device: torch.device) -> str:
+    """How weights are sent to a separate process."""
+    if config.transfer != "auto":
+        return config.transfer
+    return "ipc" if device.type == "cuda" else "shared_memory"
+
+
+def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int, trainers: int) -> None:
+    size = config.tensor_parallel
+    if transfer == "ipc" and size > 1:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel is {size}, but with transfer ipc a separate vLLM has the GPU of its trainer "
+            "alone: set it to 1, or use transfer: nccl or process: colocated"
+        )
+    if transfer == "nccl" and trainers * (1 + size) > num_gpus:
+        raise ValueError(
+            f"rollout.vllm.transfer nccl needs GPUs beside those that train, {trainers} x (1 + tensor_parallel {size}) "
+            f"on this machine, which has {num_gpus}: start fewer processes, or use transfer: ipc"
+        )
+
+
+def _missing_features(process: str) -> str | None:
+    """Versions are told apart by what they have, not by their number."""
+    set_environment()
+    from vllm import LLM
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if "weights_iterator" not in inspect.signature(GPUModelRunner.reload_weights).parameters:
+        return "reload_weights(weights_iterator=...)"
+    if process == "separate":
+        if not hasattr(LLM, "start_weight_update"):
+            return "LLM.start_weight_update()"
+        from vllm.distributed.weight_transfer import factory
+
+        if not hasattr(factory, "WeightTransferTrainerFactory"):
+            return "WeightTransferTrainerFactory"
+    return None
+
+
+def set_environment() -> None:
+    """Sets environment variables that vLLM reads on import. Variables that the user has set stay."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+class VLLMGenerator:
+    """The common part of vLLM in this process and vLLM in another: sampling, and a sleep that new weights end.
+
+    The prefix cache is emptied with every change of the weights.
 
     Args:
-        engine: the policy; its weights are sent in ``compute_dtype``.
-        tokenizer: names the end tokens.
-        config: how to sample, and the settings of vLLM.
+        model: the policy, without its weights.
+        tokenizer: finds stop texts' tokens.
+        config: of the rollout.
         max_sequence_tokens: most tokens of a sequence, prompt and completion.
 
     Attributes:
-        weight_version: of the weights that it samples from; every `sync` adds 1.
-
-    Raises:
-        ValueError: vLLM is missing, its version has not what is needed, or the settings do not fit the device.
-        RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance.
+        llm: vLLM's own ``LLM``, which subclasses start.
     """
+
+    name = "vLLM"
+    llm: Any
 
     def __init__(
-        self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
+        self, model: SampledModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
     ) -> None:
-        check_vllm(config.vllm, engine.device)
-        assert isinstance(engine.model, PolicyModel)
-        self.engine = engine
-        self.config = config
-        self.max_sequence_tokens = max_sequence_tokens
+        self.model = model
         self.tokenizer = tokenizer
-        self.eos_token_ids = end_token_ids(engine.model.model, tokenizer)
-        self.weight_version = 0
-        self.has_weights = False
-        self._start()
+        self.check_weights = config.vllm.check_weights
+        self.max_sequence_tokens = max_sequence_tokens
+        self.sleeps = model.device.type == "cuda"
+        self.asleep = False
+        self.weight_version: int | None = None
+        self._is_renewed = False  # since the last request
 
-    def _start(self) -> None:
-        start = ColocatedEngine if self.config.vllm.process == "colocated" else SeparateEngine
-        try:
-            self.server = start(self.engine, self.config, self.max_sequence_tokens)
-        except Exception as error:  # pydantic's, torch's and vLLM's own
-            raise RolloutError(
-                f"vLLM could not start with {self.engine.path}: {error}\n"
-                "If memory is short: lower rollout.batch_size or rollout.vllm.cpu_cache_gib on a CPU; on a GPU lower "
-                "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases"
-            ) from error
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+    ) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
+        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.weight_version is not None)
+        assert self.weight_version is not None
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        self._begin()
+        requests = vllm_requests(prompts, params, seeds, self.model, self.tokenizer)
+        outputs = iter(self.llm.generate(*requests, use_tqdm=False))
+        return [[completion_of(next(outputs).outputs[0], self.weight_version) for _ in own] for own in seeds]
 
-    def sync(self) -> None:
-        """Gives vLLM the policy's weights as they are now.
+    def load(self, weights: WeightStream | None, version: int) -> None:
+        """Takes over the policy's weights. Memory for the key-value cache comes with the next request.
 
-        Raises:
-            RolloutError: vLLM did not take all of them, twice, or (``check_weights``) not as they were sent.
+        By then the policy may have made room, see `FSDPEngine.eval_mode`.
         """
-        self.weight_version += 1
-        _, failure = together(self._load)
-        if failure is None:
-            self._check_weights()
-        else:
-            self._restart()
+        assert weights is not None
+        if self.asleep:
+            self._wake("weights")
+        self._load(weights, version)
+        self.weight_version = version
+        self._is_renewed = True
 
-    def _load(self) -> None:
-        self.server.load(self.weight_version)
-        self.has_weights = True
+    def _load(self, weights: WeightStream, version: int) -> None:
+        raise NotImplementedError
 
-    def _restart(self) -> None:
-        """Starts vLLM again, on all ranks, with the weights of now."""
-        self.server.close()
-        for part in (self._start, self._load):
-            _, failure = together(part)
-            if failure is not None:
-                raise RolloutError(f"vLLM failed, and again when it was started again: {failure}") from failure
-        self._check_weights()
-
-    def _check_weights(self) -> None:
-        if not self.config.vllm.check_weights:
+    def _begin(self) -> None:
+        """Before the first request under new weights."""
+        if not self._is_renewed:
             return
-        checksums, failure = together(self.server.checksums)
-        if failure is not None:
-            raise RolloutError(f"vLLM has other weights than version {self.weight_version}: {failure}") from failure
-        assert checksums is not None
-        require_agreement(f"weights of version {self.weight_version}", checksums)
+        if self.asleep:
+            self._wake("kv_cache")
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        self._is_renewed = False
 
     def sleep(self) -> None:
-        self.server.sleep()
+        if self.sleeps:
+            self.llm.sleep(level=2)  # the weights are dropped, too: the next load brings new ones
+            self.asleep = True
+
+    def _wake(self, part: str) -> None:
+        """Its memory comes from the device itself, of which torch still holds what the training has needed."""
+        torch.cuda.empty_cache()
+        self.llm.wake_up([part])
+
+
+class ColocatedVLLM(VLLMGenerator):
+    """vLLM in this process, see `VLLMGenerator`."""
+
+    def __init__(
+        self, model: SampledModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int,
+        world: World,
+    ) -> None:  # fmt: skip
+        super().__init__(model, tokenizer, config, max_sequence_tokens)
+        ensure_process_group()
+        os.environ.setdefault("RANK", str(world.rank))
+        os.environ.setdefault("LOCAL_RANK", str(model.device.index or 0))
+        with _undisturbed():
+            self.llm = start_llm(
+                model, config, max_sequence_tokens,
+                distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
+            )  # fmt: skip
+        self.llm.llm_engine.engine_core._finalizer.detach()  # it would end the training's process group
+
+    def _load(self, weights: WeightStream, version: int) -> None:
+        self.handed_over: dict[str, str] = {}
+        tensors = weights.tensors()
+        with _nothing_left_out():
+            stream = _noting_checksums(tensors, self.handed_over) if self.check_weights else tensors
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+            self.llm.apply_model(renew_packed_weights)
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each weight as vLLM was handed it."""
+        return self.handed_over
 
     def close(self) -> None:
-        self.server.close()
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt.
-
-        Args:
-            prompts: token ids, this rank's own.
-            params: number and length of the completions, what they are sampled from, and their ends.
-
-        Returns:
-            For each prompt its ``params.n`` completions, with log-probabilities under what was sampled from.
-
-        Raises:
-            ValueError: a prompt leaves no room for ``params.max_new_tokens``, or there was no `sync` yet.
-            RolloutError: vLLM failed twice, or the policy's logits are not finite.
-        """
-        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.has_weights)
-        seeds = torch.randint(2**62, (len(prompts),)).tolist()
-        sample = partial(self._generate, prompts, seeds, params)
-        groups, failure = _together_or_leave(sample)
-        if failure is not None:
-            self._restart()
-            groups, failure = _together_or_leave(sample)
-        if failure is not None:
-            raise RolloutError(f"vLLM failed, was started again, and failed again: {failure}") from failure
-        assert groups is not None
-        require_finite(groups)
-        return groups
-
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], seeds: list[int], params: SamplingParams
-    ) -> list[list[Completion]]:
-        shared, start = gather_prompts(prompts, seeds, self.config.vllm.tensor_parallel)
-        with STOP.alone() if self.config.vllm.tensor_parallel == 1 else nullcontext():
-            outputs = self.server.generate(
-                [{"prompt_token_ids": prompt} for prompt, _ in shared],
-                [self._sampling_params(params, seed) for _, seed in shared],
-            )
-        own = outputs[start : start + len(prompts)]
-        return [[completion_of(sample, self.weight_version) for sample in output.outputs] for output in own]
-
-    def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
-        import vllm
-
-        end_ids, stop = split_stop(params.stop, self.tokenizer)
-        return vllm.SamplingParams(
-            n=params.n,
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k or 0,
-            top_p=params.top_p,
-            seed=seed,
-            logprobs=self._num_logprobs(params),
-            flat_logprobs=True,
-            stop_token_ids=[*self.eos_token_ids, *end_ids],
-            stop=list(stop),
-            detokenize=bool(stop),
-        )
-
-    def _num_logprobs(self, params: SamplingParams) -> int:
-        """Of how many tokens to ask for the log-probability, besides the sampled one: of all that are kept."""
-        if params.support_size is None:
-            return 0
-        assert isinstance(self.engine.model, PolicyModel)
-        vocab_size = self.engine.model.model.config.get_text_config().vocab_size
-        return min(with_ties(params.support_size), vocab_size)
+        """Ends vLLM, but for its process groups: the next one takes them over, since all live in this process's."""
+        llm, self.llm = self.llm, None
+        if llm is None:  # closed before
+            return
+        core = llm.llm_engine.engine_core.engine_core
+        with contextlib.suppress(Exception):  # it may be closed because it is broken
+            core.model_executor.shutdown()
+        del llm, core
+        gc.unfreeze()  # vLLM freezes all that is there when it starts
+        gc.collect()
+        if self.sleeps:
+            torch.cuda.empty_cache()
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
-) -> None:
-    """Raises ValueError on all ranks if it does on one, so that no rank waits for another that has given up.
+def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: int, **options: Any) -> Any:
+    set_environment()
+    from vllm import LLM
 
-    Args:
-        prompts: this rank's own.
-        max_new_tokens: most tokens of a completion.
-        max_sequence_tokens: most tokens of a sequence that vLLM was started for.
-        has_weights: whether there was a sync.
+    on_cpu = model.device.type == "cpu"
+    if on_cpu:
+        options["kv_cache_memory_bytes"] = int(config.vllm.cpu_cache_gib * 2**30)
+    else:
+        options["gpu_memory_utilization"] = config.vllm.gpu_memory_utilization
+    return LLM(
+        model.path,
+        dtype=str(model.dtype).removeprefix("torch."),
+        load_format="dummy",  # the first sync brings the weights, and what it left out would show at once
+        max_model_len=max_sequence_tokens,
+        max_num_seqs=config.batch_size,
+        tensor_parallel_size=config.vllm.tensor_parallel,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
+        max_logprobs=-1,  # as many as top-k keeps
+        generation_config="vllm",  # not the model's own sampling defaults
+        enable_prefix_caching=True,
+        enforce_eager=on_cpu,  # compiling takes minutes there
+        skip_tokenizer_init=not config.stop,
+        **options,
+    )
+
+
+def renew_packed_weights(model: nn.Module) -> None:
+    """Has vLLM pack anew, after a reload, what it multiplies by in packed copies on CPUs.
+
+    A reload (0.32) renews those of the layers that get weights, but for two, which it would go on sampling with in a
+    wrong form: a head that is tied to the embedding gets none, and experts are packed when they are first loaded only.
     """
-    problem = None
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    if longest > max_sequence_tokens:
-        problem = (
-            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
-            "rollout.max_prompt_tokens or rollout.max_new_tokens"
-        )
-    if not has_weights:
-        problem = "vLLM has no weights yet: call sync() before generate()"
-    if any_rank(problem is not None):
-        raise ValueError(problem or "vLLM cannot take the prompts of another process, which says why")
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    embeddings = [module for module in model.modules() if type(module) is VocabParallelEmbedding]
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and any(module.weight is embedding.weight for embedding in embeddings):
+            method.process_weights_after_loading(module)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
-def gather_prompts(
-    prompts: Sequence[Sequence[int]], seeds: list[int], num_ranks: int
-) -> tuple[list[tuple[list[int], int]], int]:
-    """The prompts and seeds of all ranks that share one generator, and where this rank's own begin among them.
-
-    Neighbouring ranks share a generator. Each of them runs its part of the model for the prompts of all of them.
-    """
-    own = [(list(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    if num_ranks == 1:
-        return own, 0
-    tokens = torch.tensor([token for prompt, _ in own for token in prompt], dtype=torch.int64)
-    columns = (tokens, torch.tensor([len(prompt) for prompt, _ in own]).long(), torch.tensor(seeds).long())
-    tokens_by_rank, lengths_by_rank, seeds_by_rank = map(all_gather_ragged, columns)
-    first = get_rank() // num_ranks * num_ranks
-    shared: list[tuple[list[int], int]] = []
-    start = 0
-    for rank in range(first, first + num_ranks):
-        start = len(shared) if rank == get_rank() else start
-        parts = tokens_by_rank[rank].split(lengths_by_rank[rank].tolist())
-        shared += zip((part.tolist() for part in parts), seeds_by_rank[rank].tolist(), strict=True)
-    return shared, start
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restores the number of threads and the random states, which vLLM changes on its start."""
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    with forked_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(threads)
 
 
-def completion_of(sample: Any, weight_version: int) -> Completion:
-    """Converts a sample of vLLM to a completion.
-
-    For each token vLLM returns the id and log-probability of the sampled token, then those of the most likely tokens if
-    they were requested. Tokens that the sampler has cut off have log-probability -inf.
-    """
-    if sample.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
-    tokens = list(sample.token_ids)
-    shape = (len(tokens), -1 if tokens else 1)
-    ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(shape)
-    logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(shape)
-    support = _support(ids, logprobs) if ids.shape[1] > 1 else None
-    return Completion(tokens, logprobs[:, 0].tolist(), sample.finish_reason, weight_version, support)
-
-
-def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """The ids that the sampler has kept, with the sampled id, which is the first column, exactly once."""
-    kept = ids.where(logprobs > -torch.inf, -1)
-    sampled, likely = kept[:, :1], kept[:, 1:]
-    is_known = (likely == sampled).any(1, keepdim=True)
-    support = torch.cat([likely, sampled.masked_fill(is_known, -1)], dim=1)
-    share = logprobs.roll(-1, 1).exp().where(support >= 0, 0).sum(1).min()
-    if share < 0.999:
-        warnings.warn(
-            f"vLLM sampled a token among more equally likely tokens than it returned: the returned tokens have "
-            f"a probability of {share:.4f} together, and the token's log-probability is taken over these",
-            stacklevel=2,
-        )
-    return support
-
-
-def _together_or_leave(sample: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """`together`, unless a signal ended it, which also ends the process of a separate vLLM where it reaches all."""
-    outcome = together(sample)
-    STOP.leave_together()
-    return outcome
-
-
-def together(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Calls the function on all ranks; returns its result, or an error if it raised on any rank."""
+@contextlib.contextmanager
+def _nothing_left_out() -> Iterator[None]:
+    """Raises if vLLM warns of weights that it was not given."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    handler = _Warnings(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
     try:
-        result, failure = function(), None
-    except Exception as error:
-        result, failure = None, error
-    if any_rank(failure is not None):
-        return None, failure or RuntimeError("it failed in another process, which says why")
-    return result, None
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    if handler.messages:
+        raise RuntimeError(f"vLLM did not get all weights of its model: {handler.messages[0]}")
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not loaded" in record.msg:
+            self.messages.append(record.getMessage())
+
+
+def _noting_checksums(weights: Iterator[Any], received: dict[str, str]) -> Iterator[Any]:
+    for name, weight in weights:
+        received[name] = checksum(weight)
+        yield name, weight

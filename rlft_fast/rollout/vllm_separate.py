@@ -8,66 +8,57 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
-from rlft_fast.engine import FSDPEngine, checksum
-from rlft_fast.rollout.vllm_engine import VLLMEngine, start_llm, transfer_backend
-from rlft_fast.world import get_local_world_size
+from rlft_fast.engine import WeightStream
+from rlft_fast.rollout.types import SampledModel
+from rlft_fast.rollout.vllm import VLLMGenerator, start_llm, transfer_backend
+from rlft_fast.world import World
 
 
-class SeparateEngine(VLLMEngine):
-    """vLLM in a process of its own, one beside each training process.
+class SeparateVLLM(VLLMGenerator):
+    """vLLM in a process of its own, one beside each training process, see `VLLMGenerator`."""
 
-    Args:
-        engine: the policy.
-        config: of the rollout.
-        max_sequence_tokens: most tokens of a sequence.
-    """
-
-    def __init__(self, engine: FSDPEngine, config: RolloutConfig, max_sequence_tokens: int) -> None:
-        super().__init__(engine, config)
-        backend = transfer_backend(config.vllm, engine.device)
-        with _environment(_process_environment(engine.device, config.vllm, backend)):
+    def __init__(
+        self, model: SampledModel, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int,
+        world: World,
+    ) -> None:  # fmt: skip
+        super().__init__(model, tokenizer, config, max_sequence_tokens)
+        self.config = config.vllm
+        self.backend = transfer_backend(config.vllm, model.device)
+        with _environment(_process_environment(world, config.vllm, self.backend)):
             from vllm.config import WeightTransferConfig
 
             self.llm = start_llm(
-                engine, config, max_sequence_tokens,
-                weight_transfer_config=WeightTransferConfig(backend=backend), enable_sleep_mode=self.sleeps,
+                model, config, max_sequence_tokens,
+                weight_transfer_config=WeightTransferConfig(backend=self.backend), enable_sleep_mode=self.sleeps,
                 worker_extension_cls="rlft_fast.rollout.shared_memory.WorkerExtension",
             )  # fmt: skip
         _raise_when_it_dies(self.llm.llm_engine.engine_core)
         self.client = _Client(self.llm)
-        self.trainer = self._connect(backend, config.vllm)
+        self.trainer: Any = None
 
-    def _connect(self, backend: str, config: VLLMConfig) -> Any:
+    def _connect(self, weights: WeightStream) -> Any:
         """Each training process is rank 0, the sender, towards the vLLM beside it."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from rlft_fast.rollout.shared_memory import EngineSource
+        from rlft_fast.rollout.shared_memory import StreamSource
 
-        self.source = EngineSource(self.engine, self.dtype)
-        info = _init_info(backend, config)
+        self.source = StreamSource(weights)
+        info = _init_info(self.backend, self.config)
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
-    def load(self, version: int) -> None:
-        """Sends the policy's weights; all ranks together."""
+    def _load(self, weights: WeightStream, version: int) -> None:
+        self.trainer = self.trainer or self._connect(weights)
+        self.source.stream = weights
         self.client.version = version
-        with self._taking_weights(self.source.renew()):
-            self.trainer.send_weights()
+        self.trainer.send_weights()
         assert self.llm.get_weight_version() == str(version)
 
     def checksums(self) -> dict[str, str]:
-        """The checksum of each weight as vLLM received it; all ranks together.
-
-        Raises:
-            RuntimeError: a weight was not received as it was sent.
-        """
-        with self.engine.eval_mode():
-            sent = {name: checksum(weight) for name, weight in self.engine.named_weights(self.dtype)}
-        received = self.llm.collective_rpc("received_checksums")[0]
-        if different := [name for name in sent if received.get(name) != sent[name]]:
-            raise RuntimeError(f"{len(different)} weights were not received as they were sent, {different[0]} is one")
-        return received
+        """The checksum of each weight as vLLM received it."""
+        return self.llm.collective_rpc("received_checksums")[0]
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # what has died cannot be asked to
@@ -123,9 +114,10 @@ def _init_info(backend: str, config: VLLMConfig) -> Any:
     return shared_memory.SharedMemoryTrainerInitInfo(check=config.check_weights)
 
 
-def _process_environment(device: torch.device, config: VLLMConfig, backend: str) -> dict[str, str]:
+def _process_environment(world: World, config: VLLMConfig, backend: str) -> dict[str, str]:
     """What vLLM's processes inherit: this process's threads, or their GPUs; but not torchrun's store."""
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    device = world.device
     if device.type == "cpu":
         threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
         binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all ranks' would share the same cores
@@ -134,7 +126,7 @@ def _process_environment(device: torch.device, config: VLLMConfig, backend: str)
     local_rank = device.index or 0
     if backend == "ipc":  # the same GPU
         return common | {"CUDA_VISIBLE_DEVICES": visible[local_rank]}
-    first = get_local_world_size() + local_rank * config.tensor_parallel  # nccl: those after the machine's trainers'
+    first = world.local_size + local_rank * config.tensor_parallel  # nccl: those after the machine's trainers'
     return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel])}
 
 

@@ -1,144 +1,128 @@
-"""From completions to a batch: gathered over the ranks, packed, with rewards and advantages. Pure functions."""
+"""From completions to a batch with rewards: columns of samples. Pure functions."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Samples, cat_supports, flat
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
-from rlft_fast.rollout import Completion
-from rlft_fast.world import all_gather_ragged, all_reduce
+from rlft_fast.rollout import Completion, Span
+
+Answers = list[tuple[int, Completion]]
+"""Completions, each with the row of the prompt that it answers; those of a row in the order of their numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A completion with its reward, the parts that make it up, and the row of the prompt that it answers."""
-
-    row: int
-    completion: Completion
-    reward: float | None
-    parts: Parts = field(default_factory=dict)
-
-
-def gather_samples(own: list[Sample], parts: Sequence[str] = ()) -> list[Sample]:
-    """The samples of all ranks in rank order, the same list on every rank.
-
-    They travel as tensors: tokens, log-probabilities, supports and a few numbers per sample, never as pickles.
+def to_samples(
+    answers: Answers, rewards: Sequence[float | None], parts: Sequence[Parts] = (), names: Sequence[str] = ()
+) -> Samples:
+    """The columns of completions that this process has scored.
 
     Args:
-        own: the samples of this rank.
-        parts: names of the parts that their rewards have, the same on every rank.
+        answers: completions of this process.
+        rewards: of each; None where there is none.
+        parts: the parts of each reward by name, None where a part is missing.
+        names: names of the parts, the same on every rank, also where a rank has no completion.
     """
-    tokens = [token for sample in own for token in sample.completion.token_ids]
-    logprobs = [value for sample in own for value in sample.completion.logprobs]
-    stopped = [sample.completion.finish_reason == "stop" for sample in own]
-    values = [value for sample in own for value in (sample.reward, *(sample.parts[name] for name in parts))]
-    columns = (
-        torch.tensor([sample.row for sample in own], dtype=torch.int64),
-        torch.tensor([sample.completion.weight_version for sample in own], dtype=torch.int64),
-        torch.tensor([len(sample.completion.token_ids) for sample in own], dtype=torch.int64),
-        torch.tensor(stopped, dtype=torch.int64),
-        torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64),
-        torch.tensor(tokens, dtype=torch.int64),
-        torch.tensor(logprobs, dtype=torch.float64),
+    rows = [row for row, _ in answers]
+    completions = [completion for _, completion in answers]
+    numbered: Counter[int] = Counter()
+    numbers = []
+    for row in rows:
+        numbers.append(numbered[row])
+        numbered[row] += 1
+    return Samples(
+        row_B=torch.tensor(rows, dtype=torch.int64),
+        number_B=torch.tensor(numbers, dtype=torch.int64),
+        length_B=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
+        stopped_B=torch.tensor([completion.finish_reason == "stop" for completion in completions], dtype=torch.bool),
+        reward_B=_numbers(rewards),
+        parts={name: _numbers([own[name] for own in parts]) for name in names},
+        token_ids_T=flat([completion.token_ids for completion in completions], np.int32),
+        logprob_T=flat([completion.logprobs for completion in completions], np.float32),
+        is_sampled_T=flat([c.mask or [True] * len(c.token_ids) for c in completions], np.bool_),
+        weight_version_T=_weight_versions(completions),
+        support_TK=_supports(completions),
     )
-    rows, versions, lengths, stops, numbers, token, logprob = (
-        torch.cat(all_gather_ragged(column)).tolist() for column in columns
-    )
-    rewards = iter([None if number != number else number for number in numbers])
-    supports = _gather_supports([sample.completion.support for sample in own], lengths)
-    samples, end = [], 0
-    for row, version, length, stop, support in zip(rows, versions, lengths, stops, supports, strict=True):
-        start, end = end, end + length
-        reason = "stop" if stop else "length"
-        completion = Completion(token[start:end], logprob[start:end], reason, version, support)
-        samples.append(Sample(row, completion, next(rewards), {name: next(rewards) for name in parts}))
-    return samples
 
 
-def _gather_supports(own: list[Tensor | None], lengths: list[int]) -> Sequence[Tensor | None]:
-    """The supports of all ranks' completions of these lengths, all as wide as the widest; None if there are none."""
-    given = [support for support in own if support is not None]
-    widest = torch.tensor(max((support.shape[1] for support in given), default=0))
-    width = int(all_reduce({"width_max": widest})["width_max"])
-    if width == 0:
-        return [None] * len(lengths)
-    assert len(given) == len(own), "samples of one rollout are sampled alike"
-    rows = [pad(support, (0, width - support.shape[1]), value=-1) for support in given]
-    ids = torch.cat([torch.empty(0, width, dtype=torch.int32), *rows]).flatten()
-    return torch.cat(all_gather_ragged(ids)).view(-1, width).split(lengths)
+def _numbers(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def penalize_length(samples: list[Sample], config: RewardConfig, max_new_tokens: int) -> list[Sample]:
+def _weight_versions(completions: Sequence[Completion]) -> Tensor:
+    """(T,) int32"""
+    spans = [span for c in completions for span in c.spans or [Span(len(c.token_ids), 0)]]
+    versions, counts = [span.weight_version for span in spans], [span.num_tokens for span in spans]
+    return torch.from_numpy(np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)))
+
+
+def _supports(completions: Sequence[Completion]) -> Tensor | None:
+    given = [completion.support for completion in completions if completion.support is not None]
+    if not given:
+        return None
+    assert len(given) == len(completions), "samples of one rollout are sampled alike"
+    return cat_supports(given)
+
+
+def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int) -> Samples:
     """The samples with the penalties for reaching the limit of tokens, or coming near it, taken from their rewards.
 
-    A penalty is also a part of the reward, "length", which is negative.
+    The penalty is also a part of the reward, "length", which is negative or 0.
     """
-
-    def cost(completion: Completion) -> float:
-        truncated = config.truncation_penalty * (completion.finish_reason == "length")
-        near = overlong_penalty(len(completion.token_ids), max_new_tokens, config.overlong_buffer)
-        return truncated + config.overlong_penalty * near
-
-    def penalized(sample: Sample) -> Sample:
-        taken = cost(sample.completion)
-        if sample.reward is None or not taken:
-            return sample
-        return replace(sample, reward=sample.reward - taken, parts={**sample.parts, "length": -taken})
-
-    return [penalized(sample) for sample in samples]
+    if not (config.truncation_penalty or config.overlong_buffer):
+        return samples
+    near = [overlong_penalty(length, max_new_tokens, config.overlong_buffer) for length in samples.length_B.tolist()]
+    cost_B = config.truncation_penalty * (~samples.stopped_B).double() + config.overlong_penalty * _numbers(near)
+    reward_B = samples.reward_B - cost_B
+    length_B = (0.0 - cost_B).where(samples.has_reward_B, math.nan)
+    return samples.replace(reward_B=reward_B, parts={**samples.parts, "length": length_B})
 
 
-def rows_with_signal(samples: list[Sample], part: str | None = None) -> list[int]:
+def rows_with_signal(samples: Samples, part: str | None = None) -> list[int]:
     """The rows of those prompts whose samples did not all get the same reward, in order.
 
     Args:
         samples: of one rollout, before `penalize_length`: wrong answers of different lengths are equally wrong.
         part: name of a part of the reward, to be compared instead.
     """
-    compared: dict[int, set[float | None]] = {}
-    for sample in samples:
-        if sample.reward is not None:
-            compared.setdefault(sample.row, set()).add(sample.reward if part is None else sample.parts[part])
-    return sorted(row for row, values in compared.items() if len(values) > 1)
+    has_reward = samples.has_reward_B.numpy()
+    row = samples.row_B.numpy()[has_reward]
+    value = (samples.reward_B if part is None else samples.parts[part]).numpy()[has_reward]
+    order = np.lexsort((value, row))
+    row, value = row[order], value[order]
+    is_equal = (value[1:] == value[:-1]) | (np.isnan(value[1:]) & np.isnan(value[:-1]))
+    return np.unique(row[1:][(row[1:] == row[:-1]) & ~is_equal]).tolist()
 
 
-def build_batch(
-    samples: list[Sample], prompt_ids: dict[int, list[int]], greedy: dict[int, float] | None = None
-) -> Batch:
-    """Packs the samples that have a reward; samples of one prompt form a group.
+def scored_samples(samples: Samples, greedy: Tensor | None = None) -> Samples:
+    """The samples that have a reward, and a baseline where `greedy` is given; the others teach nothing.
 
     Args:
         samples: of one rollout.
-        prompt_ids: token ids of the prompt of each row.
-        greedy: reward of the greedy answer to each row's prompt; samples of a row without one are left out.
+        greedy: (prompts,) float64, reward of the greedy answer to the prompt of each row; NaN where it has none.
     """
-    kept = [sample for sample in samples if _is_scored(sample, greedy)]
-    return Batch.from_samples(
-        [prompt_ids[sample.row] for sample in kept],
-        [sample.completion.token_ids for sample in kept],
-        rollout_logprobs=[sample.completion.logprobs for sample in kept],
-        supports=[sample.completion.support for sample in kept],
-        rewards=[sample.reward for sample in kept if sample.reward is not None],
-        groups=[sample.row for sample in kept],
-    ).replace(baseline_B=None if greedy is None else torch.tensor([greedy[sample.row] for sample in kept]).float())
+    is_scored_B = samples.has_reward_B
+    if greedy is not None:
+        is_scored_B &= ~greedy[samples.row_B].isnan()
+    return samples if is_scored_B.all() else samples.select(is_scored_B.nonzero().squeeze(1))
 
 
-def _is_scored(sample: Sample, greedy: dict[int, float] | None) -> bool:
-    return sample.reward is not None and (greedy is None or sample.row in greedy)
+def build_batch(scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tensor | None = None) -> Batch:
+    """Packs the samples that have a reward; samples of one prompt form a group.
 
-
-def leave_out_truncated(batch: Batch, samples: list[Sample], greedy: dict[int, float] | None = None) -> Batch:
-    """The batch without the samples that the limit of tokens cut off; `build_batch` made it of the same arguments."""
-    kept = [sample for sample in samples if _is_scored(sample, greedy)]
-    return batch.select([i for i, sample in enumerate(kept) if sample.completion.finish_reason == "stop"])
+    Args:
+        scored: from `scored_samples`.
+        prompts: token ids of the prompt of each row.
+        greedy: see `scored_samples`.
+    """
+    batch = scored.to_batch(prompts)
+    return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B].float())
 
 
 def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch]:
@@ -176,7 +160,7 @@ def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def rollout_metrics(samples: list[Sample], batch: Batch, num_with_signal: int) -> dict[str, float]:
+def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dict[str, float]:
     """What the rollout was like, and why it may teach nothing.
 
     Args:
@@ -184,15 +168,15 @@ def rollout_metrics(samples: list[Sample], batch: Batch, num_with_signal: int) -
         num_with_signal: how many prompts `rows_with_signal` found among them.
         batch: what is learned from them, with the log-probabilities of the models.
     """
-    rewards = np.array([sample.reward for sample in samples if sample.reward is not None])
-    groups = {sample.row for sample in samples if sample.reward is not None}
+    rewards = samples.reward_B[samples.has_reward_B].numpy()
+    num_groups = len(samples.row_B[samples.has_reward_B].unique())
     metrics = {
         "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,  # null in the log, and no point of a curve
         "reward_std": float(rewards.std()) if len(rewards) else math.nan,
-        "completion_length_mean": float(np.mean([len(sample.completion.token_ids) for sample in samples])),
-        "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+        "completion_length_mean": float(samples.length_B.numpy().mean()),
+        "truncated_share": float((~samples.stopped_B).numpy().mean()),
         "left_out_share": 1.0 - len(rewards) / len(samples),
-        "zero_std_group_share": 1.0 - num_with_signal / len(groups) if groups else 0.0,
+        "zero_std_group_share": 1.0 - num_with_signal / num_groups if num_groups else 0.0,
     }
     metrics |= mismatch(batch)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():

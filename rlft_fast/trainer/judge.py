@@ -2,17 +2,20 @@
 
 import math
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import compress
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
     IsolatedReward,
+    Parts,
     RewardError,
     WeightedRewards,
     check_columns,
@@ -20,13 +23,9 @@ from rlft_fast.rewards import (
     reasoning_gym_reward,
     weighted_sum,
 )
-from rlft_fast.rollout import Completion
-from rlft_fast.trainer.experience import Sample, gather_samples
+from rlft_fast.trainer.experience import Answers, to_samples
 from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.world import STOP, LeftEarlyError, any_rank
-
-Answers = list[tuple[int, Completion]]
-"""Completions, each with the row of the prompt that it answers."""
+from rlft_fast.world import STOP, LeftEarlyError, World
 
 
 class Judge:
@@ -35,20 +34,22 @@ class Judge:
     Args:
         config: of the run.
         tokenizer: of the policy.
+        world: the processes that score together.
 
     Raises:
         ValueError: a function cannot be used.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.world = world
         self.functions = _functions(config)
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
 
     @classmethod
-    def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> "Judge | None":
+    def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
         """The judge of the held-out answers, where they are judged in another way than those to learn from.
 
         Raises:
@@ -57,9 +58,9 @@ class Judge:
         if config.evaluation is None or config.evaluation.function is None:
             return None
         reward = config.reward.model_copy(update={"function": config.evaluation.function, "model": None})
-        return cls(config.model_copy(update={"reward": reward}), tokenizer)
+        return cls(config.model_copy(update={"reward": reward}), tokenizer, world)
 
-    def score(self, prompts: Prompts, own: Answers) -> list[Sample]:
+    def score(self, prompts: Prompts, own: Answers) -> Samples:
         """The samples of all ranks, each scored by the rank that made it, and by the model of all.
 
         Args:
@@ -69,15 +70,19 @@ class Judge:
         Raises:
             RewardError: a function failed, here or in another process.
         """
+        failure: RewardError | LeftEarlyError | None = None
+        scored: list[Parts] = []
         try:
             with STOP.alone():
-                scored, failure = self._score_own(prompts, own), None
+                scored = self._score_own(prompts, own)
         except (RewardError, LeftEarlyError) as error:
-            scored, failure = [], error
-        STOP.leave_together()
-        if any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
+            failure = error
+        STOP.leave_together(self.world)
+        if self.world.any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
             raise failure or RewardError("the reward function failed in another process, which says why")
-        samples = gather_samples(scored, [*self.functions.weights])
+        weights = self.functions.weights
+        rewards = [weighted_sum(parts, weights) for parts in scored]
+        samples = to_samples(own, rewards, scored, [*weights]).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
 
     def check(self, prompts: Prompts, what: str) -> None:
@@ -92,7 +97,7 @@ class Judge:
             ValueError: it cannot be used.
         """
         if self.config.reward.model is not None:
-            self.model = RewardModelScorer(self.config.reward.model, self.config.actor, self.tokenizer)
+            self.model = RewardModelScorer(self.config.reward.model, self.config.actor, self.tokenizer, self.world)
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""
@@ -100,27 +105,18 @@ class Judge:
             if isinstance(function, IsolatedReward):
                 function.close()
 
-    def _score_own(self, prompts: Prompts, own: Answers) -> list[Sample]:
+    def _score_own(self, prompts: Prompts, own: Answers) -> list[Parts]:
         if not own:  # there are fewer prompts than processes: functions need not know what to do with nothing
             return []
         asked = prompts.select([row for row, _ in own])
         ids = [completion.token_ids for _, completion in own]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scored = self.functions.score(asked.texts, texts, ids, asked.columns)
-        weights = self.functions.weights
-        return [
-            Sample(row, c, weighted_sum(parts, weights), parts) for (row, c), parts in zip(own, scored, strict=True)
-        ]
+        return self.functions.score(asked.texts, texts, ids, asked.columns)
 
-    def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: list[Sample]) -> list[Sample]:
-        scores = model.score(prompts, [(sample.row, sample.completion) for sample in samples])
-        return [
-            replace(
-                sample, parts={**sample.parts, "model": score},
-                reward=None if sample.reward is None or score is None else sample.reward + self.model_weight * score,
-            )
-            for sample, score in zip(samples, scores, strict=True)
-        ]  # fmt: skip
+    def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
+        score_B = model.score(prompts, samples.row_B.tolist(), samples.token_ids())
+        reward_B = samples.reward_B + self.model_weight * score_B  # NaN where one of them is
+        return samples.replace(reward_B=reward_B, parts={**samples.parts, "model": score_B})
 
 
 class RewardModelScorer:
@@ -132,52 +128,63 @@ class RewardModelScorer:
         path: folder of the reward model: sequence classification with one label.
         config: of the policy's engine; the model runs the same way, without adapters.
         tokenizer: of the policy.
+        world: the processes that score together.
 
     Raises:
         ValueError: the folder cannot be used.
     """
 
-    def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
         own = load_tokenizer(path)
         self.policy_tokenizer = tokenizer
         self.tokenizer = None if own.get_vocab() == tokenizer.get_vocab() else own
-        self.engine = FSDPEngine(path, config.model_copy(update={"lora": None}), head="score").initialize()
+        own_config = config.model_copy(update={"lora": None})
+        self.engine = FSDPEngine(path, own_config, head="score", world=world).initialize()
 
-    def score(self, prompts: Prompts, answers: Answers) -> list[float | None]:
+    def score(self, prompts: Prompts, rows: Sequence[int], token_ids: list[list[int]]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.
 
-        None, of which a warning tells, where the token cap has no room for a text.
+        Args:
+            prompts: of the rollout.
+            rows: of the prompts that the completions answer.
+            token_ids: of the completions.
+
+        Returns:
+            (B,) float64. NaN, and a warning, where the token cap has no room for a text.
 
         Raises:
             RewardError: a score is not finite.
         """
-        sequences = self._sequences(prompts, answers)
+        sequences = self._sequences(prompts, rows, token_ids)
         cap = self.engine.config.max_tokens
-        fitting = [len(sequence) < cap for sequence in sequences]  # and the token that asks
-        if not all(fitting):
+        fits_B = torch.tensor([len(sequence) < cap for sequence in sequences], dtype=torch.bool)  # and one that asks
+        if not fits_B.all():
             warnings.warn(
                 f"answers that have more than {cap - 1} tokens with their prompt, as the reward model counts, have no "
                 "score and are left out: raise actor.max_tokens",
                 stacklevel=2,
             )
-        asked = [*compress(sequences, fitting)]
-        scores = self.engine.score(Batch.from_samples(asked, [[] for _ in asked])).tolist() if asked else []
-        for (row, _), score in zip(compress(answers, fitting), scores, strict=True):
-            if not math.isfinite(score):
-                raise RewardError(
-                    f"the reward model scored an answer to the prompt {prompts.texts[row][:80]!r} with {score}: look "
-                    "at its weights, or whether actor.compute_dtype, which it runs in, is too narrow for it"
-                )
-        remaining = iter(scores)
-        return [next(remaining) if fits else None for fits in fitting]
+        score_B = torch.full((len(sequences),), math.nan, dtype=torch.float64)
+        asked = [*compress(sequences, fits_B.tolist())]
+        if not asked:
+            return score_B
+        scores = self.engine.score(Batch.from_samples(asked, [[] for _ in asked]))
+        if (bad := ~scores.isfinite()).any():
+            number = int(fits_B.nonzero()[bad.nonzero()[0]])
+            raise RewardError(
+                f"the reward model scored an answer to the prompt {prompts.texts[rows[number]][:80]!r} with "
+                f"{scores[bad][0]}: look at its weights, or whether actor.compute_dtype, which it runs in, is too "
+                "narrow for it"
+            )
+        score_B[fits_B] = scores.double()
+        return score_B
 
-    def _sequences(self, prompts: Prompts, answers: Answers) -> list[list[int]]:
+    def _sequences(self, prompts: Prompts, rows: Sequence[int], token_ids: list[list[int]]) -> list[list[int]]:
         """Prompts and completions in the reward model's tokens."""
         if self.tokenizer is None:
-            return [[*prompts.token_ids[row], *completion.token_ids] for row, completion in answers]
-        ids = [completion.token_ids for _, completion in answers]
-        texts = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
-        pairs = [prompts.texts[row] + text for (row, _), text in zip(answers, texts, strict=True)]
+            return [[*prompts.token_ids[row], *ids] for row, ids in zip(rows, token_ids, strict=True)]
+        texts = self.policy_tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        pairs = [prompts.texts[row] + text for row, text in zip(rows, texts, strict=True)]
         return [self.tokenizer.encode(pair, add_special_tokens=False) for pair in pairs]
 
 

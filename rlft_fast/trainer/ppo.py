@@ -1,14 +1,14 @@
 """The training loop of PPO and GRPO. One step, from top to bottom, is :meth:`PPOTrainer.train_step`.
 
-Every random draw of a step is seeded by (seed, step, rank), and the order of prompts is a function of the step, so a
-run that continues from a checkpoint repeats what the uninterrupted run would have done: on CPUs bit for bit, on GPUs
-but for the order of additions, which the backward of attention leaves open there.
+Every sample is drawn from its own seed, a function of (seed, step, row of the prompt, number of the sample), and the
+order of prompts is a function of the step. So a run that continues from a checkpoint repeats what the uninterrupted run
+would have done: on CPUs bit for bit, on GPUs but for the order of additions, which the backward of attention leaves
+open there. The number of processes changes a run by rounding alone.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -18,42 +18,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Samples, cat_samples
 from rlft_fast.engine import FSDPEngine, Output
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
-from rlft_fast.rollout import Completion, NonFiniteLogitsError, SamplingParams, build_rollout, with_ties
+from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, build_rollout, sample_seeds, with_ties
 from rlft_fast.trainer.experience import (
-    Sample,
+    Answers,
     build_batch,
-    leave_out_truncated,
     merge_metrics,
     mini_batches,
     mismatch,
     penalize_length,
     rollout_metrics,
     rows_with_signal,
+    scored_samples,
 )
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts
-from rlft_fast.world import (
-    any_rank,
-    get_rank,
-    get_world_size,
-    init_distributed,
-    require_agreement,
-)
+from rlft_fast.world import World, init_distributed
 
 
 class Step(NamedTuple):
     """The prompts, samples and metrics of a step."""
 
     prompts: Prompts
-    samples: list[Sample]
-    """Of all ranks, each with the row of its prompt."""
+    samples: Samples
+    """Of all ranks, by the row of their prompt."""
     metrics: dict[str, float]
     """Also ``seconds`` in all and by part, and ``tokens_per_second``, prompts included."""
 
@@ -65,35 +59,36 @@ class PPOTrainer:
 
     Args:
         config: the run.
+        world: the processes that train together; None: those that torchrun has started.
 
     Raises:
         ValueError: models, data or reward function cannot be used.
     """
 
-    def __init__(self, config: Config) -> None:
-        init_distributed(config.timeout_minutes)
-        require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
+    def __init__(self, config: Config, world: World | None = None) -> None:
+        self.world = world = world or init_distributed(config.timeout_minutes)
+        world.require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
         self.config = config
-        if config.rollout.prompts_per_step % get_world_size():
+        if config.rollout.prompts_per_step % world.size:
             raise ValueError(
-                f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {get_world_size()} processes "
+                f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {world.size} processes "
                 "cannot share evenly: make it a multiple of the number of processes"
             )
         algorithm, temperature = config.algorithm, config.rollout.temperature
         self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
         self.tokenizer = load_tokenizer(config.model)
-        self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer)
-        self.judge = Judge(config, self.tokenizer)
+        self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer, world)
+        self.judge = Judge(config, self.tokenizer, world)
         self.prompts, self.held_out = load_data(config, self.tokenizer)
         self.judge.check(self.prompts, "the training data")
-        require_agreement("training data", self.prompts.description)
+        world.require_agreement("training data", self.prompts.description)
         if self.held_out is not None:
             (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
-            require_agreement("held-out data", self.held_out.description)
+            world.require_agreement("held-out data", self.held_out.description)
         self.judge.load_model()
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
-            config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature
+            config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature, world=world
         ).initialize()
         self._check_support()
         _check_tokens("model", self.actor, self.prompts, self.held_out)
@@ -105,7 +100,7 @@ class PPOTrainer:
                 _check_same_tokens(config.critic.model, self.tokenizer)
             self.critic = self.engines["critic"] = FSDPEngine(
                 config.critic.model or config.model, config.critic,
-                head="value", num_training_steps=num_training_steps,
+                head="value", num_training_steps=num_training_steps, world=world,
             ).initialize()  # fmt: skip
             _check_tokens("critic.model", self.critic, self.prompts)
             _check_finite("critic.model", self.critic)
@@ -116,7 +111,7 @@ class PPOTrainer:
         self.reference: FSDPEngine | None = None
         if algorithm.kl_coef and config.actor.lora is None:
             frozen = config.actor if config.reference is None else EngineConfig(**config.reference.model_dump())
-            self.reference = FSDPEngine(config.model, frozen, temperature=temperature).initialize()
+            self.reference = FSDPEngine(config.model, frozen, temperature=temperature, world=world).initialize()
         longest = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens if config.evaluation else 0)
         self.rollout = build_rollout(
             self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
@@ -153,19 +148,20 @@ class PPOTrainer:
             self.rollout.sleep()  # not before: only the sync after the update wakes it
         with_signal = self._rows_with_signal(scored)
         samples = self._penalize_length(scored)
-        taught = self._taught(samples, with_signal)
+        taught = scored_samples(self._taught(samples, with_signal), greedy)
         with self._timed("logprobs"):
-            batch = self._infer(build_batch(taught, dict(enumerate(prompts.token_ids)), greedy))
+            batch = self._infer(build_batch(taught, prompts.token_ids, greedy))
         metrics = rollout_metrics(samples, batch, len(with_signal))
         batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
-            batch = leave_out_truncated(batch, taught, greedy)
+            batch = batch.select(taught.stopped_B.nonzero().squeeze(1))
         with self._timed("update"):
             metrics |= self._update(batch, self._seed(step))
         with self._timed("sync"):
             self.rollout.sync()
-        num_tokens = sum(len(prompts.token_ids[s.row]) + len(s.completion.token_ids) for s in samples)
+        num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
+        num_tokens = num_prompt_tokens + len(samples.token_ids_T)
         seconds = time.perf_counter() - started
         metrics |= {f"seconds_{part}": value for part, value in self.seconds.items()}
         return Step(prompts, samples, metrics | {"seconds": seconds, "tokens_per_second": num_tokens / seconds})
@@ -176,54 +172,65 @@ class PPOTrainer:
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
-    def _collect(self, step: int) -> tuple[Prompts, list[Sample]]:
+    def _collect(self, step: int) -> tuple[Prompts, Samples]:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
         The penalties on length are not yet in the rewards. Each step has its own window of the stream of prompts, so
         its prompts are a function of the step.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
+        torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
         rows: list[int] = []
-        samples: list[Sample] = []
+        parts: list[Samples] = []
         for attempt in range(1 + refills):
-            torch.manual_seed(self._seed(step) + attempt * get_world_size() + get_rank())
             more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
-            samples += [replace(s, row=s.row + len(rows)) for s in self._rollout(self.prompts.select(more))]
+            samples = self._rollout(self.prompts.select(more), step, len(rows))
+            parts.append(samples.replace(row_B=samples.row_B + len(rows)))
             rows += more
-            if not refills or len(self._rows_with_signal(samples)) >= count:
+            if not refills or len(self._rows_with_signal(cat_samples(parts))) >= count:
                 break
-        return self.prompts.select(rows), samples
+        return self.prompts.select(rows), cat_samples(parts)
 
-    def _rows_with_signal(self, scored: list[Sample]) -> list[int]:
+    def _rows_with_signal(self, scored: Samples) -> list[int]:
         return rows_with_signal(scored, self.config.algorithm.filter_by)
 
-    def _taught(self, samples: list[Sample], with_signal: list[int]) -> list[Sample]:
+    def _taught(self, samples: Samples, with_signal: list[int]) -> Samples:
         """The samples to learn from."""
         if not self.config.algorithm.skip_equal_groups:
             return samples
-        rows = set(with_signal[: self.config.rollout.prompts_per_step])
-        return [sample for sample in samples if sample.row in rows]
+        return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
 
-    def _penalize_length(self, scored: list[Sample]) -> list[Sample]:
+    def _penalize_length(self, scored: Samples) -> Samples:
         return penalize_length(scored, self.config.reward, self.config.rollout.max_new_tokens)
 
-    def _rollout(self, prompts: Prompts) -> list[Sample]:
-        """Each rank samples and scores its share of the prompts; all ranks get all samples."""
+    def _rollout(self, prompts: Prompts, step: int, first_row: int) -> Samples:
+        """Each rank samples and scores its share of the prompts; all ranks get all samples.
+
+        Args:
+            prompts: to be answered.
+            step: see `train_step`.
+            first_row: row of the first prompt among all prompts of the step.
+        """
         config = self.config.rollout
-        rows = range(get_rank(), len(prompts), get_world_size())
-        own = prompts.select(rows)
         params = SamplingParams(
             n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
-        groups = self._generate(own.token_ids, params)
+        own = [first_row + row for row in self._own_rows(prompts)]
+        answers = self._generate(prompts, params, sample_seeds(self.config.seed, step, own, params.n))
         with self._timed("reward"):
-            return self.judge.score(prompts, [(row, c) for row, g in zip(rows, groups, strict=True) for c in g])
+            return self.judge.score(prompts, answers)
 
-    def _generate(self, token_ids: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+    def _own_rows(self, prompts: Prompts) -> range:
+        """The prompts that this rank answers."""
+        return range(self.world.rank, len(prompts), self.world.size)
+
+    def _generate(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Answers:
+        """This rank's answers to its share of the prompts."""
+        rows = self._own_rows(prompts)
         try:
             with self._timed("generate"):
-                return self.rollout.generate(token_ids, params)
+                groups = self.rollout.generate(prompts.select(rows).token_ids, params, seeds)
         except NonFiniteLogitsError as error:
             if steps := self.rollout.weight_version - 1:
                 raise NonFiniteLogitsError(f"{error} after step {steps}: {self.divergence('actor')}") from error
@@ -231,6 +238,7 @@ class PPOTrainer:
                 f"{error} before the first step, although the weights in {self.config.model} are: they are too large, "
                 "or of another model than config.json says"
             ) from error
+        return [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
 
     def divergence(self, name: str) -> str:
         """What has happened to an engine whose numbers are not finite after a step, and what to do."""
@@ -240,17 +248,14 @@ class PPOTrainer:
             f"({optimizer.max_grad_norm})"
         )
 
-    def _greedy_rewards(self, prompts: Prompts) -> dict[int, float]:
-        """The reward of the most likely answer to each prompt, where there is one."""
-        samples = self._penalize_length(self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge))
-        return {sample.row: sample.reward for sample in samples if sample.reward is not None}
+    def _greedy_rewards(self, prompts: Prompts) -> Tensor:
+        """(prompts,) float64, the reward of the most likely answer to each prompt; NaN where there is none."""
+        return self._penalize_length(self._greedy(prompts, self.config.rollout.max_new_tokens, self.judge)).reward_B
 
-    def _greedy(self, prompts: Prompts, max_new_tokens: int, judge: Judge) -> list[Sample]:
+    def _greedy(self, prompts: Prompts, max_new_tokens: int, judge: Judge) -> Samples:
         """One most likely answer to each prompt, from all ranks."""
-        rows = range(get_rank(), len(prompts), get_world_size())
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, stop=self.config.rollout.stop)
-        groups = self._generate(prompts.select(rows).token_ids, params)
-        return judge.score(prompts, [(row, group[0]) for row, group in zip(rows, groups, strict=True)])
+        return judge.score(prompts, self._generate(prompts, params))
 
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
@@ -279,7 +284,7 @@ class PPOTrainer:
             batch = self.objective.prepare(batch, seed)
         except AdvantageError as error:
             failure = error
-        if any_rank(failure is not None):
+        if self.world.any_rank(failure is not None):
             raise failure or AdvantageError("the advantage failed in another process, which says why")
         return batch
 
@@ -317,20 +322,18 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        """The first seed of a step; each attempt of each rank adds its own number to it."""
-        num_seeds = (1 + self.config.algorithm.max_refills) * get_world_size()
-        return (self.config.seed * 1_000_003 + step) * max(num_seeds, 1_009) % 2**63
+        """The seed of what a step draws besides its samples."""
+        return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> tuple[float, list[Sample]]:
+    def evaluate(self) -> tuple[float, Samples]:
         """Mean reward of greedy answers to the held-out prompts, and the answers."""
         assert self.held_out is not None
         assert self.config.evaluation is not None
         judge = self.evaluation_judge or self.judge
         samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens, judge)
-        samples.sort(key=lambda sample: sample.row)
-        scored = [sample.reward for sample in samples if sample.reward is not None]
+        scored = samples.reward_B[samples.has_reward_B].tolist()
         return (sum(scored) / len(scored) if scored else 0.0), samples
 
     def close(self) -> None:

@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rlft_fast.config import Config
+from rlft_fast.data import Samples
 from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
 from rlft_fast.errors import Interrupted, RunError
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
-from rlft_fast.trainer.experience import Sample
 from rlft_fast.trainer.folder import claim, require_same, require_usable
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
 from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.world import STOP, any_rank, barrier, get_rank, init_distributed, naming_lost_ranks
+from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3
 _MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}
@@ -62,12 +63,12 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
         Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """
-    store = init_distributed(config.timeout_minutes)
-    with naming_lost_ranks(store):
+    world = init_distributed(config.timeout_minutes)
+    with naming_lost_ranks(world):
         require_usable(config, resume=resume)
         if resume and (summary := _finished(config)) is not None:
-            return _same_again(config, summary, force=force)
-        return Run(PPOTrainer(config)).run(resume, force=force)
+            return _same_again(config, summary, world, force=force)
+        return Run(PPOTrainer(config, world)).run(resume, force=force)
 
 
 def _finished(config: Config) -> dict[str, Any] | None:
@@ -79,13 +80,13 @@ def _finished(config: Config) -> dict[str, Any] | None:
         return None
 
 
-def _same_again(config: Config, summary: dict[str, Any], *, force: bool) -> dict[str, Any]:
+def _same_again(config: Config, summary: dict[str, Any], world: World, *, force: bool) -> dict[str, Any]:
     """The summary of a finished run, which is said; raises ValueError if this configuration is of another run."""
     directory = Path(config.output_dir)
     if not force:
         prompts, held_out = load_data(config, load_tokenizer(config.model))
-        _by_first(lambda: require_same(directory, _identity(config, prompts, held_out)))
-    log = RunLog(directory, config.steps, get_rank())
+        _by_first(world, lambda: require_same(directory, _identity(config, prompts, held_out)))
+    log = RunLog(directory, config.steps, world.rank)
     log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
     return summary
 
@@ -110,12 +111,14 @@ class Run:
 
     def __init__(self, trainer: PPOTrainer) -> None:
         self.trainer = trainer
+        self.world = trainer.world
         self.config = trainer.config
         self.directory = Path(self.config.output_dir)
         self.checkpoints = CheckpointManager(
-            self.directory / "checkpoints", self.config.checkpoint.max_num, self.config.checkpoint.max_mem
-        )
-        self.log = RunLog(self.directory, self.config.steps, get_rank())
+            self.directory / "checkpoints", self.config.checkpoint.max_num, self.config.checkpoint.max_mem,
+            self.world,
+        )  # fmt: skip
+        self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
@@ -133,7 +136,7 @@ class Run:
     def _locked(self) -> Iterator[None]:
         """The folder belongs to this run alone."""
         with contextlib.ExitStack() as stack:
-            _by_first(lambda: stack.enter_context(locked(self.directory)))
+            _by_first(self.world, lambda: stack.enter_context(locked(self.directory)))
             yield
 
     def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +169,17 @@ class Run:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
         identity = _identity(self.config, self.trainer.prompts, self.trainer.held_out)
         if resume and not force and self.checkpoints.latest() is not None:
-            _by_first(lambda: require_same(self.directory, identity))
+            _by_first(self.world, lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.engines) if resume else None
-        _by_first(lambda: claim(self.directory, identity))
-        if get_rank() == 0:
+        _by_first(self.world, lambda: claim(self.directory, identity))
+        if self.world.is_first:
             if self.checkpoints.latest() is None and (kept := self.log.set_aside()):
                 self.log.message(f"logs of a run that saved no checkpoint are kept as {' and '.join(kept)}")
             if not resume:
                 self.checkpoints.clear()
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
             (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
-        barrier()
+        self.world.barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         beginning: dict[str, Any] = {
@@ -201,7 +204,7 @@ class Run:
             state["examples_before"] = self._examples(samples)
         self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
         while state["step"] < config.steps:
-            STOP.raise_if_asked()
+            STOP.raise_if_asked(self.world)
             done_step = self.trainer.train_step(state["step"])
             state["step"] += 1
             state["objective"] = self.trainer.objective.state()
@@ -219,15 +222,17 @@ class Run:
 
     def _record(self, number: int, step: Step) -> None:
         """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
-        tokens = [sample.completion.token_ids for sample in step.samples]
-        texts = self.trainer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        for sample, text in zip(step.samples, texts, strict=True):
+        samples = step.samples
+        texts = self.trainer.tokenizer.batch_decode(samples.token_ids(), skip_special_tokens=True)
+        parts = [*zip(*(_nullable(part) for part in samples.parts.values()), strict=True)] or [()] * len(samples)
+        rewards, reasons = _nullable(samples.reward_B), ["stop" if x else "length" for x in samples.stopped_B.tolist()]
+        rows = zip(samples.row_B.tolist(), texts, rewards, parts, reasons, _oldest_versions(samples), strict=True)
+        for row, text, reward, own, reason, version in rows:
             self.log.sample(
-                number, prompt=step.prompts.texts[sample.row], completion=text, reward=sample.reward,
-                parts=sample.parts,
-                finish_reason=sample.completion.finish_reason, weight_version=sample.completion.weight_version,
+                number, prompt=step.prompts.texts[row], completion=text, reward=reward,
+                parts=dict(zip(samples.parts, own, strict=True)), finish_reason=reason, weight_version=version,
             )  # fmt: skip
-        if all(sample.reward is None for sample in step.samples):
+        if not samples.has_reward_B.any():
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
         elif step.metrics["reward_std"] == 0:
             self.log.message(
@@ -274,15 +279,15 @@ class Run:
         if due and state["evaluated"] < step < self.config.steps:
             self._evaluate_and_log(state)
 
-    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[float, list[Sample]]:
+    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[float, Samples]:
         accuracy, samples = self.trainer.evaluate()
         self.log.metrics(state["step"], {"accuracy": accuracy})
         state["evaluated"] = state["step"]
         return accuracy, samples
 
-    def _examples(self, samples: list[Sample]) -> list[str]:
-        texts = [sample.completion.token_ids for sample in samples[:_SHOWN_EXAMPLES]]
-        return [text.strip() for text in self.trainer.tokenizer.batch_decode(texts, skip_special_tokens=True)]
+    def _examples(self, samples: Samples) -> list[str]:
+        shown = samples.token_ids(range(min(len(samples), _SHOWN_EXAMPLES)))
+        return [text.strip() for text in self.trainer.tokenizer.batch_decode(shown, skip_special_tokens=True)]
 
     def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
         export_hf(self.trainer.actor, self.directory / "hf", overwrite=True)
@@ -296,12 +301,12 @@ class Run:
             summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
             rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-            num_scored = sum(sample.reward is not None for sample in samples)
+            num_scored = int(samples.has_reward_B.sum())
             self.log.message(
                 f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
                 f"on {num_scored} problems, {summary['minutes']:.1f} minutes of training"
             )
-        if get_rank() == 0:
+        if self.world.is_first:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             if importlib.util.find_spec("matplotlib") is not None:
                 plot_runs([self.directory], self.directory / "curve.png")
@@ -326,16 +331,27 @@ class Run:
         self.log.message(f"{what}: {then}")
 
 
-def _by_first(action: Callable[[], object]) -> None:
+def _by_first(world: World, action: Callable[[], object]) -> None:
     """Does something on the first process; where that is refused, no process goes on."""
     failure: Exception | None = None
     try:
-        if get_rank() == 0:
+        if world.is_first:
             action()
     except (ValueError, OSError) as error:
         failure = error
-    if any_rank(failure is not None):
+    if world.any_rank(failure is not None):
         raise failure or ValueError("output_dir cannot be used, as the first process says")
+
+
+def _nullable(values: Tensor) -> list[float | None]:
+    """Numbers as a log has them: None in place of NaN."""
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _oldest_versions(samples: Samples) -> list[int | None]:
+    """For each sample the oldest version of the weights that sampled a token of it; None where it has no token."""
+    versions = samples.weight_version_T.split(samples.length_B.tolist())
+    return [int(own.min()) if len(own) else None for own in versions]
 
 
 def _outlive_terminal() -> None:

@@ -1,49 +1,25 @@
 """The processes of a run.
 
-collectives    the process group, this process's rank and device, and the collectives that trainers need
-stopping       signals that ask a run to stop, and the places where all ranks leave a step together
-failures       after a rank has died, the other ranks name it
+world            `World`: rank, size, device, and the collectives that trainers need
+process_group    joining torch's process group and leaving it
+stopping         signals that ask a run to stop, and the places where all ranks leave a step together
+failures         after a rank has died, the other ranks name it
 """
 
-from rlft_fast.world.collectives import (
-    accumulate,
-    all_gather_ragged,
-    all_reduce,
-    any_rank,
-    barrier,
-    collective_timeout,
-    ensure_process_group,
-    forked_rng,
-    get_device,
-    get_local_world_size,
-    get_rank,
-    get_world_size,
-    init_distributed,
-    leaving_process_group,
-    require_agreement,
-    sequence_group,
-)
 from rlft_fast.world.failures import naming_lost_ranks
+from rlft_fast.world.process_group import ensure_process_group, init_distributed, leaving_process_group
 from rlft_fast.world.stopping import STOP, LeftEarlyError
+from rlft_fast.world.world import World, accumulate, collective_timeout, forked_rng
 
 __all__ = [
     "STOP",
     "LeftEarlyError",
+    "World",
     "accumulate",
-    "all_gather_ragged",
-    "all_reduce",
-    "any_rank",
-    "barrier",
     "collective_timeout",
     "ensure_process_group",
     "forked_rng",
-    "get_device",
-    "get_local_world_size",
-    "get_rank",
-    "get_world_size",
     "init_distributed",
     "leaving_process_group",
     "naming_lost_ranks",
-    "require_agreement",
-    "sequence_group",
 ]

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlft_fast.errors import RunError
-from rlft_fast.world.collectives import get_rank, get_world_size
+from rlft_fast.world.world import World
 
 # gloo raises a plain RuntimeError if a peer is gone (torch 2.13). Its text is the only sign; NCCL raises DistErrors.
 _GLOO_WORDS = ("gloo", "nccl", "connection", "broken pipe", "timed out", "timeout", "socket")
@@ -24,11 +24,11 @@ class LostRankError(RunError):
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(store: dist.Store | None, patience_s: float = 10.0) -> Iterator[None]:
+def naming_lost_ranks(world: World, patience_s: float = 10.0) -> Iterator[None]:
     """Turns the error of a failed collective inside into a `LostRankError`, which names the rank that ended first.
 
     Args:
-        store: where ranks leave their reasons, from `init_distributed`; None: a single process.
+        world: from `init_distributed`; ranks leave their reasons in its store.
         patience_s: seconds to wait for the reasons of other ranks.
 
     Raises:
@@ -37,13 +37,13 @@ def naming_lost_ranks(store: dist.Store | None, patience_s: float = 10.0) -> Ite
     try:
         yield
     except Exception as error:
-        if store is None:
+        if world.store is None:
             raise
         consequence = _is_collective_failure(error)
-        _leave_reason(store, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
+        _leave_reason(world, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
         if not consequence:
             raise
-        raise LostRankError(_describe(_read_reasons(store, patience_s))) from error
+        raise LostRankError(_describe(_read_reasons(world, patience_s))) from error
 
 
 def _is_collective_failure(error: Exception) -> bool:
@@ -52,32 +52,36 @@ def _is_collective_failure(error: Exception) -> bool:
     return any(word in str(error).lower() for word in _GLOO_WORDS)
 
 
-def _leave_reason(store: dist.Store, reason: str) -> None:
+def _leave_reason(world: World, reason: str) -> None:
+    assert world.store is not None
     with contextlib.suppress(RuntimeError):  # the store is gone if the rank that keeps it is gone
-        store.set(f"end/{get_rank()}", reason[:500])
+        world.store.set(f"end/{world.rank}", reason[:500])
 
 
-def _read_reasons(store: dist.Store, patience_s: float) -> dict[int, str | None]:
+def _read_reasons(world: World, patience_s: float) -> dict[int, str | None]:
     """The reason of each rank's end; None for a rank that left no reason in time."""
+    store = world.store
+    assert store is not None
     reasons: dict[int, str | None] = {}
     deadline = time.monotonic() + patience_s
-    for rank in range(get_world_size()):
+    for rank in range(world.size):
         left = max(deadline - time.monotonic(), 0.01)
         try:
             store.wait([f"end/{rank}"], timedelta(seconds=left))
             reasons[rank] = store.get(f"end/{rank}").decode(errors="replace")
         except RuntimeError:
             reasons[rank] = None
-    _wait_for_readers(store, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience_s)
+    _wait_for_readers(world, [rank for rank, reason in reasons.items() if reason == _CONSEQUENCE], patience_s)
     return reasons
 
 
-def _wait_for_readers(store: dist.Store, ranks: list[int], patience_s: float) -> None:
+def _wait_for_readers(world: World, ranks: list[int], patience_s: float) -> None:
     """Has rank 0 wait until the other ranks have read, because rank 0 may keep the store."""
+    assert world.store is not None
     with contextlib.suppress(RuntimeError):
-        store.set(f"read/{get_rank()}", "yes")
-        if get_rank() == 0:
-            store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience_s))
+        world.store.set(f"read/{world.rank}", "yes")
+        if world.is_first:
+            world.store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=patience_s))
 
 
 def _describe(reasons: dict[int, str | None]) -> str:

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 
 from rlft_fast.errors import Interrupted
-from rlft_fast.world.collectives import all_reduce
+from rlft_fast.world.world import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -71,20 +71,20 @@ class StopRequest:
         if self._is_alone:
             raise _Leave
 
-    def raise_if_asked(self) -> None:
+    def raise_if_asked(self, world: World) -> None:
         """Raises `Interrupted` on all ranks if any rank has a signal. Every rank must call it."""
-        numbers = all_reduce({"signal_max": torch.tensor(float(self.signal))})
+        numbers = world.all_reduce({"signal_max": torch.tensor(float(self.signal))})
         if number := int(numbers["signal_max"]):
             raise Interrupted(number)
 
-    def leave_together(self) -> None:
+    def leave_together(self, world: World) -> None:
         """`raise_if_asked`, but only if the step can be left. Every rank must call it."""
         if self.can_leave:
-            self.raise_if_asked()
+            self.raise_if_asked(world)
 
-    def leave_or_finish(self) -> None:
+    def leave_or_finish(self, world: World) -> None:
         """The last `leave_together` of a step. Afterwards weights change, so the step is finished."""
-        self.leave_together()
+        self.leave_together(world)
         self.can_leave = False
 
     @contextlib.contextmanager

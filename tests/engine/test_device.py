@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from rlft_fast import demo
 from rlft_fast.data import Batch
 from rlft_fast.engine import CheckpointManager
-from rlft_fast.engine.weight_sync import join_pieces, split_pieces
+from rlft_fast.engine.weight_sync import join_pieces
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import HFRollout, SamplingParams
+from rlft_fast.rollout import HFGenerator, SamplingParams
 from rlft_fast.trainer import train
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
@@ -82,8 +82,7 @@ def test_weights_that_are_sent_are_the_masters(tiny_model):
         name: reference.full(engine.optimizer.state[parameter]["master"]).bfloat16()
         for name, parameter in engine.model.pretrained.named_parameters()
     }
-    pieces = split_pieces(engine.weight_pieces(torch.bfloat16, 1000), engine.checkpoint_parts)
-    sent = dict(join_pieces(pieces))
+    sent = dict(join_pieces(engine.weight_stream(torch.bfloat16, bucket_bytes=1000).pieces()))
     assert {weight.device.type for weight in sent.values()} == {DEVICE}
     reference.assert_equal(sent, masters)
 
@@ -95,7 +94,7 @@ def test_what_is_generated_is_as_likely_as_the_engine_says(config, bound, tiny_m
     engine = make_engine(path, config=config)
     params = SamplingParams(n=2, max_new_tokens=12)
     torch.manual_seed(3)
-    groups = HFRollout(engine.model, load_tokenizer(path), batch_size=3).generate(PROMPTS, params)
+    groups = HFGenerator(engine.model, load_tokenizer(path), batch_size=3).generate(PROMPTS, params)
     completions = [each for group in groups for each in group]
     batch = Batch.from_samples([ids for ids in PROMPTS for _ in range(2)], [each.token_ids for each in completions])
     logprob_T = engine.infer(batch, ("logprob",))["logprob"].cpu()

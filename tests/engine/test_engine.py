@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.world.collectives import leave_process_group
+from rlft_fast.world.process_group import leave_process_group
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
 from tests.support.tiny_models import MODELS, save_tiny_model

@@ -131,7 +131,7 @@ def test_critic_with_adapters_trains_its_head_too(tiny_model):
         ("llama", ["q_proj", "proj"], "has proj, but LlamaForCausalLM has no such layer"),
         ("llama", ["q_proj", "embed_tokens"], r"adapt model\.embed_tokens, .* is no torch\.nn\.Linear"),
         ("gpt2", ["all-linear"], r"adapt transformer\.h\.0\.attn\.c_attn, .* is no torch\.nn\.Linear"),
-        ("mixtral", ["all-linear"], "the experts of MixtralForCausalLM .* there are q_proj, k_proj, v_proj, o_proj$"),
+        ("mixtral", ["all-linear"], "the experts of MixtralForCausalLM .* layers: q_proj, k_proj, v_proj, o_proj$"),
         ("llama-tied", ["q_proj", "lm_head"], "tied to the embedding"),
     ],
 )

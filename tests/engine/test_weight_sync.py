@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.weight_sync import Source, checksum, join_pieces, split_pieces, stream_pieces
+from rlft_fast.engine.weight_sync import Source, checksum, join_pieces, stream_pieces
 from rlft_fast.models import low_rank_factors
 from rlft_fast.models.weights import checkpoint_tensors
 from tests.engine import reference
@@ -62,10 +62,11 @@ def check_stream(engine: FSDPEngine) -> None:
     for dtype in (None, torch.bfloat16):
         expected = gathered_one_by_one(engine, dtype)
         for bucket_bytes in BUCKETS:
-            found = dict(engine.named_weights(dtype, bucket_bytes))
+            stream = engine.weight_stream(dtype, bucket_bytes)
+            found = dict(stream.tensors())
             # vLLM takes what follows each other for what it was told to expect.
-            assert [(name, w.dtype, w.shape) for name, w in found.items()] == engine.weight_metadata(dtype)
-            pieces = split_pieces(engine.weight_pieces(dtype, bucket_bytes), engine.checkpoint_parts)
+            assert [(name, w.dtype, w.shape) for name, w in found.items()] == stream.metadata()
+            pieces = engine.weight_stream(dtype, bucket_bytes).pieces()
             reference.assert_equal(dict(join_pieces(pieces)), found)
             if engine.config.lora is None:
                 reference.assert_equal(found, expected)

@@ -1,6 +1,7 @@
 """Rollouts against plain transformers and against the engine's own log-probabilities."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,23 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rlft_fast.config import EngineConfig, OptimizerConfig
+from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import PACKED_ATTENTION, load_policy, load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Completion, HFRollout, RolloutError, SamplingParams
-from rlft_fast.rollout.hf import _draw, _StopTexts, most_likely
+from rlft_fast.rollout import (
+    Completion,
+    HFGenerator,
+    Rollout,
+    RolloutError,
+    SamplingParams,
+    Span,
+    build_rollout,
+    sample_seeds,
+)
+from rlft_fast.rollout.hf import _StopTexts, draw, most_likely
+from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
 
@@ -33,8 +44,12 @@ PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 
-def make_rollout(path: Path, batch_size: int = 64) -> HFRollout:
-    return HFRollout(load_policy(path), load_tokenizer(path), batch_size)
+def make_generator(path: Path, batch_size: int = 64) -> HFGenerator:
+    return HFGenerator(load_policy(path), load_tokenizer(path), batch_size)
+
+
+def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
+    return build_rollout(engine, load_tokenizer(engine.path), RolloutConfig(batch_size=batch_size), 64)
 
 
 def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -49,12 +64,12 @@ def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int
 
 def test_a_padding_token_that_has_no_embedding(tiny_model):
     path = tiny_model("llama")
-    expected = make_rollout(path).generate(PROMPTS, GREEDY)
+    expected = make_generator(path).generate(PROMPTS, GREEDY)
     policy, tokenizer = load_policy(path), load_tokenizer(path)
     tokenizer.add_tokens(["[OTHER]"])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id == policy.model.config.vocab_size
-    assert HFRollout(policy, tokenizer, 64).generate(PROMPTS, GREEDY) == expected
+    assert HFGenerator(policy, tokenizer, 64).generate(PROMPTS, GREEDY) == expected
 
 
 # Drawn from all, from a few, and not drawn.
@@ -62,9 +77,10 @@ def test_a_padding_token_that_has_no_embedding(tiny_model):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite(params, bad, tiny_model):
     """Of one prompt of several, in a later batch."""
-    rollout = make_rollout(tiny_model("llama"), batch_size=2)
+    generator = make_generator(tiny_model("llama"), batch_size=2)
+    rollout = Rollout(lambda: generator, World())
     with torch.no_grad():
-        rollout.model.backbone.get_input_embeddings().weight[99] = bad
+        generator.model.backbone.get_input_embeddings().weight[99] = bad
     rollout.generate(PROMPTS[:4], SamplingParams(max_new_tokens=1, **params))
     with pytest.raises(RolloutError, match=r"^the policy's logits are not finite$"):
         rollout.generate(PROMPTS, SamplingParams(max_new_tokens=3, **params))
@@ -81,7 +97,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
 @pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
-    found = make_rollout(path).generate(PROMPTS, GREEDY)
+    found = make_generator(path).generate(PROMPTS, GREEDY)
     assert [group[0].token_ids for group in found] == [plain_greedy(path, prompt, 8) for prompt in PROMPTS]
 
 
@@ -91,7 +107,7 @@ def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
 def test_batch_size_changes_nothing(tiny_model, name, batch_size):
     path = tiny_model(name)
     params = SamplingParams(n=2, max_new_tokens=8, temperature=0.0)
-    found = make_rollout(path, batch_size).generate(PROMPTS, params)
+    found = make_generator(path, batch_size).generate(PROMPTS, params)
     assert [len(group) for group in found] == [2] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, found, strict=True):
         assert [sample.token_ids for sample in group] == [plain_greedy(path, prompt, 8)] * 2
@@ -102,7 +118,7 @@ def test_batch_size_changes_nothing(tiny_model, name, batch_size):
 def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
     path = tiny_model(name)
     engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), temperature=temperature or 1.0).initialize()
-    rollout = HFRollout(engine.model, load_tokenizer(path), 64)
+    rollout = of_engine(engine)
     groups = rollout.generate(PROMPTS, SamplingParams(n=3, max_new_tokens=9, temperature=temperature))
     batch = to_batch(PROMPTS, groups)
     inferred = engine.infer(batch, ("logprob",))["logprob"]
@@ -133,11 +149,11 @@ DEFAULTS = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetit
 @pytest.mark.parametrize("defaults", [{}, DEFAULTS])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
-    rollout = make_rollout(tiny_model("llama"), batch_size=2000)
-    rollout.model.model.generation_config.update(**defaults)
+    generator = make_generator(tiny_model("llama"), batch_size=2000)
+    generator.model.model.generation_config.update(**defaults)
     torch.manual_seed(0)
     prompt = PROMPTS[3]
-    samples = rollout.generate([prompt], SamplingParams(n=2000, max_new_tokens=1, temperature=temperature))[0]
+    samples = generator.generate([prompt], SamplingParams(n=2000, max_new_tokens=1, temperature=temperature))[0]
     expected = log_softmax(tiny_model("llama"), prompt, temperature)[-1]
     found = torch.tensor([sample.token_ids[0] for sample in samples])
     logprobs = torch.tensor([sample.logprobs[0] for sample in samples])
@@ -180,13 +196,13 @@ def test_ratios_average_one_over_the_support(tiny_model, top_p):
     """Ratios average 1 over the support, under the policy that sampled and the next, but not over the vocabulary."""
     config = EngineConfig(max_tokens=512, optimizer=OptimizerConfig(learning_rate=1e-3))
     engine = FSDPEngine(str(tiny_model("llama")), config, num_training_steps=4, temperature=0.8).initialize()
-    rollout = HFRollout(engine.model, load_tokenizer(engine.path), 64)
+    rollout = of_engine(engine)
     rollout.sync()
     torch.manual_seed(0)
     params = SamplingParams(n=400, max_new_tokens=5, temperature=0.8, top_k=7, top_p=top_p)
     groups = rollout.generate(PROMPTS[3:], params)
     batch = to_batch(PROMPTS[3:], groups)
-    assert all(sample.weight_version == 1 for group in groups for sample in group)
+    assert all(sample.spans == (Span(len(sample.token_ids), 1),) for group in groups for sample in group)
     check_supports(engine.path, PROMPTS[3] + groups[0][0].token_ids, groups[0][0].support, top_p)
 
     on_policy, vocabulary = (engine.infer(b, ("logprob",))["logprob"] for b in (batch, batch.replace(support_TK=None)))
@@ -208,10 +224,10 @@ def check_supports(path: str, sequence: list[int], support: Tensor, top_p: float
 
 
 def test_greedy_has_no_support(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
+    generator = make_generator(tiny_model("llama"))
     cut = SamplingParams(max_new_tokens=8, temperature=0.0, top_k=2, top_p=0.5)
-    assert rollout.generate(PROMPTS, cut) == rollout.generate(PROMPTS, GREEDY)
-    assert rollout.generate(PROMPTS, cut)[0][0].support is None
+    assert generator.generate(PROMPTS, cut) == generator.generate(PROMPTS, GREEDY)
+    assert generator.generate(PROMPTS, cut)[0][0].support is None
 
 
 def test_top_p_needs_a_top_k():
@@ -230,7 +246,8 @@ def test_draws_follow_the_probabilities(vocab):
     probability[torch.rand(vocab) < 0.3] = 0.0
     probability[-1] = 0.0
     probability /= probability.sum()
-    draws = torch.cat([_draw(probability.expand(4000, vocab).contiguous()) for _ in range(10)])
+    uniform = torch.rand(10, 4000, dtype=torch.float64)
+    draws = torch.cat([draw(probability.expand(4000, vocab).contiguous(), uniform[i]) for i in range(10)])
     count = torch.bincount(draws.squeeze(1), minlength=vocab)
     assert (count[probability == 0] == 0).all()
     z = (count - 40_000 * probability) / (40_000 * probability * (1 - probability)).sqrt().clamp(min=1e-3)
@@ -243,51 +260,80 @@ def test_draws_keep_rare_tokens():
     probability = torch.full((1, 100_001), 5e-6)
     probability[0, 0] = 0.5
     torch.manual_seed(0)
-    draws = torch.cat([_draw(probability) for _ in range(2000)])
+    draws = torch.cat([draw(probability, torch.rand(1, dtype=torch.float64)) for _ in range(2000)])
     assert (draws > 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert (draws > 50_000).float().mean().item() == pytest.approx(0.25, abs=0.05)
 
 
 def test_the_models_own_defaults_are_kept(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
-    defaults = rollout.model.model.generation_config
-    rollout.generate([[1, 2]], GREEDY)
-    assert rollout.model.model.generation_config is defaults
-    assert rollout.model.model.config._attn_implementation == PACKED_ATTENTION
+    generator = make_generator(tiny_model("llama"))
+    defaults = generator.model.model.generation_config
+    generator.generate([[1, 2]], GREEDY)
+    assert generator.model.model.generation_config is defaults
+    assert generator.model.model.config._attn_implementation == PACKED_ATTENTION
 
 
-def test_the_model_runs_in_the_phase_that_is_given(tiny_model):
+def test_the_model_runs_while_it_is_on_its_device(tiny_model):
+    """A policy that leaves the device between phases is back while it samples."""
+    engine = FSDPEngine(str(tiny_model("llama")), EngineConfig(max_tokens=64)).initialize()
+    rollout = of_engine(engine, batch_size=1)
     events: list[str] = []
+    eval_mode = engine.eval_mode
 
     @contextmanager
-    def phase():
-        events.append("begin")
-        yield
-        events.append("end")
+    def noted():
+        with eval_mode():
+            events.append("begin")
+            yield
+            events.append("end")
 
-    policy = load_policy(tiny_model("llama"))
-    policy.backbone.register_forward_pre_hook(lambda *_: events.append("run"))
-    HFRollout(policy, load_tokenizer(tiny_model("llama")), 1, phase).generate([[1, 2]] * 2, GREEDY)
+    engine.eval_mode = noted
+    engine.model.backbone.register_forward_pre_hook(lambda *_: events.append("run"))
+    rollout.generate([[1, 2]] * 2, GREEDY)
     assert (events[0], set(events[1:-1]), events[-1]) == ("begin", {"run"}, "end")
 
 
 def test_seed_repeats_samples(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
+    generator = make_generator(tiny_model("llama"))
     params = SamplingParams(n=4, max_new_tokens=6, temperature=1.0)
     runs = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        runs.append(rollout.generate(PROMPTS, params))
+        runs.append(generator.generate(PROMPTS, params))
     assert runs[0] == runs[2]
     assert runs[0] != runs[1]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}], ids=["all", "few"])
+def test_a_sample_depends_on_its_own_seed_alone(tiny_model, params):
+    """Not on the other prompts and samples of the batch, nor on torch's random state."""
+    sampling = SamplingParams(n=3, max_new_tokens=8, **params)
+    seeds = sample_seeds(seed=5, step=2, rows=range(len(PROMPTS)), num_samples=3)
+    assert len({seed for own in seeds for seed in own}) == 3 * len(PROMPTS)
+    together = make_generator(tiny_model("llama")).generate(PROMPTS, sampling, seeds)
+    one = replace(sampling, n=1)
+    for i, prompt in enumerate(PROMPTS):
+        for number in range(3):
+            torch.manual_seed(number)
+            ((alone,),) = make_generator(tiny_model("llama"), 1).generate([prompt], one, [[seeds[i][number]]])
+            assert alone.token_ids == together[i][number].token_ids
+            assert alone.logprobs == pytest.approx(together[i][number].logprobs, abs=1e-5)
+
+
+def test_seeds_are_those_of_their_place():
+    """Of seed, step, row and number; wide enough that no two samples of a run meet."""
+    assert sample_seeds(0, 1, [4, 2], 2) == [sample_seeds(0, 1, [row], 2)[0] for row in (4, 2)]
+    everywhere = [sample_seeds(seed, step, range(20), 5) for seed in (0, 1) for step in (0, 1)]
+    assert len({x for run in everywhere for own in run for x in own}) == 400
+    assert sample_seeds(0, 0, [0], 1) == [[7896617691693857887]]  # also with the next version of numpy
+
+
 def test_a_support_ends_with_its_completion(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
+    generator = make_generator(tiny_model("llama"))
     params = SamplingParams(n=20, max_new_tokens=8, top_k=3)
-    free = rollout.generate(PROMPTS[3:4], params)[0]
-    rollout.eos_token_ids = [free[0].token_ids[2]]
-    ended = rollout.generate(PROMPTS[3:4], params)[0]
+    free = generator.generate(PROMPTS[3:4], params)[0]
+    generator.eos_token_ids = [free[0].token_ids[2]]
+    ended = generator.generate(PROMPTS[3:4], params)[0]
     assert {sample.finish_reason for sample in ended} == {"stop", "length"}
     for sample in ended:
         assert sample.support.shape == (len(sample.token_ids), 3)
@@ -295,12 +341,12 @@ def test_a_support_ends_with_its_completion(tiny_model):
 
 
 def test_end_token_stops(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
-    free = [group[0] for group in rollout.generate(PROMPTS, GREEDY)]
+    generator = make_generator(tiny_model("llama"))
+    free = [group[0] for group in generator.generate(PROMPTS, GREEDY)]
     assert all(sample.finish_reason == "length" and len(sample.token_ids) == 8 for sample in free)
     end = free[3].token_ids[4]
-    rollout.eos_token_ids = [end, EOS_TOKEN_ID]
-    for sample, before in zip(rollout.generate(PROMPTS, GREEDY), free, strict=True):
+    generator.eos_token_ids = [end, EOS_TOKEN_ID]
+    for sample, before in zip(generator.generate(PROMPTS, GREEDY), free, strict=True):
         stops = end in before.token_ids
         length = before.token_ids.index(end) + 1 if stops else 8
         assert sample[0].finish_reason == ("stop" if stops else "length")
@@ -309,17 +355,17 @@ def test_end_token_stops(tiny_model):
 
 
 def test_stop_texts_end_a_completion(tiny_model):
-    rollout = make_rollout(tiny_model("llama"))
-    free = [group[0] for group in rollout.generate(PROMPTS, GREEDY)]
-    decode = rollout.tokenizer.decode
+    generator = make_generator(tiny_model("llama"))
+    free = [group[0] for group in generator.generate(PROMPTS, GREEDY)]
+    decode = generator.tokenizer.decode
     text = decode(free[3].token_ids[3:5])
     params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", text))
-    for (sample,), before in zip(rollout.generate(PROMPTS, params), free, strict=True):
+    for (sample,), before in zip(generator.generate(PROMPTS, params), free, strict=True):
         ends = [i for i in range(1, 9) if text in decode(before.token_ids[:i])]
         assert sample.token_ids == before.token_ids[: min(ends, default=8)]  # the text's own tokens are kept
         assert sample.finish_reason == ("stop" if ends else "length")
         assert len(sample.logprobs) == len(sample.token_ids)
-    (sample,) = rollout.generate([PROMPTS[3]], params)[0]
+    (sample,) = generator.generate([PROMPTS[3]], params)[0]
     assert sample.finish_reason == "stop"
 
 
@@ -337,40 +383,40 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
     """Decoding removes a special token, so a search of the text would never find it."""
-    rollout = make_rollout(tiny_model("llama"))
-    free = rollout.generate([PROMPTS[3]], GREEDY)[0][0]
-    name = rollout.tokenizer.convert_ids_to_tokens(free.token_ids[4])
-    rollout.tokenizer.add_tokens([AddedToken(name, special=True)])
+    generator = make_generator(tiny_model("llama"))
+    free = generator.generate([PROMPTS[3]], GREEDY)[0][0]
+    name = generator.tokenizer.convert_ids_to_tokens(free.token_ids[4])
+    generator.tokenizer.add_tokens([AddedToken(name, special=True)])
     params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", name))
-    (sample,) = rollout.generate([PROMPTS[3]], params)[0]
+    (sample,) = generator.generate([PROMPTS[3]], params)[0]
     assert sample.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[4]) + 1]
     assert sample.finish_reason == "stop"
     with pytest.raises(ValueError, match="is a special token: give the token or the text alone"):
-        rollout.generate([PROMPTS[3]], SamplingParams(stop=(f"a {name}",)))
+        generator.generate([PROMPTS[3]], SamplingParams(stop=(f"a {name}",)))
     with pytest.raises(ValueError, match="has an empty text"):
-        rollout.generate([PROMPTS[3]], SamplingParams(stop=("",)))
+        generator.generate([PROMPTS[3]], SamplingParams(stop=("",)))
 
 
 def test_one_new_token(tiny_model):
     params = SamplingParams(n=2, max_new_tokens=1)
-    for group in make_rollout(tiny_model("llama")).generate(PROMPTS, params):
+    for group in make_generator(tiny_model("llama")).generate(PROMPTS, params):
         assert [(len(sample.token_ids), len(sample.logprobs)) for sample in group] == [(1, 1)] * 2
 
 
 def test_no_prompts(tiny_model):
-    assert make_rollout(tiny_model("llama")).generate([], GREEDY) == []
+    assert make_generator(tiny_model("llama")).generate([], GREEDY) == []
 
 
 def test_end_tokens_of_model_and_tokenizer_count(tiny_model, tmp_path):
     path = save_tiny_model("llama", tmp_path / "two", eos_token_id=[3, 9])
-    assert make_rollout(path).eos_token_ids == [3, 9, EOS_TOKEN_ID]
+    assert make_generator(path).eos_token_ids == [3, 9, EOS_TOKEN_ID]
     GenerationConfig(eos_token_id=[4, 9]).save_pretrained(path)  # as from_pretrained does: instead of config.json's
-    assert make_rollout(path).eos_token_ids == [4, 9, EOS_TOKEN_ID]
+    assert make_generator(path).eos_token_ids == [4, 9, EOS_TOKEN_ID]
     policy, tokenizer = load_policy(tiny_model("llama")), load_tokenizer(tiny_model("llama"))
     policy.model.generation_config.eos_token_id = None
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="set eos_token_id"):
-        HFRollout(policy, tokenizer, 1)
+        HFGenerator(policy, tokenizer, 1)
 
 
 # ---- sharded --------------------------------------------------------------------------------------------------------
@@ -383,7 +429,7 @@ def generate_on_two(rank: int, path: Path, expected: Path) -> None:
     torch.set_num_threads(1)
     config = EngineConfig(max_tokens=64, optimizer=OptimizerConfig(learning_rate=1e-2))
     engine = FSDPEngine(str(path), config, num_training_steps=2).initialize()
-    rollout = HFRollout(engine.model, load_tokenizer(path), batch_size=2)
+    rollout = of_engine(engine, batch_size=2)
     wanted = torch.load(expected)
     for share in SHARES:  # before anything else has run through the model, as evaluation does
         found = rollout.generate(share[rank], GREEDY)

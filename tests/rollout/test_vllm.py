@@ -30,9 +30,12 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import RolloutError, SamplingParams, VLLMRollout
-from rlft_fast.rollout.vllm import check_request, completion_of, gather_prompts
+from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
+from rlft_fast.rollout.together import gather_requests
+from rlft_fast.rollout.types import RequestError, draw_seeds
+from rlft_fast.rollout.vllm_requests import check_request, completion_of, vllm_requests
 from rlft_fast.trainer import train
+from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
@@ -59,9 +62,9 @@ def make_engine(path: Path, **options) -> FSDPEngine:
     return FSDPEngine(str(path), config, num_training_steps=10, temperature=0.7).initialize()
 
 
-def make_rollout(engine: FSDPEngine, **vllm) -> VLLMRollout:
+def make_rollout(engine: FSDPEngine, **vllm) -> Rollout:
     config = RolloutConfig(backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, stop=("XY",))
-    return VLLMRollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
+    return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
 
 
 def update(engine: FSDPEngine, seed: int) -> None:
@@ -71,7 +74,7 @@ def update(engine: FSDPEngine, seed: int) -> None:
     engine.train_step(batch, PolicyLoss())
 
 
-def sample(rollout: VLLMRollout, prompts: list[list[int]], seed: int = 0) -> list:
+def sample(rollout: Rollout, prompts: list[list[int]], seed: int = 0) -> list:
     torch.manual_seed(seed)
     return rollout.generate(prompts, SAMPLED)
 
@@ -92,11 +95,12 @@ def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -
     return every
 
 
-def check_supports(engine: FSDPEngine, rollout: VLLMRollout, prompts: list[list[int]]) -> None:
+def check_supports(engine: FSDPEngine, rollout: Rollout, prompts: list[list[int]]) -> None:
     """Over what was sampled among the engine has vLLM's probabilities, and over all others."""
     params = SamplingParams(n=30, max_new_tokens=4, temperature=0.7, top_k=6, top_p=0.8)
     groups = rollout.generate(prompts, params)
-    assert all(sample.weight_version == rollout.weight_version for group in groups for sample in group)
+    versions = {span.weight_version for group in groups for sample in group for span in sample.spans}
+    assert versions == {rollout.weight_version}
     for batch in check_logprobs(engine, prompts, groups):
         size = (batch.support_TK >= 0).sum(1)[batch.loss_mask_T]
         assert size.min() >= 1
@@ -112,10 +116,10 @@ def check_supports(engine: FSDPEngine, rollout: VLLMRollout, prompts: list[list[
 # ---- in the training processes --------------------------------------------------------------------------------------
 
 
-def vllm_weights(rollout: VLLMRollout) -> dict[str, Tensor]:
+def vllm_weights(rollout: Rollout) -> dict[str, Tensor]:
     """What vLLM multiplies by, as the policy names it."""
     weights = {}
-    for name, weight in rollout.server.llm.apply_model(lambda model: dict(model.named_parameters()))[0].items():
+    for name, weight in rollout.generator.llm.apply_model(lambda model: dict(model.named_parameters()))[0].items():
         if "qkv_proj" in name:
             for part, rows in zip("qkv", weight.split([64, 32, 32]), strict=True):
                 weights[name.replace("qkv_proj", f"{part}_proj")] = rows
@@ -127,7 +131,7 @@ def vllm_weights(rollout: VLLMRollout) -> dict[str, Tensor]:
     return weights
 
 
-def check_bits(engine: FSDPEngine, rollout: VLLMRollout) -> None:
+def check_bits(engine: FSDPEngine, rollout: Rollout) -> None:
     received = vllm_weights(rollout)
     for name, weight in engine.named_weights():
         assert torch.equal(received[name][: len(weight)], weight), name  # vLLM pads the vocabulary
@@ -164,7 +168,7 @@ def colocated(rank: int, folder: Path) -> None:
             rollout.close()
 
 
-def check_logits_that_are_not_finite(engine: FSDPEngine, rollout: VLLMRollout, share: list[list[int]]) -> None:
+def check_logits_that_are_not_finite(engine: FSDPEngine, rollout: Rollout, share: list[list[int]]) -> None:
     """vLLM samples all the same."""
     with torch.no_grad():
         engine.model.get_parameter("model.model.norm.weight").fill_(torch.nan)
@@ -173,37 +177,38 @@ def check_logits_that_are_not_finite(engine: FSDPEngine, rollout: VLLMRollout, s
         sample(rollout, share)
 
 
-def check_prefix_is_shared(rollout: VLLMRollout, long_prompt: list[int]) -> None:
+def check_prefix_is_shared(rollout: Rollout, long_prompt: list[int]) -> None:
     """Samples of a prompt run its full blocks once, also those that start together."""
-    params = rollout._sampling_params(SamplingParams(n=4, max_new_tokens=2), seed=0)
-    rollout.server.llm.reset_prefix_cache()
-    (output,) = rollout.server.generate([{"prompt_token_ids": long_prompt}], [params])
-    assert output.num_cached_tokens == 128
+    generator, params = rollout.generator, SamplingParams(n=4, max_new_tokens=2)
+    requests = vllm_requests([long_prompt], params, draw_seeds(1, 4), generator.model, generator.tokenizer)
+    generator.llm.reset_prefix_cache()
+    outputs = generator.llm.generate(*requests, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 128, 128, 128]
 
 
-def check_ends(rollout: VLLMRollout) -> None:
+def check_ends(rollout: Rollout) -> None:
     """Every rank asks for its own prompts, and one rank asks for none."""
     free = rollout.generate(PROMPTS[:2], SamplingParams(max_new_tokens=8, temperature=0.0))
     tokens = free[0][0].token_ids
     assert len(tokens) == 8
     assert free[0][0].finish_reason == "length"
-    rollout.eos_token_ids = [tokens[4], EOS_TOKEN_ID]
+    rollout.generator.model.eos_token_ids[:] = [tokens[4], EOS_TOKEN_ID]
     (group,) = rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, temperature=0.0))
     first = tokens.index(tokens[4])
     assert (group[0].token_ids, group[0].finish_reason) == (tokens[: first + 1], "stop")
     assert group[0].logprobs == pytest.approx(free[0][0].logprobs[: first + 1], abs=1e-5)
-    rollout.eos_token_ids = [EOS_TOKEN_ID]
-    name = rollout.tokenizer.convert_ids_to_tokens(tokens[4])
-    rollout.tokenizer.add_tokens([AddedToken(name, special=True)])
+    rollout.generator.model.eos_token_ids[:] = [EOS_TOKEN_ID]
+    name = rollout.generator.tokenizer.convert_ids_to_tokens(tokens[4])
+    rollout.generator.tokenizer.add_tokens([AddedToken(name, special=True)])
     (group,) = rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, temperature=0.0, stop=(name,)))
     assert (group[0].token_ids, group[0].finish_reason) == (tokens[: first + 1], "stop")
     assert rollout.generate([], SAMPLED) == []
     check_stop_text(rollout)
 
 
-def check_stop_text(rollout: VLLMRollout) -> None:
+def check_stop_text(rollout: Rollout) -> None:
     """One that is a token of its own: the random model's bytes are seldom text, and parts of characters are none."""
-    decode = load_tokenizer(rollout.engine.path).decode
+    decode = load_tokenizer(rollout.generator.model.path).decode
     params = SamplingParams(n=32, max_new_tokens=8)
     torch.manual_seed(0)
     free = [sample.token_ids for (group,) in [rollout.generate(PROMPTS[:1], params)] for sample in group]
@@ -218,12 +223,12 @@ def check_stop_text(rollout: VLLMRollout) -> None:
         assert end is None or sample.finish_reason == "stop"
 
 
-def check_restart(engine: FSDPEngine, rollout: VLLMRollout, rank: int, share: list[list[int]]) -> None:
+def check_restart(engine: FSDPEngine, rollout: Rollout, rank: int, share: list[list[int]]) -> None:
     """One rank's vLLM breaks. All start theirs again, with the weights of now, and nothing is lost."""
     rollout.sync()
     before = sample(rollout, share)
     if rank == 1:
-        del rollout.server.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        del rollout.generator.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     assert sample(rollout, share) == before
     assert rollout.weight_version == 5  # a restart brings no new ones
 
@@ -297,15 +302,15 @@ def kill_generator() -> None:
     os.kill(core.pid, signal.SIGKILL)
 
 
-def corrupt_next_bucket(rollout: VLLMRollout) -> None:
+def corrupt_next_bucket(rollout: Rollout) -> None:
     """Flips a bit in the shared memory between the trainer that has filled it and the vLLM that reads it."""
-    send = rollout.server.client.update_weights
+    send = rollout.generator.client.update_weights
 
     def send_corrupted(update_info: dict) -> None:
-        rollout.server.trainer.buffer[5] ^= 1
+        rollout.generator.trainer.buffer[5] ^= 1
         send(update_info)
 
-    rollout.server.client.update_weights = send_corrupted
+    rollout.generator.client.update_weights = send_corrupted
 
 
 @pytest.mark.dist
@@ -455,23 +460,35 @@ def test_a_missing_vllm_is_said(tiny_model, monkeypatch):
 
 
 def shared(rank: int) -> None:
-    prompts, seeds = [[[1], [2, 3]], []][rank], [[4, 5], []][rank]
-    assert gather_prompts(prompts, seeds, 2) == ([([1], 4), ([2, 3], 5)], [0, 2][rank])
-    prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[7], [8, 9]][rank]
-    assert gather_prompts(prompts, seeds, 2) == ([([1], 7), ([2, 2], 8), ([3], 9)], [0, 1][rank])
-    assert gather_prompts(prompts, seeds, 1) == (list(zip(prompts, seeds, strict=True)), 0)
-    check_requests(rank)
+    world = World.current()
+    prompts, seeds = [[[1], [2, 3]], []][rank], [[[4, 6], [5, 7]], []][rank]
+    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 3]], [[4, 6], [5, 7]], [0, 2][rank])
+    prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[[7]], [[8], [9]]][rank]
+    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 2], [3]], [[7], [8], [9]], [0, 1][rank])
+    assert gather_requests(prompts, seeds, 1, world) == (prompts, seeds, 0)
+    check_refusals(rank, world)
 
 
-def check_requests(rank: int) -> None:
-    """If one rank must refuse a request, all ranks refuse it, and then all go on together."""
+class Refusing:
+    """Refuses as vLLM's generators do, and samples nothing."""
+
+    name = "vLLM"
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: object) -> list:
+        check_request(prompts, params.max_new_tokens, 16, has_weights=True)
+        return [[] for _ in prompts]
+
+
+def check_refusals(rank: int, world: World) -> None:
+    """If one rank must refuse a request, all ranks refuse it without a restart, and then all go on together."""
+    rollout, params = Rollout(Refusing, world), SamplingParams(max_new_tokens=6)
     fitting, long = [[1] * 10], [[1] * 11]
-    check_request([fitting, []][rank], 6, 16, has_weights=True)
-    with pytest.raises(ValueError, match=["another process", "may have 17 tokens, vLLM was started for 16"][rank]):
-        check_request([fitting, long][rank], 6, 16, has_weights=True)
-    with pytest.raises(ValueError, match="call sync"):
+    assert rollout.generate([fitting, []][rank], params) == [[[]], []][rank]
+    with pytest.raises(RequestError, match=["another process", "may have 17 tokens, vLLM was started for 16"][rank]):
+        rollout.generate([fitting, long][rank], params)
+    assert rollout.generate(fitting, params) == [[]]
+    with pytest.raises(RequestError, match="call sync"):
         check_request(fitting, 6, 16, has_weights=False)
-    check_request(fitting, 6, 16, has_weights=True)
 
 
 @pytest.mark.dist
@@ -492,5 +509,5 @@ def test_a_support_is_what_vllm_kept():
     with pytest.warns(UserWarning, match=r"a probability of 0\.8925 together"):
         found = completion_of(output, weight_version=4)
     assert found.support.tolist() == [[9, 7, -1, -1], [9, -1, -1, -1], [9, 7, 5, 3]]
-    assert found[:4] == ([7, 9, 3], [rest, 0.0, -1.5], "length", 4)
+    assert found[:4] == ([7, 9, 3], [rest, 0.0, -1.5], "length", (Span(3, 4),))
     assert Batch.from_samples([[1]], [found.token_ids], supports=[found.support]).support_TK.shape == (4, 4)

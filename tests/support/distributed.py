@@ -46,6 +46,6 @@ def _worker(rank: int, world_size: int, store: Path, function: Callable[..., Non
     try:
         function(rank, *args)
     finally:
-        from rlft_fast.world.collectives import leave_process_group  # here, because tests of the ops have torch alone
+        from rlft_fast.world.process_group import leave_process_group  # here: tests of the ops have torch alone
 
         leave_process_group()

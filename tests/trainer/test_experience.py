@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -9,151 +8,181 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
-from rlft_fast.data import Batch
-from rlft_fast.rollout import Completion
+from rlft_fast.data import Batch, Samples, cat_samples
+from rlft_fast.rollout import Completion, Span
 from rlft_fast.trainer.experience import (
-    Sample,
     build_batch,
-    gather_samples,
-    leave_out_truncated,
     merge_metrics,
     mini_batches,
     mismatch,
     penalize_length,
     rollout_metrics,
     rows_with_signal,
+    scored_samples,
+    to_samples,
 )
 from rlft_fast.trainer.objective import Objective
-from rlft_fast.world.collectives import any_rank
+from rlft_fast.world import World
 
-# Two prompts in the order of two ranks: no reward, a cut-off one, a completion of one token.
-SAMPLES = [
-    Sample(0, Completion([5, 6, 9], [-0.5, -1.25, -0.125], "stop"), 1.0),
-    Sample(0, Completion([7], [-2.0], "stop"), None),
-    Sample(0, Completion([7, 8], [-1.0, -3.0], "length"), 0.0),
-    Sample(1, Completion([4], [-0.75], "stop"), 0.5),
-    Sample(1, Completion([4, 4], [-0.75, -0.25], "length"), 0.5),
+# Two prompts: no reward, a cut-off completion, a completion of one token, tokens of an environment, two versions.
+ANSWERS = [
+    (0, Completion([5, 6, 9], [-0.5, -1.25, -0.125], "stop", (Span(1, 3), Span(2, 4)), mask=[True, False, True])),
+    (0, Completion([7], [-2.0], "stop", (Span(1, 4),))),
+    (0, Completion([7, 8], [-1.0, -3.0], "length", (Span(2, 4),))),
+    (1, Completion([4], [-0.75], "stop", (Span(1, 4),))),
+    (1, Completion([4, 4], [-0.75, -0.25], "length")),
 ]
-PROMPTS = {0: [1, 2], 1: [3]}
+REWARDS = [1.0, None, 0.0, 0.5, 0.5]
+PROMPTS = [[1, 2], [3]]
+SAMPLES = to_samples(ANSWERS, REWARDS)
+UNMASKED = to_samples([(row, completion._replace(mask=None)) for row, completion in ANSWERS], REWARDS)
+
+
+def assert_same(found: Samples, expected: Samples) -> None:
+    assert found._tensors().keys() == expected._tensors().keys()
+    for name, tensor in expected._tensors().items():
+        torch.testing.assert_close(getattr(found, name), tensor, rtol=0, atol=0, equal_nan=True)
+    assert [*found.parts] == [*expected.parts]
+    for name, part in expected.parts.items():
+        torch.testing.assert_close(found.parts[name], part, rtol=0, atol=0, equal_nan=True)
 
 
 def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, which starts processes anyway
-    own = {0: SAMPLES[:3], 1: SAMPLES[3:]}[rank]
-    assert gather_samples(own) == SAMPLES
-    assert gather_samples(own if rank == 0 else []) == SAMPLES[:3]  # fewer prompts than ranks
-    check_supports(gather_samples(sampled_among(4)[:3] if rank == 0 else sampled_among(6)[3:]), widths=(4, 6))
-    check_supports(gather_samples(sampled_among(4) if rank == 0 else []), widths=(4, 4))
-    assert any_rank(rank == 1)
-    assert not any_rank(False)
+    """In the order of rows and numbers, whichever rank made them; every rank has the names of all parts."""
+    world = World.current()
+    parts = [{"b": reward, "a": 0.25 * i} for i, reward in enumerate(REWARDS)]
+    whole = to_samples(ANSWERS, REWARDS, parts, ["b", "a"])
+    for first in ([3, 4], [0, 1, 2], [], [0, 1, 2, 3, 4]):  # the samples of rank 0
+        own = [i for i in range(5) if (i in first) == (rank == 0)]
+        mine = to_samples([ANSWERS[i] for i in own], [REWARDS[i] for i in own], [parts[i] for i in own], ["b", "a"])
+        assert_same(mine.gather(world), whole)
+    narrow, wide = sampled_among(4), sampled_among(6)
+    assert_same((narrow.of_rows([0]) if rank == 0 else wide.of_rows([1])).gather(world), mixed(narrow, wide))
+    assert_same((narrow if rank == 0 else SAMPLES.select(torch.arange(0))).gather(world), narrow)
+    assert world.any_rank(rank == 1)
+    assert not world.any_rank(False)
 
 
-def sampled_among(width: int) -> list[Sample]:
-    """Each token among itself and others, as many as there are columns before the last; under weights of their own."""
+def sampled_among(width: int) -> Samples:
+    """Each token among itself and others, as many as there are columns before the last."""
 
     def completion(i: int, given: Completion) -> Completion:
         others = 100 * i + torch.arange(len(given.token_ids))[:, None] + torch.arange(width - 2)
         token, filler = torch.tensor(given.token_ids)[:, None], torch.full((len(given.token_ids), 1), -1)
-        return given._replace(weight_version=3 + i, support=torch.cat([token, others, filler], 1).int())
+        return given._replace(support=torch.cat([token, others, filler], 1).int())
 
-    return [replace(sample, completion=completion(i, sample.completion)) for i, sample in enumerate(SAMPLES)]
-
-
-def check_supports(gathered: list[Sample], widths: tuple[int, int]) -> None:
-    """All are as wide as the widest: the first three samples had one width, the others another."""
-    expected = sampled_among(widths[0])[:3] + sampled_among(widths[1])[3:]
-    for sample, wanted in zip(gathered, expected, strict=True):
-        assert sample.completion[:4] == wanted.completion[:4]
-        support = wanted.completion.support
-        filler = torch.full((len(support), max(widths) - support.shape[1]), -1)
-        assert torch.equal(sample.completion.support, torch.cat([support, filler], 1).int())
+    return to_samples([(row, completion(i, given)) for i, (row, given) in enumerate(ANSWERS)], REWARDS)
 
 
-def test_supports_survive_the_way_through_tensors():
-    check_supports(gather_samples(sampled_among(5)), widths=(5, 5))
-    batch = build_batch(sampled_among(5), PROMPTS)
-    assert batch.support_TK[2].tolist() == [6, 1, 2, 3]
+def mixed(narrow: Samples, wide: Samples) -> Samples:
+    """Row 0 of one, row 1 of the other; all supports are as wide as the widest."""
+    both = cat_samples([narrow.of_rows([0]), wide.of_rows([1])])
+    assert both.support_TK.shape == (9, 6)
+    assert (both.support_TK[:6, 4:] == -1).all()
+    return both
+
+
+def test_supports_of_different_widths():
+    mixed(sampled_among(4), sampled_among(6))
+    batch = build_batch(scored_samples(sampled_among(5)), PROMPTS)
+    assert batch.support_TK[1].tolist() == [5, 0, 1, 2]
     assert (batch.support_TK[:, 0] >= 0).tolist() == batch.loss_mask_T.tolist()
 
 
-def test_samples_survive_the_way_through_tensors():
-    assert gather_samples(SAMPLES) == SAMPLES
-    assert gather_samples([]) == []
+def test_samples_in_another_order_are_the_same_when_gathered():
+    """The order of rows and numbers, whichever came first."""
+    for order in ([3, 4, 0, 1, 2], [2, 1, 0, 4, 3]):
+        assert_same(SAMPLES.select(torch.tensor(order)).gather(World()), SAMPLES)
+    assert len(to_samples([], []).gather(World())) == 0
+
+
+def test_tokens_as_lists():
+    assert SAMPLES.token_ids() == [completion.token_ids for _, completion in ANSWERS]
+    assert SAMPLES.token_ids(range(3, 5)) == [[4], [4, 4]]
 
 
 def test_any_rank_alone():
-    assert any_rank(True)
-    assert not any_rank(False)
+    assert World().any_rank(True)
+    assert not World().any_rank(False)
 
 
 def test_build_batch_leaves_out_samples_without_a_reward():
-    batch = build_batch(SAMPLES, PROMPTS)
+    batch = build_batch(scored_samples(SAMPLES), PROMPTS)
     assert batch.input_ids_T.tolist() == [1, 2, 5, 6, 9, 1, 2, 7, 8, 3, 4, 3, 4, 4]
     assert batch.cu_seqlens.tolist() == [0, 5, 9, 11, 14]
     assert batch.reward_B.tolist() == [1.0, 0.0, 0.5, 0.5]
     assert batch.group_B.tolist() == [0, 0, 1, 1]
-    sampled = batch.rollout_logprob_T[batch.loss_mask_T]
-    assert sampled.tolist() == [-0.5, -1.25, -0.125, -1.0, -3.0, -0.75, -0.75, -0.25]
 
 
-@pytest.mark.parametrize(("greedy", "expected"), [(None, [1.0, 0.5]), ({1: 0.25}, [0.5])])
-def test_what_was_cut_off_is_left_out_of_what_was_built(greedy, expected):
-    """A sample without a reward, and one without a baseline, are no rows of the batch."""
-    batch = leave_out_truncated(build_batch(SAMPLES, PROMPTS, greedy), SAMPLES, greedy)
+def test_masks_and_versions_reach_the_batch():
+    """At the position that predicts the token; tokens that an environment wrote teach nothing."""
+    batch = build_batch(scored_samples(SAMPLES), PROMPTS)
+    assert batch.loss_mask_T.nonzero().squeeze(1).tolist() == [1, 3, 6, 7, 9, 11, 12]
+    assert batch.rollout_logprob_T.tolist() == [0, -0.5, 0, -0.125, 0, 0, -1, -3, 0, -0.75, 0, -0.75, -0.25, 0]
+    assert batch.weight_version_T.tolist() == [0, 3, 0, 4, 0, 0, 4, 4, 0, 4, 0, 0, 0, 0]
+    assert batch.select([1, 0]).weight_version_T.tolist() == [0, 4, 4, 0, 0, 3, 0, 4, 0]
+
+
+@pytest.mark.parametrize(("greedy", "expected"), [(None, [1.0, 0.0, 0.5, 0.5]), ([math.nan, 0.25], [0.5, 0.5])])
+def test_a_sample_without_a_baseline_is_left_out(greedy, expected):
+    baselines = None if greedy is None else torch.tensor(greedy).double()
+    batch = build_batch(scored_samples(SAMPLES, baselines), PROMPTS, baselines)
     assert batch.reward_B.tolist() == expected
-    assert batch.lengths.tolist() == [5, 2][-len(expected) :]
+    assert greedy is None or batch.baseline_B.tolist() == [0.25, 0.25]
 
 
-def test_parts_of_rewards_travel_too():
-    samples = [replace(s, parts={"own": s.reward, "other": 0.5}) for s in SAMPLES]
-    assert gather_samples(samples, ["own", "other"]) == samples
+def rewards_of(samples: Samples) -> list[float | None]:
+    return [None if reward != reward else reward for reward in samples.reward_B.tolist()]
 
 
 def test_penalty_takes_from_what_was_cut_off():
-    penalized = [sample.reward for sample in penalize_length(SAMPLES, RewardConfig(truncation_penalty=0.25), 8)]
-    assert penalized == [1.0, None, -0.25, 0.5, 0.25]
-    assert penalize_length(SAMPLES, RewardConfig(), 8) == SAMPLES
+    penalized = penalize_length(SAMPLES, RewardConfig(truncation_penalty=0.25), 8)
+    assert rewards_of(penalized) == [1.0, None, -0.25, 0.5, 0.25]
+    assert_same(penalize_length(SAMPLES, RewardConfig(), 8), SAMPLES)
 
 
 def test_coming_near_the_limit_costs_in_proportion():
-    # Lengths 3, 2, 1 and 2 of 3, the last two of which are the buffer.
+    # Lengths 3, 1, 2, 1 and 2 of 3, the last two of which are the buffer.
     config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
-    samples = [replace(sample, parts={"own": sample.reward}) for sample in SAMPLES]
-    penalized = penalize_length(samples, config, 3)
-    assert [sample.reward for sample in penalized] == [0.5, None, -0.25, 0.5, 0.25]
-    assert [sample.parts for sample in penalized] == [
-        {"own": 1.0, "length": -0.5}, {"own": None}, {"own": 0.0, "length": -0.25}, {"own": 0.5},
-        {"own": 0.5, "length": -0.25},
-    ]  # fmt: skip
+    samples = penalize_length(to_samples(ANSWERS, REWARDS, [{"own": x} for x in REWARDS], ["own"]), config, 3)
+    assert rewards_of(samples) == [0.5, None, -0.25, 0.5, 0.25]
+    assert str(samples.parts["own"].tolist()) == "[1.0, nan, 0.0, 0.5, 0.5]"
+    assert str(samples.parts["length"].tolist()) == "[-0.5, nan, -0.25, 0.0, -0.25]"
 
 
 def test_rows_with_signal():
     assert rows_with_signal(SAMPLES) == [0]
-    assert rows_with_signal(SAMPLES[1:]) == []  # what has no reward is not compared
-    moved = [replace(sample, row=sample.row + 2) for sample in SAMPLES]
-    assert rows_with_signal(moved + SAMPLES) == [0, 2]
+    assert rows_with_signal(SAMPLES.select(torch.arange(1, 5))) == []  # what has no reward is not compared
+    moved = SAMPLES.replace(row_B=SAMPLES.row_B + 2)
+    assert rows_with_signal(cat_samples([moved, SAMPLES])) == [0, 2]
 
 
 def test_a_part_decides_which_rows_have_a_signal():
+    """A missing part is another value than any number, and the same value as another missing part."""
     verdicts = [1.0, 1.0, 1.0, 0.0, 1.0]
-    samples = [replace(s, parts={"verdict": v, "other": s.reward}) for s, v in zip(SAMPLES, verdicts, strict=True)]
+    missing = [None, 1.0, None, None, 2.0]
+    columns = zip(verdicts, REWARDS, missing, strict=True)
+    parts = [{"verdict": verdict, "other": other, "missing": part} for verdict, other, part in columns]
+    samples = to_samples(ANSWERS, REWARDS, parts, ["verdict", "other", "missing"])
     assert rows_with_signal(samples, "verdict") == [1]
     assert rows_with_signal(samples, "other") == [0]
+    assert rows_with_signal(samples, "missing") == [1]
 
 
 def test_rollout_metrics_are_about_all_samples():
-    metrics = rollout_metrics(SAMPLES, build_batch(SAMPLES[:3], PROMPTS), 1)
-    assert metrics == rollout_metrics(SAMPLES, build_batch(SAMPLES, PROMPTS), 1)
+    some, all_scored = (build_batch(scored_samples(s), PROMPTS) for s in (SAMPLES.of_rows([0]), SAMPLES))
+    assert rollout_metrics(SAMPLES, some, 1) == rollout_metrics(SAMPLES, all_scored, 1)
 
 
 def test_rollout_metrics():
-    batch = build_batch(SAMPLES, PROMPTS)
-    bypassed = rollout_metrics(SAMPLES, batch.replace(old_logprob_T=batch.rollout_logprob_T), 1)
+    batch = build_batch(scored_samples(UNMASKED), PROMPTS)
+    bypassed = rollout_metrics(UNMASKED, batch.replace(old_logprob_T=batch.rollout_logprob_T), 1)
     assert not any("mismatch" in name for name in bypassed)  # the first optimizer step tells
     off_T = torch.where(batch.loss_mask_T, torch.arange(14.0) / 10, 0.0)  # positions 1-3, 6-7, 9, 11-12
     logprob_T = batch.rollout_logprob_T + off_T
     batch = batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
     batch = batch.replace(ref_logprob_T=batch.old_logprob_T + off_T)
-    metrics = rollout_metrics(SAMPLES, batch, 1)
+    metrics = rollout_metrics(UNMASKED, batch, 1)
     off = np.array([1, 2, 3, 6, 7, 9, 11, 12]) / 10
     assert metrics == pytest.approx(
         {
@@ -175,8 +204,8 @@ def test_rollout_metrics():
 
 
 def test_rollout_metrics_of_nothing_have_no_reward():
-    nothing = [Sample(s.row, s.completion, None) for s in SAMPLES]
-    batch = build_batch(nothing, PROMPTS)
+    nothing = to_samples(ANSWERS, [None] * 5)
+    batch = build_batch(scored_samples(nothing), PROMPTS)
     batch = batch.replace(old_logprob_T=batch.rollout_logprob_T.clone(), ref_logprob_T=batch.rollout_logprob_T)
     metrics = rollout_metrics(nothing, batch, 0)
     assert metrics["left_out_share"] == 1.0
@@ -189,7 +218,7 @@ def prepare(batch: Batch, config: AlgorithmConfig) -> Batch:
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr-grpo"])
 def test_grpo_advantages_stand_at_sampled_positions(advantage):
-    batch = prepare(build_batch(SAMPLES, PROMPTS), AlgorithmConfig(advantage=advantage))
+    batch = prepare(build_batch(scored_samples(UNMASKED), PROMPTS), AlgorithmConfig(advantage=advantage))
     scale = 1 / math.sqrt(0.5) if advantage == "grpo" else 1.0  # the sample deviation of 1 and 0
     expected = [0, 1, 1, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0]
     assert batch.advantage_T.tolist() == pytest.approx([0.5 * scale * x for x in expected], abs=1e-5)
@@ -211,7 +240,7 @@ def test_gae_advantages(kl_in):
     config = AlgorithmConfig(
         advantage="gae", gamma=0.9, lam=0.8, kl_coef=0.5, kl_in=kl_in, kl_estimator=estimator,
     )  # fmt: skip
-    batch = build_batch(SAMPLES, PROMPTS)
+    batch = build_batch(scored_samples(UNMASKED), PROMPTS)
     generator = torch.Generator().manual_seed(0)
     value_T, old_T, ref_T = (torch.randn(14, generator=generator) * batch.loss_mask_T for _ in range(3))
     batch = prepare(batch.replace(value_T=value_T, old_logprob_T=old_T, ref_logprob_T=ref_T), config)

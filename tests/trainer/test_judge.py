@@ -15,6 +15,7 @@ from rlft_fast.rollout import Completion
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge, RewardModelScorer
 from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
 
@@ -52,8 +53,9 @@ def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(["a", "b"], [tokenizer.encode("a"), tokenizer.encode("b")], {"answer": ["AB", "CD"]})
     completion = Completion([*tokenizer.encode("CD"), tokenizer.eos_token_id], [0.0] * 3, "stop")
-    judge = Judge(toy_config(model, tmp_path, reward__function="rlft_fast.rewards:exact_match"), tokenizer)
-    assert [sample.reward for sample in judge.score(prompts, [(1, completion), (0, completion)])] == [1.0, 0.0]
+    judge = Judge(toy_config(model, tmp_path, reward__function="rlft_fast.rewards:exact_match"), tokenizer, World())
+    samples = judge.score(prompts, [(1, completion), (0, completion)])
+    assert (samples.row_B.tolist(), samples.reward_B.tolist()) == ([0, 1], [0.0, 1.0])
 
 
 def test_functions_in_worker_processes(model, tmp_path):
@@ -78,9 +80,9 @@ def test_a_reward_model_scores_as_transformers_does(model, reward_model, same_vo
     tokenizer = AutoTokenizer.from_pretrained(model)
     if not same_vocabulary:
         tokenizer.add_tokens(["<another>"])
-    answers = [(1, Completion([200, 201, 256], [0.0] * 3, "stop")), (0, Completion([65, 66], [0.0] * 2, "length"))]
     prompts = Prompts(["ab", "c"], [tokenizer.encode("ab"), tokenizer.encode("c")], {})
-    scores = RewardModelScorer(str(reward_model), EngineConfig(max_tokens=32), tokenizer).score(prompts, answers)
+    scorer = RewardModelScorer(str(reward_model), EngineConfig(max_tokens=32), tokenizer, World())
+    scores = scorer.score(prompts, [1, 0], [[200, 201, 256], [65, 66]]).tolist()
     sequences = [[*tokenizer.encode("c"), 200, 201, 256], [*tokenizer.encode("ab"), 65, 66]]
     if not same_vocabulary:
         own = AutoTokenizer.from_pretrained(reward_model)
@@ -95,15 +97,17 @@ def test_a_text_that_the_reward_model_has_no_room_for_is_left_out(model, reward_
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(["ab"], [tokenizer.encode("ab")], {})
     room = 8 - len(prompts.token_ids[0]) - 1  # the last token is the one that asks
-    answers = [(0, Completion([65] * length, [0.0] * length, "stop")) for length in (room + 1, room, 1)]
-    small, large = (RewardModelScorer(str(reward_model), EngineConfig(max_tokens=m), tokenizer) for m in (8, 64))
-    expected = large.score(prompts, answers)
+    rows, answers = [0] * 3, [[65] * length for length in (room + 1, room, 1)]
+    small, large = (
+        RewardModelScorer(str(reward_model), EngineConfig(max_tokens=cap), tokenizer, World()) for cap in (8, 64)
+    )
+    expected = large.score(prompts, rows, answers)
     with pytest.warns(UserWarning, match="more than 7 tokens .* raise actor.max_tokens"):
-        scores = small.score(prompts, answers)
+        scores = small.score(prompts, rows, answers)
     with pytest.warns(UserWarning, match="more than 7 tokens"):
-        assert small.score(prompts, answers[:1]) == [None]
-    assert scores == [None, pytest.approx(expected[1], abs=1e-5), pytest.approx(expected[2], abs=1e-5)]
-    assert small.score(prompts, []) == []
+        assert small.score(prompts, [0], answers[:1]).isnan().tolist() == [True]
+    assert scores.tolist() == pytest.approx([torch.nan, *expected[1:].tolist()], abs=1e-5, nan_ok=True)
+    assert len(small.score(prompts, [], [])) == 0
 
 
 def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path):

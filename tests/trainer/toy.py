@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config
-from rlft_fast.world.collectives import get_rank
+from rlft_fast.world import World
 
 HERE = Path(__file__)
 WORDS = ("sun", "moon", "star", "rain", "snow", "wind", "hill", "lake", "tree", "leaf")
@@ -61,7 +61,7 @@ def even_share_until_struck(completion_ids: list[list[int]], strike: list[str], 
     order = Path(strike[0])
     if order.exists():
         how, call, rank = order.read_text().split()
-        if even_share_until_struck.calls == int(call) and get_rank() == int(rank):  # type: ignore[attr-defined]
+        if even_share_until_struck.calls == int(call) and World.current().rank == int(rank):  # type: ignore[attr-defined]
             order.unlink()
             _strike(how)
     return even_share(completion_ids)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from rlft_fast.engine import CheckpointManager
 from rlft_fast.engine.sharding.mesh import device_mesh
 from rlft_fast.errors import RunError
-from rlft_fast.world import naming_lost_ranks
-from rlft_fast.world.collectives import _local_gpu, collective_timeout, leave_process_group, sequence_group
+from rlft_fast.world import World, collective_timeout, naming_lost_ranks
+from rlft_fast.world.process_group import _local_gpu, leave_process_group
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
@@ -24,18 +25,18 @@ SCRIPT = """
     import os, signal, sys
     import torch
     import torch.distributed as dist
-    from rlft_fast.world.collectives import init_distributed, get_rank
-    from rlft_fast.world.failures import LostRankError, naming_lost_ranks
+    from rlft_fast.world import init_distributed, naming_lost_ranks
+    from rlft_fast.world.failures import LostRankError
 
-    store = init_distributed(timeout_minutes=1)
+    world = init_distributed(timeout_minutes=1)
     try:
-        with naming_lost_ranks(store, patience_s=5.0):
+        with naming_lost_ranks(world, patience_s=5.0):
             for step in range(100):
-                if get_rank() == 1 and step == 3:
+                if world.rank == 1 and step == 3:
                     {end}
                 dist.all_reduce(torch.ones(1))
     except LostRankError as error:
-        print(f"rank {{get_rank()}}: {{error}}", flush=True)
+        print(f"rank {{world.rank}}: {{error}}", flush=True)
         os._exit(3)
 """
 
@@ -78,7 +79,8 @@ def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
 
 
 def test_error_with_a_cause_of_its_own_is_no_lost_rank():
-    with pytest.raises(RunError, match=r"^the judge: connection timed out$"), naming_lost_ranks(dist.HashStore()):
+    world = World(store=dist.HashStore())
+    with pytest.raises(RunError, match=r"^the judge: connection timed out$"), naming_lost_ranks(world):
         raise RunError("the judge: connection timed out")
 
 
@@ -109,8 +111,9 @@ def test_processes_without_a_gpu_of_their_own_are_refused(monkeypatch):
 def check_timeouts(rank: int, directory: Path) -> None:
     expected = collective_timeout()
     assert expected != dist.default_pg_timeout
-    groups = [sequence_group(2), *device_mesh("cpu", shard_size=1).get_all_groups()]
-    manager = CheckpointManager(directory)
+    world = replace(World.current(), device=torch.device("cpu"))
+    groups = [world.sequence_group(2), *device_mesh(shard_size=1, world=world).get_all_groups()]
+    manager = CheckpointManager(directory, world=world)
     assert manager.load({}) is None
     assert [collective_timeout(group) for group in (*groups, manager._group)] == [expected] * 4
 

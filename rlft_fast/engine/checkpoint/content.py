@@ -15,7 +15,7 @@ from rlft_fast.engine.checkpoint.manifest import STATE_NAME, describe_file, desc
 from rlft_fast.engine.checkpoint.storage import LocalPart, Snapshot, load_tensors, local_parts, save_parts, whole
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import write_text
-from rlft_fast.world import get_rank, get_world_size
+from rlft_fast.world import World
 
 _CLIENT = "client.safetensors"
 
@@ -53,12 +53,13 @@ class Content:
         return {name: describe_file(folder / name) for name in (*self.parts, *self.texts)}
 
 
-def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any]) -> Content:
+def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any], world: World) -> Content:
     """Takes the engines' tensors and counters, this process's random states, and on rank 0 the caller's state.
 
     Args:
         engines: by name.
         state: tensors, and values that JSON can hold.
+        world: all processes.
 
     Returns:
         The content. Its tensors alias the engines' own tensors.
@@ -68,10 +69,10 @@ def collect(engines: Mapping[str, FSDPEngine], state: Mapping[str, Any]) -> Cont
     """
     values = _checked({name: value for name, value in state.items() if not isinstance(value, Tensor)})
     counters = {name: engine.counters() for name, engine in engines.items()}
-    parts = {_file_of_rank(name): local_parts(engine.state_tensors()) for name, engine in engines.items()}
-    parts[_file_of_rank("rng")] = {name: whole(tensor) for name, tensor in _random_states().items()}
+    parts = {_file_of(name, world.rank): local_parts(engine.state_tensors(), world) for name, engine in engines.items()}
+    parts[_file_of("rng", world.rank)] = {name: whole(tensor) for name, tensor in _random_states().items()}
     texts = {}
-    if get_rank() == 0:
+    if world.is_first:
         texts[STATE_NAME] = json.dumps({"engines": counters, "client": values})
         parts[_CLIENT] = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
     models = {name: describe_model(engine) for name, engine in engines.items()}
@@ -95,7 +96,9 @@ def check_models(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine],
             )
 
 
-def restore(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], folder: Path) -> dict[str, Any]:
+def restore(
+    manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], folder: Path, world: World
+) -> dict[str, Any]:
     """Fills the engines in place, and restores random states if the number of processes is the same.
 
     Returns:
@@ -103,16 +106,16 @@ def restore(manifest: Mapping[str, Any], engines: Mapping[str, FSDPEngine], fold
     """
     saved = read_state(folder)
     for name, engine in engines.items():
-        load_tensors(engine.state_tensors(), folder / name)
+        load_tensors(engine.state_tensors(), folder / name, world)
         engine.load_counters(saved["engines"][name])
-    if manifest["world_size"] == get_world_size():
-        _restore_random_states(load_file(folder / _file_of_rank("rng")))
+    if manifest["world_size"] == world.size:
+        _restore_random_states(load_file(folder / _file_of("rng", world.rank)))
     tensors = load_file(folder / _CLIENT) if _CLIENT in manifest["files"] else {}
     return saved["client"] | tensors
 
 
-def _file_of_rank(name: str) -> str:
-    return f"{name}/rank_{get_rank():05d}.safetensors"
+def _file_of(name: str, rank: int) -> str:
+    return f"{name}/rank_{rank:05d}.safetensors"
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

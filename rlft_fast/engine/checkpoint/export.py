@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, fsync, publish, write_text
 from rlft_fast.models import ValueModel, token_classifier
-from rlft_fast.world import all_reduce, forked_rng, get_rank
+from rlft_fast.world import World, forked_rng
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 _OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
@@ -56,22 +57,22 @@ def export_hf(
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
     shards = _ShardWriter(temporary, max_shard_bytes)
-    model = engine.model
+    model, attempt = engine.model, partial(_attempt, engine.world)
     own_config = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
-    failure = _attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
+    failure = attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
     for name, tensor in engine.named_weights():  # iterates to the end after a failure, too: all ranks gather together
-        failure = failure or _attempt(shards.add, name, tensor, getattr(torch, dtype))
-    failure = failure or _attempt(shards.finish) or _attempt(_keep_others_files, output, temporary)
-    failure = failure or _attempt(publish, temporary, output, replaced)
-    if all_reduce({"failed_max": torch.tensor(float(failure is not None))})["failed_max"]:
-        _attempt(_clear, temporary)
+        failure = failure or attempt(shards.add, name, tensor, getattr(torch, dtype))
+    failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
+    failure = failure or attempt(publish, temporary, output, replaced)
+    if engine.world.any_rank(failure is not None):
+        attempt(_clear, temporary)
         raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
 
 
-def _attempt(function: Callable[..., None], *args: Any) -> Exception | None:
+def _attempt(world: World, function: Callable[..., None], *args: Any) -> Exception | None:
     """Calls the function on rank 0, and returns the error that it raised, if any."""
     try:
-        if get_rank() == 0:
+        if world.is_first:
             function(*args)
     except Exception as error:  # is raised later, on all ranks together
         return error
@@ -155,13 +156,16 @@ def _keep_others_files(output: Path, temporary: Path) -> None:
     write_text(temporary / _OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
 
 
-def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype = "float32") -> Path:
+def export_run(
+    run: str | Path, output: str | Path | None = None, dtype: Dtype = "float32", world: World | None = None
+) -> Path:
     """Exports the policy of a run's newest complete checkpoint, without its optimizer.
 
     Args:
         run: output folder of the run.
         output: folder to write, which must not exist; None: ``hf/`` in the run's folder, which is replaced.
         dtype: dtype of the exported weights.
+        world: the processes that export together; None: `World.current()`.
 
     Returns:
         The folder written.
@@ -174,14 +178,14 @@ def export_run(run: str | Path, output: str | Path | None = None, dtype: Dtype =
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not the output folder of a run: it has no config.yaml")
     config = Config.load(run / "config.yaml")
-    manager = CheckpointManager(run / "checkpoints")
+    manager = CheckpointManager(run / "checkpoints", world=world)
     if manager.latest() is None:
         raise ValueError(f"{run} has no complete checkpoint to export")
     # The float32 masters of bfloat16 weights are in the optimizer's state, so the engine needs an optimizer.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
     alone = {"sequence_parallel": 1, "shard_size": -1}  # the run may have had more processes than the export
     actor = config.actor.model_copy(update=alone)
-    engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps).initialize()
+    engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps, world=manager.world).initialize()
     with forked_rng():  # loading a checkpoint would set the caller's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"

@@ -28,7 +28,7 @@ from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_m
 from rlft_fast.engine.checkpoint.storage import Snapshot
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, publish, remove
-from rlft_fast.world import collective_timeout, get_rank, get_world_size
+from rlft_fast.world import World, collective_timeout
 
 T = TypeVar("T")
 _BYTES_PER_GB = 1_000_000_000
@@ -47,12 +47,16 @@ class CheckpointManager:
         max_num: most complete checkpoints to keep. While a checkpoint is written, the disk holds one more.
         max_mem: most GB (10^9 bytes) of all complete checkpoints together; None for no limit. The newest checkpoint is
             always kept.
+        world: the processes that save and load together; None: `World.current()`.
     """
 
-    def __init__(self, directory: str | Path, max_num: int = 2, max_mem: float | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, max_num: int = 2, max_mem: float | None = None, world: World | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.max_num = max_num
         self.max_mem = max_mem
+        self.world = world or World.current()
         self._snapshot = Snapshot()
         self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: futures.Future[None] | None = None
@@ -98,7 +102,7 @@ class CheckpointManager:
         """
         failure = self._finish_writing()
         self._connect()
-        content = collect(engines, state)
+        content = collect(engines, state, self.world)
         asynchronous = asynchronous and failure is None
         if asynchronous:
             content = content.copied(self._snapshot)
@@ -151,19 +155,19 @@ class CheckpointManager:
 
     def _remove_leftovers(self) -> None:
         """Removes temporary folders of checkpoints that a kill left behind."""
-        if get_rank() == 0 and self.directory.is_dir():
+        if self.world.is_first and self.directory.is_dir():
             for folder in self.directory.glob(f"*{TEMPORARY}"):
                 if _NAME.fullmatch(folder.name.removesuffix(TEMPORARY)):
                     shutil.rmtree(folder)
 
     def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
-        if get_rank() == 0:
+        if self.world.is_first:
             if unseen := [name for name in files if not (temporary / name).is_file()]:
                 raise OSError(
                     f"the first process does not see {unseen[0]}, which another one wrote: all machines need the same "
                     "folder, on a disk that they share"
                 )
-            write_manifest(temporary, _step(final), get_world_size(), models, files)
+            write_manifest(temporary, _step(final), self.world.size, models, files)
             publish(temporary, final, final.with_name(final.name + REPLACED))
             self._damaged.discard(final.name)
             self._rotate(final)
@@ -211,7 +215,7 @@ class CheckpointManager:
                 return self._load(folder, engines)
             problems.append(f"checkpoint {folder} is damaged: {problem}")
             self._damaged.add(name)
-            if get_rank() == 0:
+            if self.world.is_first:
                 warnings.warn(f"{problems[-1]}; it is left out", stacklevel=2)
         if problems:
             raise CheckpointError("no checkpoint can be used: " + "; ".join(problems))
@@ -223,7 +227,7 @@ class CheckpointManager:
         def find() -> str | None:
             try:
                 files = read_manifest(folder, _step(folder))["files"]
-                share = list(files.items())[get_rank() :: get_world_size()]
+                share = list(files.items())[self.world.rank :: self.world.size]
                 if problem := find_extra(folder, files) or find_damage(folder, dict(share)):
                     return problem
                 read_state(folder)
@@ -237,7 +241,7 @@ class CheckpointManager:
         manifest = read_manifest(folder, _step(folder))
         check_models(manifest, engines, folder)
         try:
-            return restore(manifest, engines, folder)
+            return restore(manifest, engines, folder, self.world)
         except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
             raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
 
@@ -254,7 +258,7 @@ class CheckpointManager:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        if self._group is None and get_world_size() > 1:
+        if self._group is None and self.world.size > 1:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=collective_timeout()))
 
     def _together(self, function: Callable[[], T]) -> list[T]:
@@ -265,7 +269,7 @@ class CheckpointManager:
             outcome = (None, f"{error}" or type(error).__name__)
         outcomes: list[Any] = [outcome]
         if self._group is not None:
-            outcomes = [None] * get_world_size()
+            outcomes = [None] * self.world.size
             dist.all_gather_object(outcomes, outcome, group=self._group)
         for _, failure in outcomes:
             if failure is not None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from rlft_fast.files import fsync
 from rlft_fast.models import local_part
-from rlft_fast.world import get_rank, get_world_size
+from rlft_fast.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +46,29 @@ def whole(tensor: Tensor) -> LocalPart:
     return LocalPart(tensor.detach(), (0,) * tensor.dim())
 
 
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, LocalPart]:
+def local_parts(tensors: Mapping[str, Tensor], world: World) -> dict[str, LocalPart]:
     """The parts that this process has to write. All processes together write every element once.
 
     Args:
         tensors: DTensors, and plain tensors that are the same on every rank. The parts alias them.
+        world: all processes.
     """
     parts = {}
     for name, tensor in tensors.items():
         local, region = local_part(tensor)
         is_empty_shard = local.numel() == 0 and tensor.numel() > 0  # the last ranks may have no rows
-        if _writes(name, tensor) and not is_empty_shard:
+        if _writes(name, tensor, world) and not is_empty_shard:
             parts[name] = LocalPart(local.detach(), tuple(along.start for along in region))
     return parts
 
 
-def _writes(name: str, tensor: Tensor) -> bool:
+def _writes(name: str, tensor: Tensor, world: World) -> bool:
     """Whether this process writes its part of the tensor.
 
     Only one of the processes that hold the same part does. The name decides which one, so replicas share the work.
     """
     if not isinstance(tensor, DTensor):
-        return get_rank() == 0
+        return world.is_first
     mesh, turn = tensor.device_mesh, zlib.crc32(name.encode())
     replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return all(mesh.get_local_rank(axis) == turn % mesh.size(axis) for axis in replicated)
@@ -117,8 +118,8 @@ def save_weights(data: dict[str, Tensor], path: Path, metadata: dict[str, str]) 
     fsync(path)
 
 
-def load_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
     """Fills tensors of any sharding, in place, from the parts of any number of processes. Every rank must call it."""
     with warnings.catch_warnings():  # DCP warns about loading in a single process
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=get_world_size() == 1)
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)

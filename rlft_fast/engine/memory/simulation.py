@@ -38,7 +38,7 @@ from rlft_fast.models import (
 )
 from rlft_fast.ops import gather_heads_scatter_tokens
 from rlft_fast.rl import PolicyLoss, ValueLoss
-from rlft_fast.world import sequence_group
+from rlft_fast.world import World
 
 # transformers reads the boundaries of a vision tower's images, unless the name of the attention contains "flash". A
 # fake tensor cannot be read.
@@ -102,24 +102,24 @@ def simulate(workload: Workload) -> Peaks:
 
 @lru_cache(maxsize=256)
 def _simulate(workload: Workload, _model_config: str) -> Peaks:
-    with pretended_world(workload.world_size):
+    with pretended_world(workload.world_size) as world:
         try:
-            return _with_few_blocks(workload)
+            return _with_few_blocks(workload, world)
         except RuntimeError as error:
             raise MemoryPlanError(
                 f"the model in {workload.path} cannot be planned, since it does not run without data: {error}"
             ) from error
 
 
-def _with_few_blocks(workload: Workload) -> Peaks:
+def _with_few_blocks(workload: Workload, world: World) -> Peaks:
     """The highest peak of all moments. A moment's peak is extrapolated from two models with a few blocks."""
     model = build(workload)
     repeats = find_repeats(model)
     if repeats is None:
-        tracker = run_blocks(workload, model)
+        tracker = run_blocks(workload, model, world)
         return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
     few, more = (
-        run_blocks(workload, built, repeats, count)
+        run_blocks(workload, built, world, repeats, count)
         for built, count in zip((model, build(workload)), repeats.counts, strict=True)
     )
     inferred = [
@@ -130,8 +130,8 @@ def _with_few_blocks(workload: Workload) -> Peaks:
 
 
 @contextlib.contextmanager
-def pretended_world(world_size: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of a process group whose collectives do nothing.
+def pretended_world(world_size: int) -> Iterator[World]:
+    """Inside, this process is rank 0 of a world on CPUs, whose collectives do nothing.
 
     Raises:
         ValueError: the process has joined a process group already.
@@ -140,30 +140,31 @@ def pretended_world(world_size: int) -> Iterator[None]:
         raise ValueError("this process has joined a process group, so it cannot pretend another: plan before joining")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield
+        yield World(size=world_size, device=torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
 
 def run_blocks(
-    workload: Workload, model: RLModel, repeats: Repeats | None = None, num_repeats: int = 0
+    workload: Workload, model: RLModel, world: World, repeats: Repeats | None = None, num_repeats: int = 0
 ) -> MemoryTracker:
-    """Runs the workload in the pretended world, with some or all of the model's equal blocks.
+    """Runs the workload with some or all of the model's equal blocks.
 
     Args:
         workload: the work to run.
         model: from `build`. It is sharded here and cannot be used again.
+        world: from `pretended_world`.
         repeats: the model's equal blocks; None: run all blocks.
         num_repeats: number of repeats to run.
     """
-    device, config = torch.device("cpu"), workload.config
-    group = sequence_group(config.sequence_parallel)
+    config = workload.config
+    group = world.sequence_group(config.sequence_parallel)
     if repeats is not None:
         repeats.shorten(model, num_repeats)
-    shard(model, config, device)
+    shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(f"rlft_fast::{operator}") as tracker:
-        materialize(model, device)
+        materialize(model, world.device)
         _stand_in(model)
         if repeats is not None:
             _mark_blocks(tracker, repeats, model)

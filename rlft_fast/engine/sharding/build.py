@@ -26,7 +26,7 @@ from rlft_fast.models import (
     build_reward_model,
     require_divisible_heads,
 )
-from rlft_fast.world import get_world_size, require_agreement
+from rlft_fast.world import World
 
 HeadKind = Literal["logprob", "value", "score"]
 
@@ -68,7 +68,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     return model
 
 
-def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tuple[str, nn.Module]]:
+def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str, nn.Module]]:
     """Wraps the model by FSDP2, in place, unless there is nothing to shard, cast or offload.
 
     Returns:
@@ -77,13 +77,13 @@ def shard(model: RLModel, config: EngineConfig, device: torch.device) -> list[tu
     Raises:
         ValueError: the shard size does not divide the number of ranks, or nothing fits.
     """
-    memory = device_memory(device)
-    size = resolve_shard_size(config.shard_size, get_world_size(), state_bytes(model, config), memory)
-    if get_world_size() == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
+    memory = device_memory(world.device)
+    size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
+    if world.size == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
         return []
     units = shard_model(
         model,
-        device_mesh(device.type, size),
+        device_mesh(size, world),
         compute_dtype=getattr(torch, config.compute_dtype),
         class_names=config.wrap,
         reshard_after_forward=config.reshard_after_forward,
@@ -129,7 +129,9 @@ def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
     warnings.warn(f"{message}. Rounding explains less: compare with float32", stacklevel=2)
 
 
-def require_same_model(path: str, config: EngineConfig, head: HeadKind, num_training_steps: int | None) -> None:
+def require_same_model(
+    path: str, config: EngineConfig, head: HeadKind, num_training_steps: int | None, world: World
+) -> None:
     """Requires that all ranks were given the same model and settings.
 
     Raises:
@@ -138,4 +140,4 @@ def require_same_model(path: str, config: EngineConfig, head: HeadKind, num_trai
     file = Path(path) / "config.json"
     model = json.loads(file.read_text()) if file.is_file() else {}
     engine = config.model_dump(mode="json") | {"head": head, "num_training_steps": num_training_steps}
-    require_agreement("engine configuration", engine | {f"config.json: {key}": model[key] for key in model})
+    world.require_agreement("engine configuration", engine | {f"config.json: {key}": model[key] for key in model})

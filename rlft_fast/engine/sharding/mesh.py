@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlft_fast.world import collective_timeout, ensure_process_group, get_world_size
+from rlft_fast.world import World, collective_timeout, ensure_process_group
 
 # Share of the device's memory that a model's state may take. Activations, gathered weights and others need the rest.
 _USABLE = 0.6
@@ -54,22 +54,22 @@ def resolve_shard_size(shard_size: int | Literal["auto"], world_size: int, state
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]] = WeakKeyDictionary()
 
 
-def device_mesh(device_type: str, shard_size: int) -> DeviceMesh:
+def device_mesh(shard_size: int, world: World) -> DeviceMesh:
     """The mesh for a shard size. It is made once, and has one axis if all ranks share one copy of the model.
 
     On a mesh of one axis FSDP reduces gradients once instead of twice.
 
     Args:
-        device_type: type of the ranks' devices.
         shard_size: from `resolve_shard_size`.
+        world: all ranks. Their devices have one type.
     """
     ensure_process_group()
-    world = dist.group.WORLD
-    assert world is not None
-    meshes = _meshes.setdefault(world, {})
-    if (device_type, shard_size) not in meshes:
-        meshes[device_type, shard_size] = _make_mesh(device_type, shard_size, get_world_size())
-    return meshes[device_type, shard_size]
+    assert dist.group.WORLD is not None
+    meshes = _meshes.setdefault(dist.group.WORLD, {})
+    key = world.device.type, shard_size
+    if key not in meshes:
+        meshes[key] = _make_mesh(*key, world.size)
+    return meshes[key]
 
 
 def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.checkpoint.storage import load_tensors, local_parts, save_parts
+from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engines, random_batch, state_of, step
 from tests.support.distributed import run_distributed
@@ -119,14 +120,15 @@ def replicas_are_written_once(folder: Path) -> None:
     full = {name: tensor.view(-1, 3) for name, tensor in full.items()}
     tensors = {name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)]) for name, tensor in full.items()}
     tensors["whole"] = full["whole"] = torch.arange(5)
-    save_parts(local_parts(tensors), folder / f"{dist.get_rank()}.safetensors")
-    dist.barrier()
+    world = World.current()
+    save_parts(local_parts(tensors, world), folder / f"{world.rank}.safetensors")
+    world.barrier()
     written = [load_file(path) for path in folder.iterdir()]
     assert sum(tensor.numel() for file in written for tensor in file.values()) == sum(t.numel() for t in full.values())
     assert all(file for file in written)  # every process had something to do
     for tensor in tensors.values():
         tensor.zero_()
-    load_tensors(tensors, folder)
+    load_tensors(tensors, folder, world)
     reference.assert_equal({name: reference.full(tensor) for name, tensor in tensors.items()}, full)
 
 

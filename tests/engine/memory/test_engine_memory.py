@@ -12,7 +12,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.memory.engine import USABLE, inference_bytes, largest_max_tokens, plan_engine_memory
 from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
-from rlft_fast.world.collectives import leaving_process_group
+from rlft_fast.world import leaving_process_group
 from tests.engine.memory.planned import TOLERANCE, full_batch, measured_bytes, num_bytes, save_model, state_bytes
 from tests.support.distributed import run_distributed
 from tests.support.memory import peak_allocated_bytes

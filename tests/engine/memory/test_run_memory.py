@@ -12,7 +12,7 @@ from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
-from rlft_fast.rollout import HFRollout, SamplingParams
+from rlft_fast.rollout import HFGenerator, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
 from tests.engine.memory.planned import num_bytes, save_model
 from tests.support.memory import peak_allocated_bytes
@@ -102,10 +102,10 @@ def test_what_generate_takes(tmp_path):
     }  # fmt: skip
     model = load_policy(path)
     planned = GeneratorMemory(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy_bytes
-    rollout = HFRollout(model, load_tokenizer(path), batch_size=64)
-    rollout.eos_token_ids = []
+    generator = HFGenerator(model, load_tokenizer(path), batch_size=64)
+    generator.eos_token_ids = []
     prompts = [[7] * 64] * 4
-    measured = peak_allocated_bytes(lambda: rollout.generate(prompts, SamplingParams(n=4, max_new_tokens=384)))
+    measured = peak_allocated_bytes(lambda: generator.generate(prompts, SamplingParams(n=4, max_new_tokens=384)))
     assert measured < planned < 1.25 * measured
 
 

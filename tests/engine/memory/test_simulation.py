@@ -17,8 +17,8 @@ WINDOWS = ["sliding_attention", "full_attention"]
 
 
 def all_blocks(work: Workload) -> Peaks:
-    with pretended_world(work.world_size):
-        tracker = run_blocks(work, build(work))
+    with pretended_world(work.world_size) as world:
+        tracker = run_blocks(work, build(work), world)
     return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
 
 

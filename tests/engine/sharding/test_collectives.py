@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlft_fast.config import RolloutConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.wrap import find_units
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import SamplingParams
-from rlft_fast.rollout.hf import HFRollout
+from rlft_fast.rollout import SamplingParams, build_rollout
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 from tests.support.distributed import run_distributed
 
@@ -82,7 +82,7 @@ def check_after_a_rollout(rank: int, path: Path) -> None:
         gathers = []
         for _ in range(2):
             gathers.append(step(engine, batch)[1]["allgather_base"])
-            rollout = HFRollout(engine.model, load_tokenizer(path), 4)
+            rollout = build_rollout(engine, load_tokenizer(path), RolloutConfig(batch_size=4), 16)
             rollout.generate([[1, 2, 3]], SamplingParams(n=2, max_new_tokens=2))
         num_units = len(find_units(engine.model)) + 1
         assert gathers == [2 * num_units - 2 if reshards else num_units] * 2

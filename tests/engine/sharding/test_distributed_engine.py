@@ -1,6 +1,7 @@
 """Two processes compute the results of one process. Starting a process takes seconds, so all cases share a pair."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Completion, NonFiniteLogitsError
-from rlft_fast.rollout.failures import require_finite
+from rlft_fast.rollout import Completion, NonFiniteLogitsError, Rollout, SamplingParams
+from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
 from tests.support.distributed import run_distributed
@@ -93,6 +94,16 @@ def check_steps(rank: int, path: Path, output: Path) -> None:
     check_damage_is_seen_by_all(rank, engine)
 
 
+class Sampling:
+    """A generator whose samples have one token of this log-probability."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+
+    def generate(self, prompts: list[list[int]], *_: object) -> list[list[Completion]]:
+        return [[Completion([1], [self.logprob], "stop")] for _ in prompts]
+
+
 def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
     """Each rank has a row that is not finite. Every rank names both rows, and the samples of both ranks."""
     assert engine.non_finite_weights() == []
@@ -100,7 +111,7 @@ def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
     engine.model.get_parameter(name).to_local().data[0, 0] = (math.nan, -math.inf)[rank]
     assert engine.non_finite_weights() == [f"model.model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
     with pytest.raises(NonFiniteLogitsError):
-        require_finite([[Completion([1], [math.nan if rank == 1 else -1.0], "stop")]])
+        Rollout(partial(Sampling, math.nan if rank == 1 else -1.0), World.current()).generate([[1]], SamplingParams())
 
 
 def check_on_policy(path: Path, batch) -> None:

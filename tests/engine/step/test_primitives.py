@@ -9,7 +9,6 @@ from rlft_fast.config import LoraConfig
 from rlft_fast.data import Batch, plan_batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.rl import PolicyLoss, loss_weights
-from rlft_fast.world import get_world_size
 from tests.engine.reference import POLICY_LOSS, FailsLate, make_engine, policy_loss, random_batch, weights
 from tests.support.distributed import run_distributed
 
@@ -44,7 +43,7 @@ def same(first: FSDPEngine, second: FSDPEngine, atol: float = 0.0) -> None:
 def check_pieces(rank: int, path, options) -> None:
     batch, loss = random_batch(9), policy_loss()
     whole, one_call, by_plan, in_halves = (make_engine(path, max_tokens=24, **options) for _ in range(4))
-    groups = get_world_size() // whole.config.sequence_parallel
+    groups = whole.world.size // whole.config.sequence_parallel
     for _ in range(2):
         expected = whole.train_step(batch, loss)
         one_call.zero_grad()

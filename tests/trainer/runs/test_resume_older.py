@@ -18,7 +18,7 @@ OPTIONS = {
 
 
 def test_its_next_step_has_the_recorded_numbers(tmp_path):
-    """Those of the older code's own third step; rounding apart, which another machine's GEMMs do differently."""
+    """Recorded from the older code with samples drawn by seeds of their own; another machine rounds differently."""
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
     model = save_tiny_model("llama", tmp_path / "model", **sizes, num_attention_heads=2, num_key_value_heads=1)
     shutil.copytree(OLDER, tmp_path / "run")

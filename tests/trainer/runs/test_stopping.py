@@ -14,7 +14,7 @@ import pytest
 
 from rlft_fast.cli import main
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.rollout.hf import HFRollout
+from rlft_fast.rollout.hf import HFGenerator
 from tests.trainer.runs.test_resume import FEWER_OPTIONS, IN_STEP_5, OPTIONS, assert_same_result, write_config
 from tests.trainer.toy import HERE, comparable
 
@@ -92,7 +92,7 @@ def test_after_an_optimizer_step_the_step_is_finished(method, call, model, unint
 
 def test_while_it_samples_the_step_is_left_at_once(model, uninterrupted, signal_at, tmp_path, capsys):
     """One call before the first step, then one per prompt: those of the third and fourth prompt are not made."""
-    calls = signal_at(HFRollout, "_generate", 1 + 4 + 3)
+    calls = signal_at(HFGenerator, "_generate", 1 + 4 + 3)
     assert "stopped after step 1: step 1 is saved" in stop_and_resume(model, tmp_path, uninterrupted, capsys)
     assert len(calls) == 8 + 2 * 4 + 1
 

@@ -1,0 +1,134 @@
+"""`Samples`: what generators returned, with rewards, as columns that travel between processes without pickles."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlft_fast.data.batch import Batch, cat_supports, cumulative, flat, list_lengths, token_ranges
+from rlft_fast.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """B sampled completions of T tokens in all, one behind the other. On the CPU.
+
+    Args:
+        row_B: (B,) int64, row of the prompt that a completion answers.
+        number_B: (B,) int64, number of a completion among those of its row.
+        length_B: (B,) int64, tokens of each completion.
+        stopped_B: (B,) bool, True where an end was sampled, False where the limit of tokens cut the completion off.
+        reward_B: (B,) float64; NaN where a completion has no reward.
+        parts: the parts of the rewards by name, each (B,) float64, with NaN where a part is missing.
+        token_ids_T: (T,) int32.
+        logprob_T: (T,) float32, log-probability of each token, as the generator reported it.
+        is_sampled_T: (T,) bool, whether the policy sampled a token.
+        weight_version_T: (T,) int32, version of the weights that sampled a token.
+        support_TK: (T, K) int32, the ids that each token was sampled among, -1 fills up; None: the whole vocabulary.
+    """
+
+    row_B: Tensor
+    number_B: Tensor
+    length_B: Tensor
+    stopped_B: Tensor
+    reward_B: Tensor
+    parts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    token_ids_T: Tensor
+    logprob_T: Tensor
+    is_sampled_T: Tensor
+    weight_version_T: Tensor
+    support_TK: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.row_B)
+
+    @property
+    def has_reward_B(self) -> Tensor:
+        """(B,) bool."""
+        return ~self.reward_B.isnan()
+
+    def replace(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, **fields)
+
+    def token_ids(self, indices: Sequence[int] | None = None) -> list[list[int]]:
+        """The tokens of each completion as lists, for tokenizers and reward functions; None: of all completions."""
+        ends = self.length_B.cumsum(0).tolist()
+        starts = [0, *ends[:-1]]
+        chosen = range(len(self)) if indices is None else indices
+        return [self.token_ids_T[starts[i] : ends[i]].tolist() for i in chosen]
+
+    def select(self, indices: Tensor) -> Self:
+        """The samples with these numbers, (N,) int64, in that order."""
+        lengths = self.length_B.numpy()
+        index_T = token_ranges(cumulative(lengths)[indices.numpy()], lengths[indices.numpy()])
+        rows = {"T": index_T, "TK": index_T, "B": indices}
+        fields: dict[str, Any] = {
+            name: tensor.index_select(0, rows[name.rpartition("_")[2]]) for name, tensor in self._tensors().items()
+        }
+        return self.replace(**fields, parts={name: part[indices] for name, part in self.parts.items()})
+
+    def of_rows(self, rows: Sequence[int]) -> Self:
+        """The samples of these rows, in the order that they have here."""
+        return self.select(torch.from_numpy(np.isin(self.row_B.numpy(), rows)).nonzero().squeeze(1))
+
+    def gather(self, world: World) -> Self:
+        """The samples of all ranks, by row and number, the same on every rank. All ranks must call it.
+
+        They are in this order whatever rank made them, so the order does not depend on the number of ranks.
+        """
+        if world.size > 1:
+            fields: dict[str, Any] = {
+                name: torch.cat(world.all_gather_ragged(tensor))
+                for name, tensor in self._as_wide(world)._tensors().items()
+            }
+            parts = {name: torch.cat(world.all_gather_ragged(part)) for name, part in sorted(self.parts.items())}
+            self = self.replace(**fields, parts={name: parts[name] for name in self.parts})
+        order = np.lexsort((self.number_B.numpy(), self.row_B.numpy()))
+        return self if (np.diff(order) == 1).all() else self.select(torch.from_numpy(order))
+
+    def _as_wide(self, world: World) -> Self:
+        """With a support as wide as the widest of all ranks."""
+        own = -1 if self.support_TK is None else self.support_TK.shape[1]
+        width = int(world.all_reduce({"width_max": torch.tensor(float(own))})["width_max"])
+        if width < 0:
+            return self
+        support = self.support_TK if self.support_TK is not None else torch.empty(0, 0, dtype=torch.int32)
+        assert len(support) == len(self.token_ids_T), "samples of one rollout are sampled alike"
+        return self.replace(support_TK=pad(support, (0, width - support.shape[1]), value=-1))
+
+    def to_batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+        """Packs prompts and completions; samples of one row form a group.
+
+        Args:
+            prompts: token ids of the prompt of each row.
+        """
+        rows, prompt_B = self.row_B.unique(return_inverse=True)
+        asked = [prompts[row] for row in rows.tolist()]
+        columns = {"rollout_logprob_T": self.logprob_T, "weight_version_T": self.weight_version_T}
+        if self.support_TK is not None:
+            columns["support_TK"] = self.support_TK
+        return Batch.from_columns(
+            flat(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
+            self.is_sampled_T, columns,
+        ).replace(reward_B=self.reward_B.float(), group_B=self.row_B)  # fmt: skip
+
+    def _tensors(self) -> dict[str, Tensor]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+
+def cat_samples(parts: Sequence[Samples]) -> Samples:
+    """One behind the other; all have the same parts of rewards."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    fields: dict[str, Any] = {}
+    for name in first._tensors():
+        columns = [getattr(samples, name) for samples in parts]
+        fields[name] = cat_supports(columns) if name == "support_TK" else torch.cat(columns)
+    by_name = {name: torch.cat([samples.parts[name] for samples in parts]) for name in first.parts}
+    return first.replace(**fields, parts=by_name)

@@ -1,0 +1,236 @@
+"""`Rollout`: a generator on every rank, and what the ranks do together around it."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rlft_fast.engine import WeightStream, checksum
+from rlft_fast.errors import RunError
+from rlft_fast.rollout.types import Completion, Generator, RequestError, SamplingParams, Seeds, draw_seeds
+from rlft_fast.world import STOP, World
+
+T = TypeVar("T")
+
+
+class RolloutError(RunError):
+    """The generator failed: it died again after a restart, or the policy's logits are not finite."""
+
+
+class NonFiniteLogitsError(RolloutError):
+    """The policy gives no distribution to sample from."""
+
+
+class Rollout:
+    """Samples from the policy as it was at the last `sync`. All ranks must call every method together.
+
+    A generator with a copy of the weights that has died is started again once, with the current weights, and samples
+    again with the same seeds: nothing is lost and nothing changes.
+
+    Args:
+        start: starts the generator of this rank.
+        world: the ranks that call the methods together.
+        weights: a context with the stream of the policy's weights, which a generator loads; None: the generator samples
+            from the policy itself. Such a generator is not started again.
+        sampling: a context in which the generator samples; the ranks enter it together.
+        check_weights: whether to compare, after each `sync`, the weights sent with the weights received.
+        group_size: neighbouring ranks whose generators answer the requests of all of them together.
+
+    Attributes:
+        weight_version: version of the weights to sample from; every `sync` adds 1.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Generator],
+        world: World,
+        *,
+        weights: Callable[[], AbstractContextManager[WeightStream]] | None = None,
+        sampling: Callable[[], AbstractContextManager[object]] = nullcontext,
+        check_weights: bool = False,
+        group_size: int = 1,
+    ) -> None:
+        self.start = start
+        self.world = world
+        self.weights = weights
+        self.sampling = sampling
+        self.check_weights = check_weights
+        self.group_size = group_size
+        self.weight_version = 0
+        self.generator = start()
+
+    def sync(self) -> None:
+        """Gives the generator the policy's weights as they are now.
+
+        Raises:
+            RolloutError: the generator did not take all of them, twice, or (``check_weights``) not as they were sent.
+        """
+        self.weight_version += 1
+        _, failure = self._together(self._load)
+        if failure is None:
+            self._check_weights()
+        else:
+            self._restart(failure)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+    ) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each of this rank's prompts.
+
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            seeds: each sample is drawn from its own seed; None: from seeds that torch's random state gives.
+
+        Returns:
+            For each prompt its completions, with log-probabilities under what was sampled from.
+
+        Raises:
+            RequestError: the generator of a rank refuses its prompts, before it samples; raised on all ranks.
+            RolloutError: the generator failed twice, or the policy's logits are not finite.
+        """
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        sample = partial(self._generate, prompts, params, seeds)
+        groups, failure = self._together_or_leave(sample)
+        if failure is not None and not isinstance(failure, RequestError):
+            self._restart(failure)
+            groups, failure = self._together_or_leave(sample)
+            if failure is not None:
+                raise RolloutError(
+                    f"{self.generator.name} failed, was started again, and failed again: {failure}"
+                ) from failure
+        if failure is not None:
+            raise failure
+        assert groups is not None
+        self._require_finite(groups)
+        return groups
+
+    def sleep(self) -> None:
+        """Frees device memory for the training until the next `sync`."""
+        self.generator.sleep()
+
+    def close(self) -> None:
+        """Ends the generator for good."""
+        self.generator.close()
+
+    def _load(self) -> None:
+        if self.weights is None:
+            self.generator.load(None, self.weight_version)
+            return
+        with self.weights() as stream:
+            try:
+                self.generator.load(stream, self.weight_version)
+            finally:
+                stream.finish()
+
+    def _restart(self, failure: Exception) -> None:
+        """Starts the generators of all ranks again, with the weights of now."""
+        if self.weights is None:
+            raise failure
+        self.generator.close()
+        for part in (self._start_again, self._load):
+            _, failure_again = self._together(part)
+            if failure_again is not None:
+                raise RolloutError(
+                    f"{self.generator.name} failed, and again when it was started again: {failure_again}"
+                ) from failure_again
+        self._check_weights()
+
+    def _start_again(self) -> None:
+        self.generator = self.start()
+
+    def _check_weights(self) -> None:
+        """Raises RolloutError if a generator has other weights than were sent to it, or than another rank's has."""
+        if not self.check_weights or self.weights is None:
+            return
+        with self.weights() as stream:
+            sent = {name: checksum(weight) for name, weight in stream.tensors()}
+        received, failure = self._together(lambda: self._received(sent))
+        if failure is not None:
+            raise RolloutError(
+                f"{self.generator.name} has other weights than version {self.weight_version}: {failure}"
+            ) from failure
+        assert received is not None
+        self.world.require_agreement(f"weights of version {self.weight_version}", received)
+
+    def _received(self, sent: dict[str, str]) -> dict[str, str]:
+        received = self.generator.checksums()
+        if different := [name for name in sent if received.get(name) != sent[name]]:
+            raise RuntimeError(f"{len(different)} weights were not received as they were sent, {different[0]} is one")
+        return received
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
+    ) -> list[list[Completion]]:
+        shared, shared_seeds, start = gather_requests(prompts, seeds, self.group_size, self.world)
+        with self.sampling(), STOP.alone() if self.group_size == 1 else nullcontext():
+            groups = self.generator.generate(shared, params, shared_seeds)
+        return groups[start : start + len(prompts)]
+
+    def _require_finite(self, groups: Sequence[Sequence[Completion]]) -> None:
+        finite = all(math.isfinite(x) for group in groups for completion in group for x in completion.logprobs)
+        if self.world.any_rank(not finite):
+            raise NonFiniteLogitsError("the policy's logits are not finite")
+
+    def _together_or_leave(self, sample: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """`_together`, unless a signal ended it, which also ends the process of a generator that the signal reaches."""
+        outcome = self._together(sample)
+        STOP.leave_together(self.world)
+        return outcome
+
+    def _together(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Calls the function on all ranks; returns its result, or an error if it raised on any rank."""
+        try:
+            result, failure = function(), None
+        except Exception as error:
+            result, failure = None, error
+        is_refused = isinstance(failure, RequestError)
+        flags = {"failed_max": failure is not None, "refused_max": is_refused}
+        found = self.world.all_reduce({name: torch.tensor(float(flag)) for name, flag in flags.items()})
+        if not found["failed_max"]:
+            return result, None
+        if found["refused_max"] and not is_refused:
+            failure = RequestError("the generator of another process refuses its prompts, and says why")
+        return None, failure or RuntimeError("it failed in another process, which says why")
+
+
+def gather_requests(
+    prompts: Sequence[Sequence[int]], seeds: Seeds, group_size: int, world: World
+) -> tuple[Sequence[Sequence[int]], Seeds, int]:
+    """The requests of this rank's group, in rank order, and the place of this rank's own. All ranks must call it.
+
+    Args:
+        prompts: this rank's own.
+        seeds: one per sample, equally many for each prompt of all ranks.
+        group_size: neighbouring ranks that share requests; 1: none.
+        world: all ranks.
+    """
+    if group_size == 1:
+        return prompts, seeds, 0
+    columns = (
+        flat(prompts),
+        torch.tensor([*map(len, prompts)]).long(),
+        flat(seeds),
+        torch.tensor([*map(len, seeds)]).long(),
+    )
+    tokens, lengths, shared_seeds, counts = map(world.all_gather_ragged, columns)
+    first = world.rank // group_size * group_size
+    members = range(first, first + group_size)
+    start = sum(len(lengths[rank]) for rank in range(first, world.rank))
+    return (
+        [prompt for rank in members for prompt in cut(tokens[rank], lengths[rank])],
+        [own for rank in members for own in cut(shared_seeds[rank], counts[rank])],
+        start,
+    )
+
+
+def flat(values: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([x for own in values for x in own], dtype=torch.int64)
+
+
+def cut(flat_values: Tensor, lengths: Tensor) -> list[list[int]]:
+    return [part.tolist() for part in flat_values.split(lengths.tolist())]

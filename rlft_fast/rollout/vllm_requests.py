@@ -1,0 +1,102 @@
+"""vLLM's form of requests, and completions from vLLM's outputs."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.rollout.ends import split_stop
+from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds, Span, with_ties
+
+
+def vllm_requests(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds, model: SampledModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
+    """One request per sample, with its own seed: vLLM's prompts, and vLLM's sampling parameters.
+
+    Samples of one prompt share its blocks of the prefix cache.
+    """
+    import vllm
+
+    end_ids, stop = split_stop(params.stop, tokenizer)
+    num_logprobs = 0  # besides the sampled token's
+    if params.support_size is not None:
+        num_logprobs = min(with_ties(params.support_size), model.vocab_size)  # of all tokens that are kept
+    samples = [(prompt, seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
+    return [{"prompt_token_ids": list(prompt)} for prompt, _ in samples], [
+        vllm.SamplingParams(
+            n=1,
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k or 0,
+            top_p=params.top_p,
+            seed=seed,
+            logprobs=num_logprobs,
+            flat_logprobs=True,
+            stop_token_ids=[*model.eos_token_ids, *end_ids],
+            stop=list(stop),
+            detokenize=bool(stop),
+        )
+        for _, seed in samples
+    ]
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
+) -> None:
+    """Refuses what vLLM cannot answer.
+
+    Args:
+        prompts: token ids.
+        max_new_tokens: most tokens of a completion.
+        max_sequence_tokens: most tokens of a sequence that vLLM was started for.
+        has_weights: whether there was a sync.
+
+    Raises:
+        RequestError: a prompt leaves no room for `max_new_tokens`, or there are no weights.
+    """
+    if not has_weights:
+        raise RequestError("vLLM has no weights yet: call sync() before generate()")
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    if longest > max_sequence_tokens:
+        raise RequestError(
+            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
+            "rollout.max_prompt_tokens or rollout.max_new_tokens"
+        )
+
+
+def completion_of(sample: Any, weight_version: int) -> Completion:
+    """Converts a sample of vLLM to a completion.
+
+    For each token vLLM returns the id and log-probability of the sampled token, then those of the most likely tokens if
+    they were requested. Tokens that the sampler has cut off have log-probability -inf.
+    """
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")
+    tokens = list(sample.token_ids)
+    shape = (len(tokens), -1 if tokens else 1)
+    ids = torch.tensor(sample.logprobs.token_ids, dtype=torch.int32).view(shape)
+    logprobs = torch.tensor(sample.logprobs.logprobs, dtype=torch.float64).view(shape)
+    support = _support(ids, logprobs) if ids.shape[1] > 1 else None
+    spans = (Span(len(tokens), weight_version),)
+    return Completion(tokens, logprobs[:, 0].tolist(), sample.finish_reason, spans, support)
+
+
+def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The ids that the sampler has kept, with the sampled id, which is the first column, exactly once."""
+    kept = ids.where(logprobs > -torch.inf, -1)
+    sampled, likely = kept[:, :1], kept[:, 1:]
+    is_known = (likely == sampled).any(1, keepdim=True)
+    support = torch.cat([likely, sampled.masked_fill(is_known, -1)], dim=1)
+    share = logprobs.roll(-1, 1).exp().where(support >= 0, 0).sum(1).min()
+    if share < 0.999:
+        warnings.warn(
+            f"vLLM sampled a token among more equally likely tokens than it returned: the returned tokens have "
+            f"a probability of {share:.4f} together, and the token's log-probability is taken over these",
+            stacklevel=2,
+        )
+    return support
