@@ -8,14 +8,11 @@ the gradient does not depend on micro-batches, their order, or the number of ran
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
 from rlft_fast.engine.forward import (
     active_fields,
@@ -28,40 +25,17 @@ from rlft_fast.engine.forward import (
     sequence_mean,
 )
 from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples
-from rlft_fast.engine.optimizer import build_optimizer, learning_rate_factor, load_masters
-from rlft_fast.engine.sharding import (
-    HeadKind,
-    build_model,
-    describe_units,
-    discard_gradients,
-    reduce_gradients,
-    require_own_numbers,
-    require_same_model,
-    reshard,
-    shard,
-)
+from rlft_fast.engine.optimizer import learning_rate_factor
+from rlft_fast.engine.sharding import discard_gradients, reduce_gradients, reshard
+from rlft_fast.engine.state import EngineState
 from rlft_fast.engine.step import Done, OpenStep
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, WeightStream, weight_sources
-from rlft_fast.models import (
-    CheckpointPart,
-    ModelInputs,
-    PolicyModel,
-    RLModel,
-    ValueModel,
-    adapter_parameters,
-    checkpoint_parts,
-    checkpoint_tensors,
-    disabled_lora,
-    load,
-    local_part,
-    token_classifier,
-)
-from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
+from rlft_fast.models import ModelInputs
+from rlft_fast.ops import clip_coefficient, grad_norm
 from rlft_fast.rl import loss_scale, loss_weights
-from rlft_fast.world import STOP, World, accumulate
+from rlft_fast.world import STOP, accumulate
 
 
-class FSDPEngine:
+class FSDPEngine(EngineState):
     """A model sharded by FSDP2 (a single process holds it whole), with its optimizer.
 
     Args:
@@ -79,123 +53,7 @@ class FSDPEngine:
         units: a table of the FSDP units; empty where a single process needs none.
     """
 
-    def __init__(
-        self,
-        path: str,
-        config: EngineConfig,
-        *,
-        head: HeadKind = "logprob",
-        num_training_steps: int | None = None,
-        temperature: float = 1.0,
-        world: World | None = None,
-    ) -> None:
-        self.path = path
-        self.config = config
-        self.head = head
-        self.num_training_steps = num_training_steps
-        self.temperature = temperature
-        self.world = world or World.current()
-        self.device = self.world.device
-        self.step = 0
-        self.skipped_steps = 0
-        self.units = ""
-        self.model: RLModel
-        self.optimizer: FusedAdamW | None = None
-        self._open: OpenStep | None = None
-        self._users = 0  # phases that need the model on the device now
-        self.sequence_group: dist.ProcessGroup | None = None
-
-    def initialize(self) -> "FSDPEngine":
-        """Builds the model without memory, shards it, loads this rank's slices, and builds the optimizer.
-
-        Returns:
-            The engine itself.
-
-        Raises:
-            ValueError: the model folder cannot be used, its weights do not fit its configuration, ranks disagree on
-                the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
-                ranks or heads.
-        """
-        require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
-        self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
-        self.model = build_model(self.path, self.config, self.head, trains=self.trains)
-        units = shard(self.model, self.config, self.world)
-        self.units = describe_units(self.model, units) if units else ""
-        load(self.path, self.model, self._home, self.device)
-        if isinstance(self.model, PolicyModel):
-            require_own_numbers(self.model, self.config)
-        if self.trains:
-            self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
-            if self.config.param_dtype == "bfloat16":
-                load_masters(self.path, self.model, self.optimizer)
-        if self.config.offload_between_phases:
-            self.to("cpu")
-        return self
-
-    @property
-    def _home(self) -> torch.device:
-        """Where weights are when they train, gradients and optimizer state with them."""
-        return torch.device("cpu") if self.config.cpu_offload else self.device
-
-    @property
-    def trains(self) -> bool:
-        return self.num_training_steps is not None
-
-    # ---- where it lives -----------------------------------------------------------------------------------------
-
-    def to(self, device: torch.device | str, *, params: bool = True, optimizer: bool = True) -> None:
-        """Moves weights, and optimizer state, to the engine's device or the CPU; what they held there is freed.
-
-        Args:
-            device: where to.
-            params: move the weights.
-            optimizer: move the optimizer's state.
-        """
-        if params:
-            self.model.to(device)
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, tensor in state.items():
-                    state[key] = tensor.to(device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # other processes and vLLM see only what the allocator gives back
-
-    @contextlib.contextmanager
-    def train_mode(self) -> Iterator[None]:
-        """A phase in which weights and optimizer state are on the device; `train_step` opens its own if none is."""
-        with self._phase(optimizer=True):
-            yield
-
-    @contextlib.contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """A phase in which the weights are on the device; `infer` and `score` open their own if none is."""
-        with self._phase(optimizer=False):
-            yield
-
-    @contextlib.contextmanager
-    def _phase(self, optimizer: bool) -> Iterator[None]:
-        if not self.config.offload_between_phases:
-            yield
-            return
-        self.to(self.device, optimizer=optimizer)
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if self._users == 0:
-                self.to("cpu")
-
-    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """The model without its adapters, which is the reference of a LoRA run.
-
-        Raises:
-            ValueError: the engine has no adapters.
-        """
-        if self.config.lora is None or not isinstance(self.model, PolicyModel):
-            raise ValueError("this engine has no adapters to disable: set lora in its configuration")
-        return disabled_lora(self.model)
+    _open: OpenStep | None = None  # begun by `forward_backward`
 
     # ---- inference ----------------------------------------------------------------------------------------------
 
@@ -460,70 +318,6 @@ class FSDPEngine:
             self.step += 1
         else:
             self.skipped_steps += 1
-
-    # ---- weights and state --------------------------------------------------------------------------------------
-
-    def weight_stream(self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> WeightStream:
-        """The weights of now for a generator, by the names of the model's checkpoint; adapters are merged.
-
-        Args:
-            dtype: of the parameters, as the forward pass has them in ``compute_dtype``; None: as they are kept, which
-                is their float32 master where they have one. Buffers keep theirs.
-            bucket_bytes: memory of the bucket, through which sharded weights are gathered.
-        """
-        reshard(self.model)
-        sources = partial(weight_sources, self.model, self.optimizer, dtype)
-        return WeightStream(sources, self.checkpoint_parts, bucket_bytes, self.device)
-
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Full weights one after the other, as the model's checkpoint has them; tied ones once, adapters merged.
-
-        Every rank must iterate to the end: sharded weights are gathered by all, a bucket at a time.
-
-        Args:
-            dtype: see `weight_stream`.
-        """
-        return self.weight_stream(dtype).tensors()
-
-    @cached_property
-    def checkpoint_parts(self) -> dict[str, list[CheckpointPart]]:
-        """What the model's checkpoint has of each of its tensors, by their names in the model."""
-        model = self.model.pretrained
-        parts = {name: checkpoint_parts(model, name, x.shape) for name, x in checkpoint_tensors(model).items()}
-        return token_classifier(model).parts(parts, self.model) if isinstance(self.model, ValueModel) else parts
-
-    @torch.no_grad()
-    def non_finite_weights(self) -> list[str]:
-        """Names of the parameters that hold a NaN or an infinity, on any rank. Every rank must call it."""
-        reshard(self.model)
-        flags = {
-            f"{name}_max": local_part(parameter)[0].isfinite().logical_not().any().float()
-            for name, parameter in self.model.named_parameters()
-        }
-        found = torch.stack([*self.world.all_reduce(flags).values()]).tolist()  # one read
-        return [name.removesuffix("_max") for name, is_bad in zip(flags, found, strict=True) if is_bad]
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
-
-        With adapters only what they train: the rest is in the model's folder.
-        """
-        reshard(self.model)
-        lora = self.config.lora is not None
-        parameters = adapter_parameters(self.model) if lora else dict(self.model.named_parameters())
-        state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-        if self.optimizer is not None:
-            self.optimizer.initialize_state()
-            for name, parameter in parameters.items():
-                moments = self.optimizer.state[parameter]
-                state |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-        return state
-
-    def counters(self) -> dict[str, int]:
-        return {"step": self.step, "skipped_steps": self.skipped_steps}
-
-    def load_counters(self, counters: dict[str, int]) -> None:
-        self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
 
 
 def _with_weights(batch: Batch, loss: Loss) -> tuple[Batch, float]:
