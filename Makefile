@@ -29,11 +29,11 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: sanitize emulate gpu-rehearsal bench bench-engine bench-step clean
+.PHONY: sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
-	@echo "     cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | methods | clean"
+	@echo "     cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | bench-host | methods | clean"
 
 install: $(BUILT)
 
@@ -163,6 +163,10 @@ bench-engine: install
 # A whole GRPO step beside TRL's, with vLLM too where it is installed; ten minutes on two cores that do nothing else.
 bench-step: install
 	$(BIN)/python -m benchmarks.step.compare
+
+# What a step of 16 M tokens costs on the host: time by stage, and memory.
+bench-host: install
+	$(BIN)/python -m benchmarks.step.host
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -44,7 +44,7 @@ LOAD_AT_START = os.getloadavg()[0]  # later it is the benchmark's own
 _CACHE_BYTES = 256 << 20  # more than any device's
 _HEAD_START_CYCLES = 40_000_000  # about 20 ms
 _LIBC = ctypes.CDLL("libc.so.6")
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # glibc's malloc.h
 Number = TypeVar("Number", int, float)
 _ROOT = Path(__file__).parents[2]
 
@@ -196,6 +196,16 @@ def recycled_memory(reserve: int = 3 << 30) -> Iterator[None]:
         _LIBC.mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
 
 
+@contextmanager
+def fresh_memory() -> Iterator[None]:
+    """Makes malloc take every larger piece from the system and give it back when it is freed (glibc)."""
+    _LIBC.mallopt(_M_MMAP_THRESHOLD, 2**16)
+    try:
+        yield
+    finally:
+        _LIBC.mallopt(_M_MMAP_THRESHOLD, 2**25)  # the highest value that malloc itself would choose
+
+
 def reason(error: Exception) -> str:
     """One line on why a peer cannot run."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
@@ -269,11 +279,17 @@ def extra_bytes_of(run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         outputs = run()
         return torch.cuda.max_memory_allocated() - before - output_bytes(outputs)
-    _LIBC.malloc_trim(0)
+    free_memory()
     before = status_bytes("VmRSS")
     reset_peak()
     outputs = run()
     return status_bytes("VmHWM") - before - output_bytes(outputs)
+
+
+def free_memory() -> None:
+    """Gives freed memory back to the system."""
+    gc.collect()
+    _LIBC.malloc_trim(0)
 
 
 def reset_peak() -> None:
