@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlft_fast.data import flat
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError
 from rlft_fast.rollout.types import Completion, Generator, RequestError, SamplingParams, Seeds, draw_seeds
@@ -91,7 +93,8 @@ class Rollout:
 
         Raises:
             RequestError: the generator of a rank refuses its prompts, before it samples; raised on all ranks.
-            RolloutError: the generator failed twice, or the policy's logits are not finite.
+            RolloutError: the generator failed, where it has weights of its own twice, or the policy's logits are not
+                finite; raised on all ranks.
         """
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         sample = partial(self._generate, prompts, params, seeds)
@@ -128,9 +131,9 @@ class Rollout:
                 stream.finish()
 
     def _restart(self, failure: Exception) -> None:
-        """Starts the generators of all ranks again, with the weights of now."""
+        """Starts the generators of all ranks again, with the weights of now, where they have weights of their own."""
         if self.weights is None:
-            raise failure
+            raise RolloutError(f"{self.generator.name} failed: {failure}") from failure
         self.generator.close()
         for part in (self._start_again, self._load):
             _, failure_again = self._together(part)
@@ -211,13 +214,11 @@ def gather_requests(
     """
     if group_size == 1:
         return prompts, seeds, 0
-    columns = (
-        flat(prompts),
-        torch.tensor([*map(len, prompts)]).long(),
-        flat(seeds),
-        torch.tensor([*map(len, seeds)]).long(),
+    given = (flat(prompts, np.int64), *map(len, prompts)), (flat(seeds, np.int64), *map(len, seeds))
+    (tokens, lengths), (shared_seeds, counts) = (
+        (world.all_gather_ragged(values), world.all_gather_ragged(torch.tensor(sizes, dtype=torch.int64)))
+        for values, *sizes in given
     )
-    tokens, lengths, shared_seeds, counts = map(world.all_gather_ragged, columns)
     first = world.rank // group_size * group_size
     members = range(first, first + group_size)
     start = sum(len(lengths[rank]) for rank in range(first, world.rank))
@@ -226,10 +227,6 @@ def gather_requests(
         [own for rank in members for own in cut(shared_seeds[rank], counts[rank])],
         start,
     )
-
-
-def flat(values: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([x for own in values for x in own], dtype=torch.int64)
 
 
 def cut(flat_values: Tensor, lengths: Tensor) -> list[list[int]]:

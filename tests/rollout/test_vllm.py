@@ -31,11 +31,9 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
-from rlft_fast.rollout.together import gather_requests
-from rlft_fast.rollout.types import RequestError, draw_seeds
-from rlft_fast.rollout.vllm_requests import check_request, completion_of, vllm_requests
+from rlft_fast.rollout.types import draw_seeds
+from rlft_fast.rollout.vllm_requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
-from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
@@ -454,46 +452,6 @@ def test_a_missing_vllm_is_said(tiny_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
     with pytest.raises(ValueError, match="which is not installed: pip install vllm"):
         make_rollout(make_engine(tiny_model("llama")))
-
-
-# ---- prompts of ranks that share a generator ------------------------------------------------------------------------
-
-
-def shared(rank: int) -> None:
-    world = World.current()
-    prompts, seeds = [[[1], [2, 3]], []][rank], [[[4, 6], [5, 7]], []][rank]
-    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 3]], [[4, 6], [5, 7]], [0, 2][rank])
-    prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[[7]], [[8], [9]]][rank]
-    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 2], [3]], [[7], [8], [9]], [0, 1][rank])
-    assert gather_requests(prompts, seeds, 1, world) == (prompts, seeds, 0)
-    check_refusals(rank, world)
-
-
-class Refusing:
-    """Refuses as vLLM's generators do, and samples nothing."""
-
-    name = "vLLM"
-
-    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: object) -> list:
-        check_request(prompts, params.max_new_tokens, 16, has_weights=True)
-        return [[] for _ in prompts]
-
-
-def check_refusals(rank: int, world: World) -> None:
-    """If one rank must refuse a request, all ranks refuse it without a restart, and then all go on together."""
-    rollout, params = Rollout(Refusing, world), SamplingParams(max_new_tokens=6)
-    fitting, long = [[1] * 10], [[1] * 11]
-    assert rollout.generate([fitting, []][rank], params) == [[[]], []][rank]
-    with pytest.raises(RequestError, match=["another process", "may have 17 tokens, vLLM was started for 16"][rank]):
-        rollout.generate([fitting, long][rank], params)
-    assert rollout.generate(fitting, params) == [[]]
-    with pytest.raises(RequestError, match="call sync"):
-        check_request(fitting, 6, 16, has_weights=False)
-
-
-@pytest.mark.dist
-def test_ranks_share_prompts_and_refusals():
-    run_distributed(shared, 2)
 
 
 # ---- what vLLM reports ----------------------------------------------------------------------------------------------
