@@ -46,10 +46,20 @@ def test_readme():
     torch.testing.assert_close(names["fused"].logprob, names["logprob"], rtol=0, atol=1e-5)
 
 
-def test_ops(tmp_path, monkeypatch, tiny_model):
+def test_ops(tmp_path, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)  # the trainers make a folder for their output
-    run_examples(ROOT / "docs" / "ops.md", {"MODEL": str(tiny_model("llama"))})
+    run_examples(ROOT / "docs" / "ops.md", {})
+
+
+def test_integrations(tmp_path, monkeypatch, tiny_model):
+    from rlft_fast.integrations.trl import disable
+
+    monkeypatch.chdir(tmp_path)
+    try:
+        run_examples(ROOT / "docs" / "integrations.md", {"MODEL": str(tiny_model("llama"))})
+    finally:
+        disable()
 
 
 def test_methods():

@@ -28,6 +28,7 @@ from rlft_fast.ops.logprob import LossFunction
 _KEYWORDS = (
     "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "loss_fn", "per_token",
 )  # fmt: skip
+_MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that want logits
 
 
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
@@ -48,7 +49,8 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
             ``LinearLogprobLoss``.
 
     The model keeps its soft-capping, logit scale and bias. One run of its forward on two tokens, without its layers,
-    finds them. Parameters, their names, ties and ``generate`` do not change.
+    finds them. Parameters, their names, ties and ``generate`` do not change. A model that only returns logits in its
+    first forwards of training warns once, because its trainer does not call the head by targets.
 
     Resize the vocabulary before the patch. Wrap the model (PEFT, accelerate, DDP, ``fully_shard``, ``torch.compile``)
     after the patch. :func:`unpatch_lm_head` undoes the patch.
@@ -138,6 +140,7 @@ class _PatchedHead(LogprobHead):
     """A head that is asked for statistics by a caller, and computes them when the model calls the head."""
 
     asked: dict[str, Any] | None = None  # keywords of `LogprobHead.forward` for the expected call
+    num_unasked: int | None = 0  # forwards in training without targets; None: nothing is left to tell
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -159,7 +162,7 @@ class _PatchedHead(LogprobHead):
 
     def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LinearLogprob | LinearLogprobLoss:
         """Runs the model's ``forward`` and returns the statistics that the head computed in it."""
-        self.asked, self.answers = asked, []
+        self.asked, self.answers, self.num_unasked = asked, [], None
         try:
             outputs = forward()
             answers = self.answers
@@ -170,6 +173,20 @@ class _PatchedHead(LogprobHead):
         if getattr(outputs, "aux_loss", None) is not None:
             raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
         return answers[0]
+
+
+def _count_unasked(head: nn.Module | None, name: str) -> None:
+    """Tells a user once whose trainer never asks the head."""
+    if not isinstance(head, _PatchedHead) or head.num_unasked is None:
+        return
+    head.num_unasked += 1
+    if head.num_unasked == _MAX_UNASKED:
+        head.num_unasked = None
+        warnings.warn(
+            f"{name} is patched, but its first {_MAX_UNASKED} forwards in training returned logits, at the price of an "
+            "unpatched model: call model(..., logprob_targets=targets), or use a trainer of rlft_fast.integrations",
+            stacklevel=2,
+        )
 
 
 @functools.cache
@@ -198,6 +215,9 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if logprob_targets is None:
             if loss_fn is not None:
                 raise ValueError("loss_fn needs logprob_targets: pass the tokens whose log-probabilities it reads")
+            # Not in a compiled forward, which another count would compile again.
+            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                _count_unasked(self.get_output_embeddings(), model_class.__name__)
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
         _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
         head = self.get_output_embeddings()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from trl import GRPOConfig, GRPOTrainer
 
 from rlft_fast import patch_lm_head
-from tests.examples.test_trl_example import FusedGRPOTrainer
+from rlft_fast.integrations.trl import enable
 from tests.support.accelerated import prepare_as_accelerate
 from tests.support.distributed import run_distributed
 
@@ -89,15 +89,17 @@ def train_by_trl(rank: int, folder: Path, output: Path) -> None:
     reward = lambda completion_ids, **_: [len({*ids}) / len(ids) for ids in completion_ids]  # noqa: E731
     rows = Dataset.from_dict({"prompt": ["1 + 2 = ", "a", "hello there", "b c"]})
     histories = []
-    for trainer_class in (FusedGRPOTrainer, GRPOTrainer):
+    for fused in (False, True):
+        if fused:
+            enable()
         torch.manual_seed(0)
         options = {"max_completion_length": 6, "generation_kwargs": {"min_new_tokens": 6}, "num_generations": 4}
         arguments = GRPOConfig(str(output), max_steps=2, per_device_train_batch_size=4, **options, **ARGUMENTS)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        trainer = trainer_class(load(folder), reward, arguments, rows, processing_class=tokenizer)
+        trainer = GRPOTrainer(load(folder), reward, arguments, rows, processing_class=tokenizer)
         train(trainer)
         histories.append(trainer.state.log_history[:2])
-    for ours, theirs in zip(*histories, strict=True):
+    for theirs, ours in zip(*histories, strict=True):
         assert ours["reward"] == theirs["reward"]
         for key in ("loss", "grad_norm", "entropy"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key

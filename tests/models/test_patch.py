@@ -209,6 +209,23 @@ class WithTemperature(LlamaForCausalLM):
         return output
 
 
+def logits_warnings(asked: int | None = None) -> list[int]:
+    """The forwards, of twenty in training, that warn of logits; `asked` gets targets, the odd ones make no graph."""
+    model, inputs = patch_lm_head(build("nothing")).train(), batch()
+    warned = []
+    for number in range(20):
+        with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(number % 2 == 0):
+            warnings.simplefilter("always")
+            model(**inputs, **({"logprob_targets": next_tokens(**inputs)} if number == asked else {}))
+        warned += [number] * sum("call model(..., logprob_targets=targets)" in str(each.message) for each in caught)
+    return warned
+
+
+def test_a_trainer_that_never_passes_targets_is_told_once():
+    assert logits_warnings() == [14]  # the eighth that makes a graph
+    assert logits_warnings(asked=12) == []
+
+
 def test_a_forward_that_has_a_temperature_already():
     model, inputs = build("nothing"), batch()
     model.__class__ = WithTemperature

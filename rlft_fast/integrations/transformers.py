@@ -1,0 +1,91 @@
+"""HF `Trainer` whose language model loss never holds all logits."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Trainer
+
+from rlft_fast.models import LogprobHead, patch_lm_head
+
+__all__ = ["FusedLossTrainer"]
+
+if "num_items_in_batch" not in inspect.signature(Trainer.compute_loss).parameters:
+    raise ImportError("Trainer.compute_loss takes no num_items_in_batch: pip install 'transformers>=5.13'")
+
+
+class FusedLossTrainer(Trainer):
+    """`transformers.Trainer` for causal language models, with the cross-entropy of labels in three GEMMs.
+
+    It takes the place of `Trainer`, with the same arguments, and patches the model (:func:`rlft_fast.patch_lm_head`).
+    The loss is that of the model: labels are shifted by one, and -100 is left out. The sum over tokens is divided by
+    the number of labels in all micro-batches of the step (`num_items_in_batch`), or in the batch if the trainer does
+    not count them. Evaluation without `compute_metrics` computes the same. With `compute_metrics`, and where sequences
+    are sharded over processes, the model computes its own loss and logits.
+
+    Raises:
+        ValueError: the model cannot be patched (an adapter on the head, for example), or an option needs another loss:
+            `compute_loss_func`, `label_smoothing_factor`, `fp16`, `use_liger_kernel` or several GPUs in one process.
+    """
+
+    def __init__(self, model: Any = None, *args: Any, **options: Any) -> None:
+        super().__init__(model if model is None else _patched(model), *args, **options)
+        for unfit, what, advice in (
+            (self.compute_loss_func is not None, "compute_loss_func", "leave it out"),
+            (self.label_smoother is not None, "label_smoothing_factor", "leave it out"),
+            (self.args.fp16, "fp16, whose loss scale comes after the gradients of the head", "use bf16"),
+            (self.args.use_liger_kernel, "use_liger_kernel, which replaces the patched forward", "leave it out"),
+            (self.args.n_gpu > 1, "several GPUs in one process", "launch it by torchrun"),
+        ):
+            if unfit:
+                raise ValueError(f"FusedLossTrainer does not know {what}: {advice}, or use transformers.Trainer")
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        return _patched(super().call_model_init(trial))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean cross-entropy of the labels, () float32. With `return_outputs` it is `Trainer`'s own method."""
+        if return_outputs or inputs.get("labels") is None or self._shards_sequences():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        labels, targets = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        if targets is None:
+            targets = pad(labels[:, 1:], (0, 1), value=-100)
+        loss = model(**inputs, logprob_targets=targets, loss_fn=_cross_entropy).loss
+        if num_items_in_batch is None:
+            return loss / (targets != -100).sum()
+        num_replicas = self.accelerator.num_processes // self.get_tp_size()
+        return loss / num_items_in_batch * (num_replicas if self.args.average_tokens_across_devices else 1)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As `Trainer`'s, which asks for logits even if only the loss is needed."""
+        if not prediction_loss_only or inputs.get("labels") is None or self._shards_sequences():
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs, num_items_in_batch=num_items).detach(), None, None
+
+    def _shards_sequences(self) -> bool:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        return parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled)
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    """The model, patched in place unless it is patched already."""
+    adapted: Any = model
+    base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    if not (hasattr(base, "get_output_embeddings") and isinstance(base.get_output_embeddings(), LogprobHead)):
+        patch_lm_head(base)
+    return model
+
+
+def _cross_entropy(logprob: Tensor, entropy: Tensor | None) -> Tensor:
+    return -logprob

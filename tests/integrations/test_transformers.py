@@ -1,0 +1,122 @@
+"""FusedLossTrainer beside transformers' Trainer, whose loss is the reference."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from rlft_fast.integrations.transformers import FusedLossTrainer
+from rlft_fast.models import LogprobHead, heads
+
+
+class Rows(Dataset):
+    """Sequences of different lengths, whose first third are prompts without labels."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        length = 4 + 3 * index % 11
+        ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+        return {"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]}
+
+
+def make_trainer(trainer_class: type[Trainer], folder: Path, output: Path, lora=None, flat=False, **options) -> Trainer:
+    defaults: dict[str, Any] = {
+        "use_cpu": True, "optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 5,
+        "per_device_train_batch_size": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora is not None:
+        torch.manual_seed(0)
+        model = get_peft_model(model, copy.deepcopy(lora))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return trainer_class(
+        model,
+        TrainingArguments(str(output), **defaults | options),
+        DataCollatorWithFlattening() if flat else DataCollatorForSeq2Seq(tokenizer),
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama-tied", {"gradient_accumulation_steps": 3, "gradient_checkpointing": True}),
+        ("gemma2", {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}),
+        ("qwen2", {"lora": LoraConfig(r=2, target_modules="all-linear")}),
+        ("llama", {"flat": True}),  # one row of several sequences
+    ],
+)
+def test_training_and_evaluation_are_those_of_transformers(name, options, tiny_model, tmp_path, monkeypatch):
+    histories, models = [], []
+    for trainer_class in (Trainer, FusedLossTrainer):
+        trainer = make_trainer(trainer_class, tiny_model(name), tmp_path, **options)
+        if trainer_class is FusedLossTrainer:
+            monkeypatch.setattr(heads, "linear", None)  # makes the logits
+        trainer.train()
+        trainer.evaluate()
+        histories.append(trainer.state.log_history)
+        models.append(trainer.model)
+    for step, other in zip(*histories, strict=True):
+        assert set(step) == set(other)
+        for key in {"loss", "grad_norm", "eval_loss"} & step.keys():
+            assert other[key] == pytest.approx(step[key], rel=1e-5, abs=1e-6), key
+    assert histories[0][0]["grad_norm"] > 0.1
+    assert "eval_loss" in histories[0][-1]
+    for theirs, (key, ours) in zip(models[0].parameters(), models[1].named_parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, k=key: k + m)
+
+
+def test_metrics_get_the_logits(tiny_model, tmp_path):
+    theirs, ours = (
+        make_trainer(trainer_class, tiny_model("llama"), tmp_path, per_device_eval_batch_size=1)
+        for trainer_class in (Trainer, FusedLossTrainer)
+    )
+    for trainer in (theirs, ours):
+        trainer.eval_dataset = [Rows()[0]]
+        trainer.compute_metrics = lambda prediction: {"mean": float(prediction.predictions.mean())}
+    expected, actual = theirs.evaluate(), ours.evaluate()
+    assert actual["eval_mean"] == pytest.approx(expected["eval_mean"], rel=1e-5)
+    assert actual["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def test_a_model_made_by_a_function(tiny_model, tmp_path):
+    make = lambda: AutoModelForCausalLM.from_pretrained(tiny_model("llama"))  # noqa: E731
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = FusedLossTrainer(args=arguments, model_init=make)
+    assert isinstance(trainer.model.get_output_embeddings(), LogprobHead)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "does not know label_smoothing_factor: leave it out, or use transformers.Tr"),
+        ({"lora": LoraConfig(r=2, target_modules=["lm_head"])}, "has an adapter .*leave it out"),
+    ],
+)
+def test_what_it_refuses(options, message, tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(FusedLossTrainer, tiny_model("llama"), tmp_path, **options)
+
+
+def test_an_auxiliary_loss_is_refused(tiny_model, tmp_path):
+    trainer = make_trainer(FusedLossTrainer, tiny_model("mixtral"), tmp_path)
+    trainer.model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="the auxiliary loss of MixtralForCausalLM's router would be lost"):
+        trainer.train()
