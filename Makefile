@@ -76,11 +76,11 @@ test-slow: install
 test-vllm: install-vllm
 	$(BIN)/python -m pytest -m vllm
 
-# The examples that run inside other trainers, and our maths beside theirs, in an environment that lays theirs over ours.
+# The integrations inside their trainers, and our maths beside theirs, in an environment that lays theirs over ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
 	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
-	  tests/examples/test_verl_example.py tests/examples/test_openrlhf_example.py tests/rl
+	  tests/integrations tests/rl
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install

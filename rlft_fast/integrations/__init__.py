@@ -1,7 +1,11 @@
-"""The fused head inside trainers of others, by one line each. A trainer is imported with its own module here.
+"""rlft_fast inside other trainers, by one line each. Every module imports its trainer only when the module is used.
 
 trl             TRL's trainers: ``rlft_fast.integrations.trl.enable()``
 transformers    HF ``Trainer``: ``rlft_fast.integrations.transformers.FusedLossTrainer``
+verl            one line of verl's configuration: ``external_lib=rlft_fast.integrations.verl``
+openrlhf        ``python -m rlft_fast.integrations.openrlhf`` starts OpenRLHF
+lightrft        the units of LightRFT's ``FSDPV2Strategy``: ``rlft_fast.integrations.lightrft.enable``
+seams           refuses a trainer whose version lacks what an integration replaces
 
 accelerate needs no module: it wraps a model after :func:`rlft_fast.patch_lm_head`.
 """

@@ -17,6 +17,7 @@ from rlft_fast.models.architectures import (
     padded_attention,
     require_divisible_heads,
     require_fixed_rope,
+    require_packed_attention,
 )
 from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
 from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
@@ -87,6 +88,7 @@ __all__ = [
     "prepare_images",
     "require_divisible_heads",
     "require_fixed_rope",
+    "require_packed_attention",
     "rotary_positions",
     "stored_head",
     "token_classifier",

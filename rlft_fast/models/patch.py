@@ -30,6 +30,8 @@ _KEYWORDS = (
 )  # fmt: skip
 _MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that want logits
 
+_LIGER = "apply Liger with fused_linear_cross_entropy=False"
+
 
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
     """Changes a causal language model in place, such that it returns log-probabilities if it gets targets.
@@ -66,7 +68,8 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
     Raises:
         TypeError: ``model`` is not a transformers model.
         ValueError: ``model`` is an encoder-decoder, is patched or wrapped already, or changes its logits in another
-            way. Or it has no head, or its head is not plainly linear (an adapter, a quantized or a sharded head).
+            way. Or it has no head, or its head is not plainly linear (an adapter, a quantized or a sharded head). Or
+            Liger has replaced its forward by its own loss.
     """
     head = _plain_head(model)
     weight = cast(nn.Parameter, head.weight)
@@ -124,16 +127,38 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear:
         raise ValueError(f"{name} is patched already: call patch_lm_head once")
     if hasattr(head, "base_layer"):
         raise ValueError(f"the head of {name} has an adapter ({head_name}): leave it out of the adapter's targets")
+    _refuse_zero3(head.weight, name)
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         raise ValueError(
             f"the head of {name} is a {head_name} with a {type(head.weight).__name__} weight, expected a "
-            "torch.nn.Linear with a plain parameter: leave it out of quantization, and patch before sharding"
+            "torch.nn.Linear with a plain parameter: leave it out of quantization (for bitsandbytes: "
+            "llm_int8_skip_modules=['lm_head']), and patch before sharding"
+        )
+    if _is_ligers(model.forward) and "forward" in vars(model):
+        raise ValueError(
+            f"the forward of {name} is {_full_name(model.forward)}, which computes a loss in place of logits: {_LIGER}"
         )
     if "forward" in vars(model) or "forward" in vars(head):
         raise ValueError(
             f"the forward of {name} was replaced already: patch the model before accelerate or another tool wraps it"
         )
     return head
+
+
+def _refuse_zero3(weight: Any, name: str) -> None:
+    if hasattr(weight, "ds_id"):  # DeepSpeed's mark; the shape of the parameter itself is (0,)
+        raise ValueError(
+            f"the head of {name} is sharded by DeepSpeed's ZeRO-3 (its weight has shape {tuple(weight.shape)}), "
+            "expected the whole weight or an FSDP2 unit: use ZeRO stage 0 to 2, or FSDP2"
+        )
+
+
+def _is_ligers(forward: Any) -> bool:
+    return (getattr(forward, "__module__", None) or "").startswith("liger_kernel.")
+
+
+def _full_name(function: Any) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 class _PatchedHead(LogprobHead):
@@ -162,6 +187,7 @@ class _PatchedHead(LogprobHead):
 
     def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LinearLogprob | LinearLogprobLoss:
         """Runs the model's ``forward`` and returns the statistics that the head computed in it."""
+        _refuse_zero3(self.weight, name)
         self.asked, self.answers, self.num_unasked = asked, [], None
         try:
             outputs = forward()
@@ -231,6 +257,12 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def call(self, *args: Any, **inputs: Any) -> Any:
         result = PreTrainedModel.__call__(self, *args, **inputs)
+        if inputs.get("logprob_targets") is not None and not isinstance(result, LinearLogprob | LinearLogprobLoss):
+            raise ValueError(
+                f"{_full_name(self.forward)} replaced the forward of {model_class.__name__} after patch_lm_head, and "
+                f"returned a {type(result).__name__} for logprob_targets, expected log-probabilities: "
+                + (_LIGER if _is_ligers(self.forward) else "leave the replacement out")
+            )
         if isinstance(result, LinearLogprob | LinearLogprobLoss) and result.logprob.dtype != torch.float32:
             warnings.warn(
                 f"log-probabilities of {model_class.__name__} were rounded to {result.logprob.dtype} by FSDP2. The "

@@ -452,6 +452,30 @@ def quantized() -> PreTrainedModel:
     return model
 
 
+class Params4bit(nn.Parameter):
+    """Of the name that bitsandbytes gives its quantized weights."""
+
+
+class Linear4bit(nn.Linear):
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=False)
+        self.weight = Params4bit(torch.zeros(plain.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def quantized_by_bitsandbytes() -> PreTrainedModel:
+    model = build("nothing")
+    model.lm_head = Linear4bit(model.lm_head)
+    return model
+
+
+def sharded_by_zero3() -> PreTrainedModel:
+    """As under DeepSpeed's `zero.Init`: elements are elsewhere, and the parameter has an id."""
+    model = build("nothing")
+    model.lm_head.weight = nn.Parameter(torch.empty(0))
+    model.lm_head.weight.ds_id = 0
+    return model
+
+
 def with_weight_norm() -> PreTrainedModel:
     model = build("nothing")
     nn.utils.parametrizations.weight_norm(model.lm_head)
@@ -477,6 +501,8 @@ BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1
         (lambda: LlamaModel(LlamaConfig(**SIZES)), ValueError, "LlamaModel has no lm_head"),
         (with_adapter, ValueError, "has an adapter .*LoraLinear"),
         (quantized, ValueError, "is a torch.*quantized.*Linear"),
+        (quantized_by_bitsandbytes, ValueError, "Linear4bit with a Params4bit weight, .*llm_int8_skip_modules"),
+        (sharded_by_zero3, ValueError, r"DeepSpeed's ZeRO-3 \(its weight has shape \(0,\)\), .* stage 0 to 2"),
         (with_weight_norm, ValueError, "is a torch.*ParametrizedLinear"),
         (lambda: patch_lm_head(build("nothing")), ValueError, "patched already"),
         (with_replaced_forward, ValueError, "forward of LlamaForCausalLM was replaced"),
@@ -489,6 +515,20 @@ def test_what_cannot_be_patched(make, error, message):
     with pytest.raises(error, match=message):
         patch_lm_head(model)
     assert type(model) is before
+
+
+def test_zero3_after_the_patch_is_refused():
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    model.lm_head.weight.ds_id = 0
+    with pytest.raises(ValueError, match="head of LlamaForCausalLM is sharded by DeepSpeed's ZeRO-3"):
+        model(**inputs, logprob_targets=next_tokens(**inputs))
+
+
+def test_a_forward_that_is_replaced_after_the_patch():
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    model.forward = partial(LlamaForCausalLM.forward, model)
+    with pytest.raises(ValueError, match="replaced the forward of LlamaForCausalLM after patch_lm_head, and"):
+        model(**inputs, logprob_targets=next_tokens(**inputs))
 
 
 class Shifted(LlamaForCausalLM):

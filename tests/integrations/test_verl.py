@@ -1,6 +1,9 @@
-"""examples/verl_fused.py in verl's own FSDP engine, whose unfused head is the reference: make test-peers."""
+"""rlft_fast.integrations.verl in verl's own FSDP engine, whose unfused head is the reference: make test-peers."""
 
+import contextlib
+import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -45,7 +48,6 @@ def cpu_platform() -> "PlatformBase":
     return type("CPU", (PlatformBase,), members)()
 
 
-@pytest.fixture(scope="module", autouse=True)
 def verl_on_a_cpu() -> Iterator[None]:
     set_platform(cpu_platform())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -56,6 +58,7 @@ def verl_on_a_cpu() -> Iterator[None]:
         yield
 
 
+here = pytest.fixture(verl_on_a_cpu, scope="module", autouse=True)
 SGD = {"optimizer": "SGD", "clip_grad": 1e9}
 
 
@@ -65,14 +68,15 @@ def make_engine(folder: Path, *, fused: bool, packed: bool = True, optimizer: di
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    common = {"use_remove_padding": packed, "use_fused_kernels": fused}
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
-            path=str(folder), external_lib="examples.verl_fused" if fused else None, load_tokenizer=False,
-            enable_gradient_checkpointing=False, override_config={"attn_implementation": "sdpa"}, **common, **model,
+            path=str(folder), external_lib="rlft_fast.integrations.verl" if fused else None, load_tokenizer=False,
+            enable_gradient_checkpointing=False, override_config={"attn_implementation": "sdpa"},
+            use_remove_padding=packed, **model,
         ),
         FSDPEngineConfig(
-            strategy="fsdp2", model_dtype="fp32", mixed_precision=precision, use_torch_compile=False, **common,
+            strategy="fsdp2", model_dtype="fp32", mixed_precision=precision, use_torch_compile=False,
+            use_remove_padding=packed,
         ),
         FSDPOptimizerConfig(lr=1e-2, weight_decay=0.01, total_training_steps=10, **optimizer),
         CheckpointConfig(),
@@ -82,7 +86,7 @@ def make_engine(folder: Path, *, fused: bool, packed: bool = True, optimizer: di
     return engine
 
 
-def make_batch(*, fused: bool, packed: bool = True) -> "TensorDict":
+def make_batch(engine, *, packed: bool = True) -> "TensorDict":
     """As verl's trainer hands it to its workers: prompts padded on the left, responses on the right, then unpadded."""
     from verl.utils.tensordict_utils import assign_non_tensor
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -99,8 +103,9 @@ def make_batch(*, fused: bool, packed: bool = True) -> "TensorDict":
         "old_log_probs": -5 + 0.1 * torch.randn(responses, generator=generator),
     }, batch_size=len(PROMPTS)))  # fmt: skip
     assign_non_tensor(
-        batch, calculate_entropy=True, compute_loss=True, use_remove_padding=packed, use_fused_kernels=fused,
-        use_dynamic_bsz=False, micro_batch_size_per_gpu=2, temperature=TEMPERATURE, global_batch_size=len(PROMPTS),
+        batch, calculate_entropy=True, compute_loss=True, use_remove_padding=packed, use_dynamic_bsz=False,
+        use_fused_kernels=engine.engine_config.use_fused_kernels,  # as verl's TrainingWorker does
+        micro_batch_size_per_gpu=2, temperature=TEMPERATURE, global_batch_size=len(PROMPTS),
     )  # fmt: skip
     return batch
 
@@ -114,7 +119,7 @@ def train(engine, **options) -> dict:
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.1, use_dynamic_bsz=False
     )
     with engine.train_mode():
-        return engine.train_batch(make_batch(**options), partial(ppo_loss, config=config))["metrics"]
+        return engine.train_batch(make_batch(engine, **options), partial(ppo_loss, config=config))["metrics"]
 
 
 def gradients(engine, **options) -> dict[str, Tensor]:
@@ -133,7 +138,7 @@ def gradients(engine, **options) -> dict[str, Tensor]:
 def scores(engine, **options) -> Tensor:
     """(2, tokens): log-probabilities and entropies, without the last of each sequence, which predicts nothing."""
     with engine.eval_mode():
-        output = engine.infer_batch(make_batch(**options))["model_output"]
+        output = engine.infer_batch(make_batch(engine, **options))["model_output"]
     rows = zip(output["log_probs"].unbind(), output["entropy"].unbind(), strict=True)
     return torch.cat([torch.stack(row)[:, :-1] for row in rows], dim=1)
 
@@ -150,10 +155,10 @@ def scores(engine, **options) -> Tensor:
 )
 def test_scores_and_gradients_are_those_of_verl(name, options, packed, tiny_model):
     theirs, ours = (make_engine(tiny_model(name), fused=fused, packed=packed, **options) for fused in (False, True))
-    expected, actual = (scores(each, fused=each is ours, packed=packed) for each in (theirs, ours))
+    expected, actual = (scores(each, packed=packed) for each in (theirs, ours))
     assert actual.shape == (2, (PROMPTS + RESPONSES - 1).sum())
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    expected, actual = (gradients(each, fused=each is ours, packed=packed) for each in (theirs, ours))
+    expected, actual = (gradients(each, packed=packed) for each in (theirs, ours))
     assert actual.keys() == expected.keys()
     assert max(gradient.abs().max() for gradient in actual.values()) > 0.01
     for key, gradient in expected.items():
@@ -161,12 +166,49 @@ def test_scores_and_gradients_are_those_of_verl(name, options, packed, tiny_mode
         torch.testing.assert_close(actual[key], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, k=key: k + m)
 
 
+def scores_in_a_worker(folder: Path) -> Tensor:
+    with contextlib.contextmanager(verl_on_a_cpu)():
+        return scores(make_engine(folder, fused=True))
+
+
+def test_a_ray_worker_needs_the_same_line_alone(tiny_model):
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # wheels of others have a package named tests
+    expected = scores(make_engine(tiny_model("qwen2"), fused=False))
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    try:
+        actual = ray.get(ray.remote(scores_in_a_worker).remote(tiny_model("qwen2")))
+    finally:
+        ray.shutdown()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def without_a_parameter(model, fused_kernels_backend=None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, r"verl 0.9.1 has no .*monkey_patch:patch_forward_with_backends \(.*, expected verl 0.9.1: install"),
+        (without_a_parameter, r"has a .*patch_forward_with_backends without the parameter use_fused_kernels, expected"),
+    ],
+)
+def test_a_version_without_the_seam_is_refused(version, message, monkeypatch):
+    module = importlib.import_module("rlft_fast.integrations.verl")
+    monkeypatch.delattr(monkey_patch, "patch_forward_with_backends")
+    if version is not None:
+        monkeypatch.setattr(monkey_patch, "patch_forward_with_backends", version, raising=False)
+    with pytest.raises(ImportError, match=message):
+        module.enable()
+
+
 def test_images_reach_a_model_whose_forward_verl_replaces(tiny_model, monkeypatch):
     for each in (qwen2_vl.Qwen2VLModel, qwen2_vl.Qwen2VLForConditionalGeneration,
                  qwen2_5_vl.Qwen2_5_VLModel, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # fmt: skip
         monkeypatch.setattr(each, "forward", each.forward)
     theirs, ours = (AutoModelForImageTextToText.from_pretrained(tiny_model("qwen2-vl")) for _ in range(2))
-    importlib.import_module("examples.verl_fused")
+    importlib.import_module("rlft_fast.integrations.verl")
     for model, fused in ((theirs, False), (ours, True)):
         monkey_patch.apply_monkey_patch(model, use_remove_padding=False, use_fused_kernels=fused)
     inputs = {
@@ -192,12 +234,12 @@ def test_an_adapter_on_the_head_is_refused(tiny_model):
 def test_adamw_by_configuration(tiny_model):
     fused = {"optimizer_impl": "rlft_fast.ops", "optimizer": "FusedAdamW"}
     theirs, ours = (make_engine(tiny_model("qwen2"), fused=True, optimizer=each) for each in ({}, fused))
-    before = scores(ours, fused=True)
+    before = scores(ours)
     assert type(theirs.optimizer) is torch.optim.AdamW
     assert type(ours.optimizer).__name__ == "FusedAdamW"
     for _ in range(3):
-        expected, actual = train(theirs, fused=True), train(ours, fused=True)
+        expected, actual = train(theirs), train(ours)
         assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    expected, actual = scores(theirs, fused=True), scores(ours, fused=True)
+    expected, actual = scores(theirs), scores(ours)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     assert (actual - before).abs().max() > 0.1

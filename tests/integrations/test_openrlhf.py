@@ -1,7 +1,8 @@
-"""examples/openrlhf_fused.py beside OpenRLHF's own Actor, whose head is the reference: make test-peers."""
+"""rlft_fast.integrations.openrlhf beside OpenRLHF's own Actor, whose head is the reference: make test-peers."""
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
+
+from rlft_fast.integrations.openrlhf import enable, runtime_env
 
 pytestmark = [
     pytest.mark.peers,
@@ -48,8 +51,8 @@ def openrlhf() -> SimpleNamespace:
         for module in flash_attn_without_cuda():
             patch.setitem(sys.modules, module.__name__, module)
         models = importlib.import_module("openrlhf.models")
-        example = importlib.import_module("examples.openrlhf_fused")
-    return SimpleNamespace(Actor=models.Actor, PolicyLoss=models.PolicyLoss, use_rlft_fast=example.use_rlft_fast)
+        importlib.import_module("openrlhf.models.ring_attn_utils")
+    return SimpleNamespace(Actor=models.Actor, PolicyLoss=models.PolicyLoss)
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def make_actor(openrlhf, monkeypatch):
         if fused:
             for name in ("__init__", "forward"):
                 monkeypatch.setattr(openrlhf.Actor, name, getattr(openrlhf.Actor, name))
-            openrlhf.use_rlft_fast()
+            enable()
         torch.manual_seed(0)  # adapters start at random
         actor = openrlhf.Actor(str(folder), attn_implementation="sdpa", temperature=0.7, **options)
         actor.model.float()
@@ -112,9 +115,60 @@ def test_without_an_action_mask_openrlhf_answers(tiny_model, make_actor):
     assert torch.equal(ours.logits, theirs.logits)
 
 
+FLASH_ATTN = {  # as above, in files for another process
+    "__init__": "",
+    "bert_padding": """
+from einops import rearrange
+from transformers.modeling_flash_attention_utils import _pad_input as pad_input, _unpad_input as unpad_input
+index_first_axis = None
+""",
+    "utils/__init__": "",
+    "utils/distributed": "all_gather = None",
+}
+
+
+def where_forward_is() -> str:
+    from openrlhf.models import Actor
+
+    return Actor.forward.__module__
+
+
+def test_a_ray_worker_is_enabled_before_it_works(tmp_path):
+    import ray
+
+    for name, text in FLASH_ATTN.items():
+        path = tmp_path / "flash_attn" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    environment = runtime_env()
+    environment["env_vars"]["PYTHONPATH"] = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # wheels of others have a package named tests
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, runtime_env=environment)
+    try:
+        assert ray.get(ray.remote(where_forward_is).remote()) == "rlft_fast.integrations.openrlhf"
+    finally:
+        ray.shutdown()
+
+
 def test_a_model_with_images_keeps_its_head(tiny_model, make_actor):
     actor = make_actor(tiny_model("qwen2-vl"), fused=True)
     assert type(actor.model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("forward", "has a openrlhf.models:Actor.forward without the parameter action_mask, .*, expected openrlhf"),
+        ("unpad_and_slice_tensor", "has no .*ring_attn_utils:unpad_and_slice_tensor .*, expected openrlhf 0.11.2"),
+    ],
+)
+def test_a_version_without_the_seam_is_refused(name, message, openrlhf, monkeypatch):
+    if name == "forward":
+        monkeypatch.setattr(openrlhf.Actor, "forward", lambda self, sequences: None)
+    else:
+        monkeypatch.delattr(f"openrlhf.models.ring_attn_utils.{name}")
+    with pytest.raises(ImportError, match=message):
+        enable()
 
 
 def test_a_router_is_refused(tmp_path, make_actor):
