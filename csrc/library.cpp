@@ -20,7 +20,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def(
       "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "
-      "Tensor(d!)? sum_exp_squared, Tensor(e!) target_logit) -> ()");
+      "Tensor(d!)? sum_exp_squared, Tensor(e!) target_logit, Tensor(f!)? sum_logits=None) -> ()");
   m.def(
       "logprob_grad_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
       "float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, Tensor grad_logprob, "
@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def(
       "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, "
-      "Tensor(d!)? sum_exp_shift, Tensor(e!)? sum_exp_squared, Tensor(f!) target_logit) -> ()");
+      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit) -> ()");
   m.def(
       "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, "

@@ -35,9 +35,12 @@ struct RowStats {
   }
 };
 
-// Each array is (R,). sum_exp_shift is null if no entropy is computed, sum_exp_squared if no sum of p^2 is computed.
+// Each array is (R,). sum_exp_shift is null if no entropy is computed, sum_exp_squared if no sum of p^2 is computed, and
+// sum_logits if no mean of the logits is computed. A sum of logits does not depend on the maximum, so it is no part of
+// RowStats. It is in double, because one float rounding per block would add up to more than PyTorch's error of a mean.
 struct StatsOut {
   float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
+  double* sum_logits = nullptr;
 
   template <bool kEntropy, bool kSquares>
   RLFT_INLINE RowStats load(int64_t row) const {

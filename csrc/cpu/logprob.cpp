@@ -25,6 +25,12 @@ float* mutable_float(const Tensor& t) { return static_cast<float*>(t.mutable_dat
 
 float* mutable_float_or_null(const std::optional<Tensor>& t) { return t.has_value() ? mutable_float(*t) : nullptr; }
 
+double* mutable_double_or_null(const std::optional<Tensor>& t) {
+  if (!t.has_value()) return nullptr;
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Double, "sum_logits must be float64");
+  return static_cast<double*>(t->mutable_data_ptr());
+}
+
 Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprob, const std::optional<Tensor>& grad_entropy) {
   return {static_cast<const float*>(max.const_data_ptr()), static_cast<const float*>(log_sum.const_data_ptr()),
@@ -95,10 +101,15 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
-                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
+                    std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, logits);
-  const StatsOut out{mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
-                     mutable_float_or_null(sum_exp_squared), mutable_float(target_logit)};
+  const StatsOut out{mutable_float(max),
+                     mutable_float(sum_exp),
+                     mutable_float_or_null(sum_exp_shift),
+                     mutable_float_or_null(sum_exp_squared),
+                     mutable_float(target_logit),
+                     mutable_double_or_null(sum_logits)};
   torch::stable::parallel_for(0, tile.rows, 1, [&](int64_t begin, int64_t end) { stats_rows(tile, out, begin, end); });
 }
 
@@ -172,8 +183,7 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
 
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
-                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared,
-                          Tensor target_logit) {
+                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
@@ -184,15 +194,14 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
       for (const Tile& block : blocks_of(chunk.tile(i))) {
         float* own = partial.data() + kNumStats * (block.vocab_start / kBlock) * rows;
         std::fill_n(own, rows, kMinusInf);
-        const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr,
-                           sum_exp_squared ? own + 3 * rows : nullptr, mutable_float(target_logit)};
+        const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr, nullptr,
+                           mutable_float(target_logit)};
         stats_rows(block, out, 0, rows);
       }
     }
   });
   merge_blocks(partial.data(), blocks, rows,
-               {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift),
-                mutable_float_or_null(sum_exp_squared), nullptr});
+               {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift), nullptr, nullptr});
 }
 
 // The sums are in double. In float, one rounding per row would give the bias gradient several times the error of a tree

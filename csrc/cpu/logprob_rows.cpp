@@ -2,8 +2,8 @@
 //
 //   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
 //   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),
-//            r = sum exp(x - m)^2,  x_target
-//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2
+//            r = sum exp(x - m)^2,  l = sum x,  x_target
+//            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2,  mean x = l / V
 //   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s
 //            dz overwrites z. g and h are the upstream gradients of logprob and entropy.
 //   frozen : e = exp(x - m) dx/dz, and 0 at the target y
@@ -144,7 +144,14 @@ RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
   return stats;
 }
 
-template <bool kEntropy, bool kSquares>
+// Returns the sum of the first `count` columns of a block. The other columns hold -inf.
+RLFT_INLINE float sum_of(const float (&x)[kBlock], int64_t count) {
+  float inside[kBlock];
+  for (int64_t j = 0; j < kBlock; ++j) inside[j] = j < count ? x[j] : 0.0f;
+  return reduce(inside, Add());
+}
+
+template <bool kEntropy, bool kSquares, bool kLogits>
 RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
   float x[kBlock];
   const float* z = tile.logits + i * tile.stride;
@@ -156,19 +163,26 @@ RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
     transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
     if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
     row.merge<Math>(block_stats<kEntropy, kSquares>(x));
+    if (kLogits) out.sum_logits[i] += sum_of(x, count);
   }
   out.store<kEntropy, kSquares>(i, row);
+}
+
+template <bool kLogits>
+RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
+  if (out.sum_exp_squared != nullptr)
+    out.sum_exp_shift != nullptr ? stats_row<true, true, kLogits>(tile, out, i)
+                                 : stats_row<false, true, kLogits>(tile, out, i);
+  else
+    out.sum_exp_shift != nullptr ? stats_row<true, false, kLogits>(tile, out, i)
+                                 : stats_row<false, false, kLogits>(tile, out, i);
 }
 
 }  // namespace
 
 RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    if (out.sum_exp_squared != nullptr)
-      out.sum_exp_shift != nullptr ? stats_row<true, true>(tile, out, i) : stats_row<false, true>(tile, out, i);
-    else
-      out.sum_exp_shift != nullptr ? stats_row<true, false>(tile, out, i) : stats_row<false, false>(tile, out, i);
-  }
+  for (int64_t i = begin; i < end; ++i)
+    out.sum_logits != nullptr ? stats_row<true>(tile, out, i) : stats_row<false>(tile, out, i);
 }
 
 RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out) {
@@ -176,11 +190,10 @@ RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_
     RowStats row;
     for (int64_t i = 0; i < blocks; ++i) {
       const float* own = partial + kNumStats * i * rows + r;
-      row.merge<Math>({own[0], {own[rows], own[2 * rows], own[3 * rows]}});
+      row.merge<Math>({own[0], {own[rows], own[2 * rows]}});
     }
     out.store<false, false>(r, row);
     if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sums.shift;
-    if (out.sum_exp_squared != nullptr) out.sum_exp_squared[r] = row.sums.squared;
   }
 }
 
@@ -232,7 +245,7 @@ RLFT_MULTIVERSION void grad_rows(const Tile& tile, const Upstream& upstream, int
 namespace {
 RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
   const float before = out.stats.max[i];
-  stats_row<false, false>(tile, out.stats, i);
+  stats_row<false, false, false>(tile, out.stats, i);
   const float max = out.stats.max[i];
   const float rescale = before == kMinusInf ? 0.0f : exp_nonpositive(before - max);
   float* accumulator = out.accumulator + i * out.dim;

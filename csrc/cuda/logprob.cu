@@ -154,10 +154,11 @@ __device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t
 struct Shared {
   float max[kWarps];
   Sums sums[kWarps];
+  float logits[kWarps];
 };
 
 // Every thread gets the result. Calls of block_max and block_sum alternate, so the barrier of one call protects the
-// array of the other.
+// array of the other. The array of logit_sum, which is called after them, is protected by the barriers of both.
 __device__ float block_max(float value, Shared& shared) {
   for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
   if (threadIdx.x % 32 == 0) shared.max[threadIdx.x / 32] = value;
@@ -211,26 +212,46 @@ __device__ RowStats block_stats(const float (&x)[kPerThread], Shared& shared) {
   return block;
 }
 
-// Merges all columns of the tile into `stats`. Stores the target's logit if this tile holds the target.
-template <bool kEntropy, bool kSquares, bool kAligned>
-__device__ void add_columns(const Tile& tile, const Row& row, float* target_logit, Shared& shared, RowStats& stats) {
+// Returns the sum of the first `columns` columns of a block. The other columns hold -inf.
+__device__ float logit_sum(const float (&x)[kPerThread], int64_t columns, Shared& shared) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) sum += column_of(k) < columns ? x[k] : 0.0f;
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (threadIdx.x % 32 == 0) shared.logits[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = shared.logits[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) sum += shared.logits[w];
+  return sum;
+}
+
+// Merges all columns of the tile into `stats` and `sum_logits`. Stores the target's logit if this tile holds the target.
+template <bool kEntropy, bool kSquares, bool kLogits, bool kAligned>
+__device__ void add_columns(const Tile& tile, const Row& row, float* target_logit, Shared& shared, RowStats& stats,
+                            double& sum_logits) {
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     float x[kPerThread];
     load_block<kAligned>(tile, row, begin, x);
     at_target<kPerThread>(tile, row, begin, [&](int k) { *target_logit = x[k]; });
     stats.merge<Math>(block_stats<kEntropy, kSquares>(x, shared));
+    if (kLogits) sum_logits += logit_sum(x, tile.columns - begin, shared);
   }
 }
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-template <bool kEntropy, bool kSquares, bool kAligned>
+template <bool kEntropy, bool kSquares, bool kLogits, bool kAligned>
 __global__ __launch_bounds__(kThreads) void stats_kernel(Tile tile, StatsOut out) {
   __shared__ Shared shared;
   const int64_t r = blockIdx.x;
   RowStats stats = out.load<kEntropy, kSquares>(r);
-  add_columns<kEntropy, kSquares, kAligned>(tile, Row(tile, r), out.target_logit + r, shared, stats);
-  if (threadIdx.x == 0) out.store<kEntropy, kSquares>(r, stats);
+  double sum_logits = kLogits ? out.sum_logits[r] : 0;
+  add_columns<kEntropy, kSquares, kLogits, kAligned>(tile, Row(tile, r), out.target_logit + r, shared, stats,
+                                                     sum_logits);
+  if (threadIdx.x > 0) return;
+  out.store<kEntropy, kSquares>(r, stats);
+  if (kLogits) out.sum_logits[r] = sum_logits;
 }
 
 template <bool kEntropy, bool kAligned, class Out>
@@ -264,7 +285,8 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
   const Row row(tile, r);
   const float before = frozen.stats.max[r];
   RowStats stats = frozen.stats.load<false, false>(r);
-  add_columns<false, false, kAligned>(tile, row, frozen.stats.target_logit + r, shared, stats);
+  double no_logits = 0;
+  add_columns<false, false, false, kAligned>(tile, row, frozen.stats.target_logit + r, shared, stats, no_logits);
   const float shift = stats.max == -INFINITY ? 0.0f : stats.max;
   const float rescale = before == -INFINITY ? 0.0f : expf(before - shift);
   Sums others;
@@ -304,6 +326,11 @@ const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_
 const float* floats(const std::optional<Tensor>& t) { return t.has_value() ? floats(*t) : nullptr; }
 float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 float* mutable_floats(const std::optional<Tensor>& t) { return t.has_value() ? mutable_floats(*t) : nullptr; }
+double* mutable_doubles(const std::optional<Tensor>& t) {
+  if (!t.has_value()) return nullptr;
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Double, "sum_logits must be float64");
+  return static_cast<double*>(t->mutable_data_ptr());
+}
 
 Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
                const Tensor& inv_temperature, double softcap, double scale) {
@@ -334,16 +361,21 @@ bool aligned(const Tensor& t) {
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
-                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit) {
+                    std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
+                    std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
-  const StatsOut out{mutable_floats(max), mutable_floats(sum_exp), mutable_floats(sum_exp_shift),
-                     mutable_floats(sum_exp_squared), mutable_floats(target_logit)};
+  const StatsOut out{mutable_floats(max),           mutable_floats(sum_exp),
+                     mutable_floats(sum_exp_shift), mutable_floats(sum_exp_squared),
+                     mutable_floats(target_logit),  mutable_doubles(sum_logits)};
   with_bool(sum_exp_shift.has_value(), [&](auto entropy) {
     with_bool(sum_exp_squared.has_value(), [&](auto squares) {
-      with_bool(aligned(logits), [&](auto is_aligned) {
-        launch(stats_kernel<entropy.value, squares.value, is_aligned.value>, tile.rows, kThreads, tile, out);
+      with_bool(sum_logits.has_value(), [&](auto sums_logits) {
+        with_bool(aligned(logits), [&](auto is_aligned) {
+          launch(stats_kernel<entropy.value, squares.value, sums_logits.value, is_aligned.value>, tile.rows, kThreads,
+                 tile, out);
+        });
       });
     });
   });

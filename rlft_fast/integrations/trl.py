@@ -30,9 +30,9 @@ def enable(*, workspace_mib: int | None = None) -> None:
     It holds for the whole process, for trainers that exist already and for later ones: GRPO, RLOO, DPO, KTO, SFT and
     the experimental asynchronous GRPO. A second call replaces the first.
 
-    TRL's own function still computes three kinds of calls: mean logits (DPO, KTO) of a model with soft-capping, weights
-    that DeepSpeed's ZeRO-3 shards, and devices other than CPUs and CUDA GPUs. TRL's `is_top1` takes the first of
-    equally likely tokens; here, each of them is the most likely one.
+    TRL's own function still computes two kinds of calls: weights that DeepSpeed's ZeRO-3 shards, and devices other than
+    CPUs and CUDA GPUs. TRL's `is_top1` takes the first of equally likely tokens; here, each of them is the most likely
+    one.
 
     Args:
         workspace_mib: the most memory that logits take at any time [MiB], see :func:`rlft_fast.ops.linear_logprob`.
@@ -94,9 +94,8 @@ class _FusedFunction:
         chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """(N,) log-probabilities, entropies, logs of summed squared probabilities, mean logits, and whether top 1."""
-        mean_is_curved = softcap is not None and "mean_logits" in outputs
         is_sharded = hasattr(weight_VD, "ds_id")  # empty again before the backward pass
-        if mean_is_curved or is_sharded or hidden_ND.device.type not in ("cpu", "cuda"):
+        if is_sharded or hidden_ND.device.type not in ("cpu", "cuda"):
             return self.own.apply(
                 hidden_ND, weight_VD, bias_V, targets_N, temperature, chunk_size, softcap, logit_scale, outputs
             )
@@ -105,18 +104,8 @@ class _FusedFunction:
         result = linear_logprob(
             hidden_ND, weight_VD, targets_N, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, return_entropy="entropy" in outputs, return_top1="is_top1" in outputs,
-            return_sum_prob_squared="log_sum_sq_probs" in outputs, workspace_mib=self.workspace_mib,
+            return_sum_prob_squared="log_sum_sq_probs" in outputs, return_mean_logits="mean_logits" in outputs,
+            workspace_mib=self.workspace_mib,
         )  # fmt: skip
         log_sum = None if result.sum_prob_squared is None else result.sum_prob_squared.log()
-        mean = None
-        if "mean_logits" in outputs:
-            mean = logit_scale / temperature * _mean_logits(hidden_ND, weight_VD, bias_V)
-        return result.logprob, result.entropy, log_sum, mean, result.top1
-
-
-@torch.no_grad()
-def _mean_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """The mean over the vocabulary of linear logits is the product with the mean row of the weight."""
-    with torch.autocast(hidden_ND.device.type, enabled=False):  # autocast would round the mean row
-        mean_N = hidden_ND.float() @ weight_VD.mean(0, dtype=torch.float32)
-    return mean_N if bias_V is None else mean_N + bias_V.mean(dtype=torch.float32)
+        return result.logprob, result.entropy, log_sum, result.mean_logits, result.top1

@@ -81,6 +81,7 @@ class LogprobHead(nn.Module):
         return_entropy: bool = False,
         return_sum_prob_squared: bool = False,
         return_top1: bool = False,
+        return_mean_logits: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         support: Tensor | None = None,
@@ -95,6 +96,8 @@ class LogprobHead(nn.Module):
             return_entropy: also return the entropies, or pass them to ``loss_fn``.
             return_sum_prob_squared: also return the sums of squared probabilities; not with ``loss_fn``.
             return_top1: also return whether the target is the most likely token; not with ``loss_fn`` or ``support``.
+            return_mean_logits: also return the mean of the logits over the vocabulary; not with ``loss_fn`` or
+                ``support``.
             loss_fn: as in :func:`rlft_fast.ops.linear_logprob_loss`.
             per_token: (*) tensors for ``loss_fn``.
             support: (*, K) ids as in :func:`rlft_fast.ops.support_logprob`. All statistics are over these ids instead
@@ -115,11 +118,12 @@ class LogprobHead(nn.Module):
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.reshape(()).expand(target.shape)
         _check_rows(hidden, target, temperature, per_token, support)
-        extras = {"return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1}
-        if loss_fn is not None and any(extras.values()):
-            raise ValueError("return_sum_prob_squared and return_top1 do not go with loss_fn: leave one of them out")
-        if support is not None and return_top1:
-            raise ValueError("return_top1 does not go with a support: the most likely token may be outside of it")
+        of_vocabulary = {"return_top1": return_top1, "return_mean_logits": return_mean_logits}
+        extras = {"return_sum_prob_squared": return_sum_prob_squared, **of_vocabulary}
+        if loss_fn is not None:
+            _check_goes_with("loss_fn, which reads log-probabilities and entropies alone", extras)
+        if support is not None:
+            _check_goes_with("a support, because it is of the whole vocabulary", of_vocabulary)
         arguments = (hidden.flatten(0, -2), weight, target.flatten())
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy,
@@ -139,6 +143,11 @@ class LogprobHead(nn.Module):
             result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options, active_index=active_index)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
         return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
+
+
+def _check_goes_with(what: str, asked: dict[str, bool]) -> None:
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ValueError(f"{name} does not go with {what}: leave one of them out")
 
 
 def _check_rows(

@@ -26,7 +26,8 @@ from rlft_fast.ops import LinearLogprob, LinearLogprobLoss
 from rlft_fast.ops.logprob import LossFunction
 
 _KEYWORDS = (
-    "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "loss_fn", "per_token",
+    "temperature", "return_entropy", "return_sum_prob_squared", "return_top1", "return_mean_logits", "loss_fn",
+    "per_token",
 )  # fmt: skip
 _MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that want logits
 
@@ -44,8 +45,9 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
             shape is (B, K).
         temperature: sampling temperature, one number or a tensor in the shape of ``logprob_targets``.
         return_entropy: also return the entropy of each position.
-        return_sum_prob_squared, return_top1: also return the sum of squared probabilities, and whether the target is
-            the most likely token, see :func:`rlft_fast.ops.linear_logprob`. Neither goes with ``loss_fn``.
+        return_sum_prob_squared, return_top1, return_mean_logits: also return the sum of squared probabilities, whether
+            the target is the most likely token, and the mean of the logits over the vocabulary, see
+            :func:`rlft_fast.ops.linear_logprob`. None of them goes with ``loss_fn``.
         loss_fn, per_token: a per-token loss, and a tuple of the tensors that it reads, in the shape of
             ``logprob_targets``, see :func:`rlft_fast.ops.linear_logprob_loss`. The model then returns a
             ``LinearLogprobLoss``.
@@ -230,6 +232,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return_entropy: bool = False,
         return_sum_prob_squared: bool = False,
         return_top1: bool = False,
+        return_mean_logits: bool = False,
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         **inputs: Any,
@@ -237,6 +240,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         options = {
             "temperature": temperature, "return_entropy": return_entropy, "loss_fn": loss_fn, "per_token": per_token,
             "return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1,
+            "return_mean_logits": return_mean_logits,
         }  # fmt: skip
         if logprob_targets is None:
             if loss_fn is not None:

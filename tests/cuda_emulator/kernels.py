@@ -116,7 +116,7 @@ def test_frozen_tile_in_the_dtype_of_the_next_gemm(columns, stride, dtype, softc
 def logprob_results() -> list[Tensor]:
     logits, target, bias, inv_temperature = make_tile(6, 5003, 5008)
     problem = (logits, target, 0, bias, inv_temperature, 5.0, 0.7)
-    sums = [torch.full((6,), -torch.inf), *torch.zeros(3, 6), torch.full((6,), torch.nan)]
+    sums = [torch.full((6,), -torch.inf), *torch.zeros(3, 6), torch.full((6,), torch.nan), torch.zeros(6).double()]
     KERNELS.logprob_stats_(*problem, *sums)
     upstream = [sums[0], sums[1].log(), sums[2], torch.ones(6), torch.ones(6)]
     grad, exp_logits = torch.zeros(2, 6, 5003, dtype=torch.bfloat16)

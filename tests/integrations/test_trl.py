@@ -199,10 +199,7 @@ def test_a_model_that_has_an_adapter_already(tiny_model, tmp_path, monkeypatch):
 EVERYTHING = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.mark.parametrize(
-    ("autocast", "softcap"),
-    [(False, None), (False, 5.0), (True, None)],  # TRL's own function gives mean logits behind a soft-cap
-)
+@pytest.mark.parametrize(("autocast", "softcap"), [(False, None), (False, 5.0), (True, None)])
 @pytest.mark.parametrize("num_rows", [0, 1, 17])
 def test_every_result_of_the_function(num_rows, autocast, softcap):
     generator = torch.Generator().manual_seed(num_rows)

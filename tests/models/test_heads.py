@@ -141,6 +141,10 @@ def test_head_over_a_support(lora):
     squared = torch.stack([(2 * first).exp().sum(), torch.tensor(0.0), (2 * second).exp().sum(), torch.tensor(1.0)])
     torch.testing.assert_close(result.sum_prob_squared, squared.view(2, 2), rtol=0, atol=1e-6)
 
+    for name in ("return_top1", "return_mean_logits"):
+        with pytest.raises(ValueError, match=f"{name} does not go with a support.*leave one of them out"):
+            head(hidden, target, support=support, **{name: True})
+
     weight = torch.arange(4.0).view(2, 2)
     loss = head(
         hidden, target, temperature=0.7, support=support, return_entropy=True, per_token=(weight,),

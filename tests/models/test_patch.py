@@ -144,14 +144,18 @@ def test_log_probabilities_and_gradients_are_those_of_the_logits(name):
 def test_other_statistics():
     model, inputs = build("softcap"), batch()
     targets = next_tokens(**inputs)
-    probability = model(**inputs).logits.softmax(-1)
-    result = patch_lm_head(model)(**inputs, logprob_targets=targets, return_sum_prob_squared=True, return_top1=True)
+    logits = model(**inputs).logits / 0.7
+    probability = logits.softmax(-1)
+    asked = dict.fromkeys(("return_sum_prob_squared", "return_top1", "return_mean_logits"), True)
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets, temperature=0.7, **asked)
     active = targets != -100
     assert torch.equal(result.top1, (probability.argmax(-1) == targets) & active)
     expected = probability.square().sum(-1).where(active, 0)
     torch.testing.assert_close(result.sum_prob_squared, expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="return_top1 do not go with loss_fn"):
-        model(**inputs, logprob_targets=targets, return_top1=True, loss_fn=lambda logprob, _: logprob)
+    torch.testing.assert_close(result.mean_logits, logits.mean(-1).where(active, 0), rtol=1e-5, atol=1e-6)
+    for name in asked:
+        with pytest.raises(ValueError, match=f"{name} does not go with loss_fn.*leave one of them out"):
+            model(**inputs, logprob_targets=targets, **{name: True}, loss_fn=lambda logprob, _: logprob)
 
 
 def test_loss_in_three_gemms():

@@ -71,7 +71,7 @@ def _frozen_chunk(problem: Problem, rows: Rows, columns: int) -> tuple[Tensor, T
         multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
     target_RD = problem.weight_VD[rows.target_R.clamp(0, problem.vocab - 1)].to(torch.float32)
     grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(sums.sum_exp.unsqueeze(1))
-    return sums.finish(problem.group).logprob, grad_rows
+    return sums.finish(problem.group, problem.vocab).logprob, grad_rows
 
 
 # An operator without a derivative: to autograd the jacobian is a constant, and a second derivative would be wrong.

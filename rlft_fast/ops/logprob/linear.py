@@ -49,6 +49,7 @@ def linear_logprob(
     return_entropy: bool = False,
     return_sum_prob_squared: bool = False,
     return_top1: bool = False,
+    return_mean_logits: bool = False,
     threshold_T: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
@@ -79,6 +80,7 @@ def linear_logprob(
         return_entropy: also return the entropy of each row's distribution, in nats.
         return_sum_prob_squared: also return ``sum(softmax(z)^2)``, not differentiable (optimal-token baselines).
         return_top1: also return whether the target is the most probable token.
+        return_mean_logits: also return ``mean(z)`` over the vocabulary, not differentiable; not with ``threshold_T``.
         threshold_T: (T,) leaves the tokens with ``z`` below it out of the softmax: see :func:`support_logprob`.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
@@ -108,7 +110,12 @@ def linear_logprob(
         _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
-    asked = Asked(return_entropy, return_sum_prob_squared, return_top1)
+    if return_mean_logits and threshold_T is not None:
+        raise ValueError(
+            "return_mean_logits does not go with threshold_T, because the logits below a threshold are -inf, and their "
+            "mean would be, too: leave one of them out"
+        )
+    asked = Asked(return_entropy, return_sum_prob_squared, return_top1, return_mean_logits)
     needs_grad = _needs_grad(problem)
     only_hidden = needs_grad == [True, False, False] and not any(asked)
     freezes = only_hidden and vocab_group is None and threshold_T is None
@@ -120,6 +127,7 @@ def linear_logprob(
             hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, return_entropy=return_entropy,
             return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
+            return_mean_logits=return_mean_logits,
         )  # fmt: skip
     if workspace_mib is None:
         problem = replace(problem, workspace_mib=256 if hidden_TD.is_cuda else 64)

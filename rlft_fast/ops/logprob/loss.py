@@ -95,7 +95,9 @@ class _ThreadTiles:
 
     def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
         with sums_in_float32(rows.hidden_RD):
-            torch.ops.rlft_fast.logprob_chunk_stats_(*self._arguments(rows), *sums)
+            torch.ops.rlft_fast.logprob_chunk_stats_(
+                *self._arguments(rows), sums.maximum, sums.sum_exp, sums.shift, sums.target_logit
+            )
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
         d_logprob, d_entropy = upstream
@@ -219,7 +221,7 @@ class Loss(Way):
             bias_V=float_bias(problem.bias_V),
         )  # fmt: skip
         work = _divide(problem, grads, _widest(problem.weight_VD, shards))
-        logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy, False, False)
+        logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy)
         loss = problem.hidden_TD.new_zeros((), dtype=torch.float32)
         for chunks in work.groups:
             for chunk in chunks:
@@ -227,7 +229,7 @@ class Loss(Way):
                 rows = problem.rows(index)
                 sums = Sums.of_nothing(rows, return_entropy)
                 work.stats(chunk, rows, sums)
-                stats = sums.finish(problem.group)
+                stats = sums.finish(problem.group, problem.vocab)
                 values = [x[index] for x in per_token]
                 loss_R, upstream = _differentiate(loss_functions[loss_fn], stats, values)
                 loss += loss_R.sum()
@@ -244,7 +246,7 @@ class Loss(Way):
     def empty(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
         *_, return_entropy, needs_grad = options
         scalar = problem.hidden_TD.new_empty((), dtype=torch.float32)
-        logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy, False, False)
+        logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy)
         return scalar, logprob, entropy, *empty_gradients(problem, needs_grad)
 
     def save(self, ctx: Any, problem: Problem, options: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:

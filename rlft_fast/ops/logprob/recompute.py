@@ -61,6 +61,7 @@ class Asked(NamedTuple):
     entropy: bool = False
     sum_prob_squared: bool = False
     top1: bool = False
+    mean_logits: bool = False
 
 
 class Recompute(Way):
@@ -73,8 +74,11 @@ class Recompute(Way):
     """
 
     name = "linear_logprob"
-    options = "bool for_backward, bool keep_logits, bool return_entropy, bool return_sum_prob_squared, bool return_top1"
-    results = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
+    options = (
+        "bool for_backward, bool keep_logits, bool return_entropy, bool return_sum_prob_squared, bool return_top1, "
+        "bool return_mean_logits"
+    )
+    results = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
 
     def forward(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
         for_backward, keep_logits, *asked_for = options
@@ -89,12 +93,12 @@ class Recompute(Way):
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
             index = problem.active_index[chunk]
             rows = problem.rows(index)
-            sums = Sums.of_nothing(rows, asked.entropy, asked.sum_prob_squared)
+            sums = Sums.of_nothing(rows, asked.entropy, asked.sum_prob_squared, asked.mean_logits)
             if stores_logits or not problem.vocab:
                 _add_tiles(problem, rows, columns, kept, sums)
             else:  # backward would need the logits of its own GEMM, or rounding errors would not cancel
                 _add_without_logits(problem, rows, sums)
-            stats = sums.finish(problem.group)
+            stats = sums.finish(problem.group, problem.vocab)
             normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
             _store(stats, index, results)
         return *results, normalizer, kept

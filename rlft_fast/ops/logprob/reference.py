@@ -23,6 +23,8 @@ class LinearLogprob(NamedTuple):
     """float32 sum of p^2 over the vocabulary: the probability that two samples are equal."""
     top1: Tensor | None = None
     """bool: no token is more probable than the target."""
+    mean_logits: Tensor | None = None
+    """float32 mean over the vocabulary of the logits that the softmax sees: with bias, scale, soft-cap, temperature."""
 
 
 class LinearLogprobLoss(NamedTuple):
@@ -82,6 +84,7 @@ def linear_logprob(
     return_entropy: bool = False,
     return_sum_prob_squared: bool = False,
     return_top1: bool = False,
+    return_mean_logits: bool = False,
     threshold_T: Tensor | None = None,
 ) -> LinearLogprob:
     """:func:`rlft_fast.ops.linear_logprob` with all (T, V) logits in memory, differentiable by autograd."""
@@ -98,11 +101,12 @@ def linear_logprob(
         result.entropy if return_entropy else None,
         result.sum_prob_squared if return_sum_prob_squared else None,
         result.top1 if return_top1 else None,
+        z.detach().mean(-1).where(active, 0) if return_mean_logits else None,
     )
 
 
 def _of_log_probabilities(log_p: Tensor, target_T: Tensor, active: Tensor) -> LinearLogprob:
-    """All statistics of log-probabilities (T, V), 0 in rows that are not active."""
+    """All statistics that log-probabilities (T, V) give, 0 in rows that are not active."""
     logprob = log_p.gather(-1, target_T.unsqueeze(-1)).squeeze(-1)
     # xlogy's convention 0 log 0 = 0, for logits of -inf
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)

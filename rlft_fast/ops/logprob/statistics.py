@@ -28,6 +28,7 @@ class Stats(NamedTuple):
     entropy: Tensor | None
     sum_prob_squared: Tensor | None
     top1: Tensor
+    mean_logits: Tensor | None
     maximum: Tensor
     log_sum: Tensor
 
@@ -40,15 +41,20 @@ class Sums(NamedTuple):
     shift: Tensor | None  # sum of exp(x - maximum) (x - maximum)
     squares: Tensor | None  # sum of exp(x - maximum)^2
     target_logit: Tensor  # nan until the target has been seen: a target outside the vocabulary must not look valid
+    logits: Tensor | None = None  # sum of x, float64
 
     @staticmethod
-    def of_nothing(rows: Rows, return_entropy: bool = False, return_sum_prob_squared: bool = False) -> Sums:
+    def of_nothing(
+        rows: Rows, return_entropy: bool = False, return_sum_prob_squared: bool = False,
+        return_mean_logits: bool = False,
+    ) -> Sums:  # fmt: skip
         maximum, sum_exp, shift, squares, target_logit = rows.hidden_RD.new_zeros(
             5, rows.target_R.shape[0], dtype=torch.float32
         )
         return Sums(
             maximum.fill_(-torch.inf), sum_exp, shift if return_entropy else None,
             squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
+            torch.zeros_like(maximum, dtype=torch.float64) if return_mean_logits else None,
         )  # fmt: skip
 
     def at(self, top: Tensor) -> Sums:
@@ -58,31 +64,34 @@ class Sums(NamedTuple):
         return Sums(
             top, self.sum_exp * factor,
             None if self.shift is None else (self.shift + down * self.sum_exp) * factor,
-            None if self.squares is None else self.squares * factor.square(), self.target_logit,
+            None if self.squares is None else self.squares * factor.square(), self.target_logit, self.logits,
         )  # fmt: skip
 
-    def finish(self, group: str) -> Stats:
-        """The statistics, also over the shards of the ranks of ``group``, if there is one."""
-        maximum, sum_exp, shift, squares, target_logit = _merge_shards(group, self) if group else self
+    def finish(self, group: str, vocab: int) -> Stats:
+        """The statistics of ``vocab`` columns, also over the shards of the ranks of ``group``, if there is one."""
+        sums, num_logits = _merge_shards(group, self, vocab) if group else (self, vocab)
+        maximum, sum_exp, shift, squares, target_logit, logits = sums
         log_sum = sum_exp.log()
         return Stats(
             logprob=(target_logit - maximum) - log_sum,
             entropy=None if shift is None else log_sum - shift / sum_exp,
             sum_prob_squared=None if squares is None else squares / sum_exp.square(),
             top1=target_logit == maximum,
+            mean_logits=None if logits is None else (logits / num_logits).float(),
             maximum=maximum,
             log_sum=log_sum,
         )
 
 
-def per_token_results(hidden: Tensor, *asked_for: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(T,) logprob, and (T,) or empty entropy, sum_prob_squared and top1. All are zeros; ignored rows keep them."""
-    num_tokens = hidden.shape[0]
-    entropy, sum_prob_squared, top1 = (num_tokens if asked else 0 for asked in asked_for)
-    return (
-        hidden.new_zeros(num_tokens, dtype=torch.float32), hidden.new_zeros(entropy, dtype=torch.float32),
-        hidden.new_zeros(sum_prob_squared, dtype=torch.float32), hidden.new_zeros(top1, dtype=torch.bool),
-    )  # fmt: skip
+def per_token_results(
+    hidden: Tensor, entropy: bool, sum_prob_squared: bool = False, top1: bool = False, mean_logits: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(T,) logprob, and the other statistics, (T,) or empty. All are zeros; ignored rows keep them."""
+
+    def zeros(asked: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+        return hidden.new_zeros(hidden.shape[0] if asked else 0, dtype=dtype)
+
+    return zeros(True), zeros(entropy), zeros(sum_prob_squared), zeros(top1, torch.bool), zeros(mean_logits)
 
 
 # ---- a threshold on the logits ---------------------------------------------------------------------------------------
@@ -139,8 +148,8 @@ def _transform_(z: Tensor, transform: Transform) -> Tensor:
 # ---- a vocabulary sharded over processes -----------------------------------------------------------------------------
 
 
-def _merge_shards(group: str, own: Sums) -> Sums:
-    """Over all vocabulary shards. Only the shard of the target knows its logit."""
+def _merge_shards(group: str, own: Sums, vocab: int) -> tuple[Sums, Tensor | int]:
+    """Sums over all vocabulary shards, and of how many logits. Only the shard of the target knows its logit."""
     top = own.maximum.clone()
     all_reduce(top, group, dist.ReduceOp.MAX)
     parts = own.at(top)
@@ -153,13 +162,17 @@ def _merge_shards(group: str, own: Sums) -> Sums:
         sums["shift"] = parts.shift
     if parts.squares is not None:
         sums["squares"] = parts.squares
+    if parts.logits is not None:
+        sums["logits"] = parts.logits.float()
+        sums["vocab"] = torch.full_like(parts.sum_exp, vocab)
     total = torch.stack(list(sums.values()))
     all_reduce(total, group)
     merged = dict(zip(sums, total, strict=True))
-    return Sums(
+    merged_sums = Sums(
         top, merged["sum_exp"], merged.get("shift"), merged.get("squares"),
-        merged["target_logit"].masked_fill(merged["seen"] == 0, torch.nan),
+        merged["target_logit"].masked_fill(merged["seen"] == 0, torch.nan), merged.get("logits"),
     )  # fmt: skip
+    return merged_sums, merged.get("vocab", vocab)
 
 
 def all_reduce(tensor: Tensor, group: str, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

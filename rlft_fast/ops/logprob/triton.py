@@ -91,8 +91,9 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
 @triton.jit
 def _stats_kernel(
     z_ptr, stride, columns, target_ptr, vocab_start, bias_ptr, inv_temperature_ptr, inv_temperature_stride, softcap,
-    scale, max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+    scale, max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr, logits_ptr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     inv_temperature = tl.load(inv_temperature_ptr + row * inv_temperature_stride)
@@ -103,18 +104,24 @@ def _stats_kernel(
         q = tl.load(shift_ptr + row)
     if SQUARES:
         r = tl.load(squares_ptr + row)
+    if LOGITS:
+        total = tl.load(logits_ptr + row)
     for start in range(0, columns, BLOCK):
-        j, _, x = _load_block(
+        j, inside, x = _load_block(
             z_ptr + row * stride, bias_ptr, start, columns, inv_temperature, softcap, scale, HAS_BIAS, SOFTCAP, BLOCK
         )
         tl.store(target_logit_ptr + row + tl.zeros_like(j), x, mask=(j == target) & (j < columns))
         m, s, q, r = _add_block(x, 0, m, s, q, r)
+        if LOGITS:
+            total += tl.sum(tl.where(inside, x, 0.0), 0)
     tl.store(max_ptr + row, m)
     tl.store(sum_ptr + row, s)
     if SHIFT:
         tl.store(shift_ptr + row, q)
     if SQUARES:
         tl.store(squares_ptr + row, r)
+    if LOGITS:
+        tl.store(logits_ptr + row, total)
 
 
 @triton.jit
@@ -187,9 +194,9 @@ def _frozen_kernel(
 def _fused_stats_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, bias_ptr,
     inv_temperature_ptr, inv_temperature_stride, softcap, scale, row_blocks, splits, tiles_per_split,
-    max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr, logits_ptr,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours have few row blocks among them, which stay in L2 while the weights pass by.
     row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
@@ -203,6 +210,8 @@ def _fused_stats_kernel(
     s = tl.zeros((ROWS,), tl.float32)
     q = tl.zeros((ROWS,), tl.float32)
     r = tl.zeros((ROWS,), tl.float32)
+    if LOGITS:
+        total = tl.zeros((ROWS,), tl.float64)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
     d_offset = d[:, None] * weight_stride_d
@@ -232,6 +241,8 @@ def _fused_stats_kernel(
         in_tile = (target >= tile * COLUMNS) & (target < (tile + 1) * COLUMNS)
         tl.store(target_logit_ptr + i, target_logit, mask=row_inside & in_tile)
         m, s, q, r = _add_block(x, 1, m, s, q, r)
+        if LOGITS:
+            total += tl.sum(tl.where(column_inside[None, :], x, 0.0), 1)
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
     tl.store(sum_ptr + out, s, mask=row_inside)
@@ -239,6 +250,8 @@ def _fused_stats_kernel(
         tl.store(shift_ptr + out, q, mask=row_inside)
     if SQUARES:
         tl.store(squares_ptr + out, r, mask=row_inside)
+    if LOGITS:
+        tl.store(logits_ptr + out, total, mask=row_inside)
 
 
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
@@ -255,13 +268,14 @@ def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale)
 def logprob_stats_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
+    sum_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Adds a tile of logits (R, C) to the running statistics of its rows."""
     _stats_kernel[(logits.shape[0],)](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
-        maximum, sum_exp, shift, squares, target_logit,
+        maximum, sum_exp, shift, squares, target_logit, sum_logits,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        BLOCK=BLOCK, **LAUNCH,
+        LOGITS=sum_logits is not None, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
 
 
@@ -304,10 +318,11 @@ _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more split
 def fused_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
     scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
+    sum_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    plain = bias is shift is squares is None and softcap == 0
+    plain = bias is shift is squares is sum_logits is None and softcap == 0
     shape = gemm_tile(hidden, _FUSED_TILES, large=plain)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
@@ -316,14 +331,17 @@ def fused_stats(
     tiles_per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, tiles_per_split)
     partial = hidden.new_zeros(4, splits, num_rows, dtype=torch.float32)
+    partial_logits = None if sum_logits is None else torch.zeros_like(partial[0], dtype=torch.float64)
     _fused_stats_kernel[(row_blocks * splits,)](
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, bias, inv_temperature,
         int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
+        partial_logits,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        LOGITS=sum_logits is not None, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
-    parts = Sums(*partial, target_logit).at(partial[0].amax(0))
+    parts = Sums(*partial, target_logit, partial_logits).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
-    for out, part in ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares)):
+    sums = ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares), (sum_logits, parts.logits))
+    for out, part in sums:
         if out is not None:
             out.copy_(part.sum(0))

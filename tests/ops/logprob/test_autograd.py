@@ -145,7 +145,7 @@ def test_opcheck(requires_grad):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     namespace = torch.ops.rlft_fast
     torch.library.opcheck(
-        namespace.linear_logprob, (*flat_problem(requires_grad, torch.zeros(6)), *[True] * 5), test_utils=tests
+        namespace.linear_logprob, (*flat_problem(requires_grad, torch.zeros(6)), *[True] * 6), test_utils=tests
     )
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(flat_problem(requires_grad)), test_utils=tests)
     torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))
@@ -156,6 +156,7 @@ def test_opcheck_epilogues():
     common = (z, torch.tensor([0, 3, 8, 1]), 0, None, torch.ones(1), 0.0, 1.0)
     stats = (torch.full((4,), -torch.inf), row.clone(), row.clone(), row.clone(), row.clone())
     torch.library.opcheck(torch.ops.rlft_fast.logprob_stats_, (*common, *stats))
+    torch.library.opcheck(torch.ops.rlft_fast.logprob_stats_, (*common, *stats, row.double()))
     frozen = (stats[0], row.clone(), row.clone(), row.clone(), row.clone(), torch.zeros(4, 6), torch.empty_like(z))
     torch.library.opcheck(torch.ops.rlft_fast.logprob_frozen_, (*common, *frozen))
     torch.library.opcheck(torch.ops.rlft_fast.use_huge_pages_, (torch.zeros(4),))

@@ -62,6 +62,11 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
 
 
+def test_no_mean_of_logits_above_a_threshold():
+    with pytest.raises(ValueError, match=r"return_mean_logits does not go with threshold_T.*leave one of them out"):
+        linear_logprob(H, W, Y, threshold_T=torch.zeros(4), return_mean_logits=True)
+
+
 @each_fast_backend
 def test_rows_without_a_target_need_no_temperature(backend):
     hidden, weight, target, _ = make_inputs(4, 8, 30)

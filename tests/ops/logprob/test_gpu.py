@@ -168,9 +168,29 @@ def test_same_bits_every_run(backend):
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
+# Ends in the middle of a vector, of a block and of a tile; one logit past several blocks.
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("train_weight", [False, True])  # Triton stores logits for backward alone
+@pytest.mark.parametrize("V", [37, 503, 20011])
+def test_every_statistic(V, train_weight, dtype, backend):
+    hidden, weight, target, _ = cuda_problem(30, 64, V, dtype=dtype, logits="peaked")
+    target[::2] = torch.arange(15, device="cuda")
+    options = {"bias_V": torch.linspace(-1, 3, V, device="cuda"), "softcap": 20.0, "temperature": 0.7}
+    asked = dict.fromkeys(("return_entropy", "return_sum_prob_squared", "return_top1", "return_mean_logits"), True)
+    truth = reference.linear_logprob(hidden.double(), weight.double(), target, **options, **asked)
+    weight.requires_grad_(train_weight)
+    result = linear_logprob(hidden, weight, target, backend=backend, **options, **asked)
+    for ours, exact in zip(result, truth, strict=True):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
+    assert 0 < result.top1.sum() < 30
+    torch.testing.assert_close(result.mean_logits.double(), truth.mean_logits, rtol=1e-5, atol=1e-6)
+
+
 def scored(h: Tensor, w: Tensor, y: Tensor, **how) -> None:
+    asked = dict.fromkeys(("return_entropy", "return_sum_prob_squared", "return_top1", "return_mean_logits"), True)
     with torch.no_grad():
-        linear_logprob(h, w, y, return_entropy=True, return_sum_prob_squared=True, return_top1=True, **how)
+        linear_logprob(h, w, y, **asked, **how)
 
 
 def with_every_option(h: Tensor, w: Tensor, y: Tensor, **how) -> None:

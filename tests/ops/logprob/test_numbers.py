@@ -31,6 +31,7 @@ from tests.ops.logprob.problems import (
     run,
 )
 from tests.support.devices import DEVICES
+from tests.support.numerics import assert_no_further_from_truth
 
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 each_logits = pytest.mark.parametrize("logits", LOGITS)
@@ -168,6 +169,75 @@ def test_optional_statistics(backend):
         assert 0 < ours.top1.sum() < T
         assert ours.top1.equal(truth.top1)
         assert not ours.sum_prob_squared.requires_grad
+
+
+# Less than a block, one column more than a block, and many blocks, whose roundings add up where logits are about -150.
+@each_kernel
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("V", [17, 2049, 50257])
+def test_mean_of_the_logits(V, logits, backend):
+    vocab = min(V, 4500) if backend == "triton" else V
+    hidden, weight, target, options = make_inputs(65, 24, vocab, logits=logits)
+    target[3:5] = -100
+
+    def mean(to: torch.dtype, backend: str) -> Tensor:
+        how = {"backend": backend, "return_mean_logits": True}
+        return linear_logprob(hidden.to(to), weight.to(to), target, **options, **how).mean_logits
+
+    truth, eager = mean(F64, "reference"), mean(F32, "reference")
+    for stores_logits in (False, True):
+        weight.requires_grad_(stores_logits)
+        ours = mean(F32, backend)
+        assert not ours.requires_grad
+        assert (ours[3:5] == 0).all()
+        assert_no_further_from_truth(ours, eager, truth)
+
+
+@each_kernel
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_mean_of_the_logits_that_the_softmax_sees(softcap, backend):
+    """Also of narrow operands, whose sums are float32: here the bias decides, the soft-cap, and each temperature."""
+    hidden, weight, target, _ = make_inputs(20, 16, 300, dtype=F16)
+    options = {"bias_V": torch.linspace(-4, 9, 300), "softcap": softcap, "logit_scale": 0.7}
+    temperature = torch.linspace(0.5, 2, 20)
+    z = 0.7 * (hidden.double() @ weight.double().T + options["bias_V"])
+    z = z if softcap is None else softcap * (z / softcap).tanh()
+    expected = (z / temperature.double()[:, None]).mean(-1)
+    for name in ("reference", backend):
+        asked = {"backend": name, "return_mean_logits": True, "return_entropy": True, "return_sum_prob_squared": True}
+        result = linear_logprob(hidden, weight, target, temperature=temperature, **options, **asked)
+        assert result.mean_logits.dtype == F32
+        torch.testing.assert_close(result.mean_logits.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@each_kernel
+def test_a_mean_that_is_asked_for_changes_no_other_bit(backend):
+    hidden, weight, target, _ = make_inputs(*((40, 24, 2100) if backend == "triton" else (100, 24, 5003)))
+    asked = {"return_entropy": True, "return_sum_prob_squared": True, "return_top1": True, "backend": backend}
+    weight.requires_grad_()
+    with_mean, without = (linear_logprob(hidden, weight, target, return_mean_logits=x, **asked) for x in (True, False))
+    assert without.mean_logits is None
+    for ours, same in zip(with_mean[:4], without[:4], strict=True):
+        assert ours.equal(same)
+
+
+@each_kernel
+def test_a_mean_over_an_impossible_token(backend):
+    """A logit of -inf makes the mean -inf, and a bad row changes no other."""
+    hidden, weight, target, _ = make_inputs(6, 16, 300)
+    bias = torch.zeros(300)
+
+    def mean() -> Tensor:
+        return linear_logprob(hidden, weight, target, bias_V=bias, return_mean_logits=True, backend=backend).mean_logits
+
+    expected = mean()
+    hidden[3] = torch.nan
+    actual = mean()
+    assert actual[3].isnan()
+    others = torch.arange(6) != 3
+    assert actual[others].equal(expected[others])
+    bias[7] = -torch.inf
+    assert mean()[others].isneginf().all()
 
 
 def test_bfloat16_statistics_are_float32():

@@ -29,14 +29,15 @@ def check_vocab_group(rank: int, world_size: int) -> None:
         h, w, b = (x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows]))
         options = {"bias_V": b, "softcap": 20.0, "temperature": 0.7, "return_entropy": True, "workspace_mib": 1} | group
         some = torch.full((60,), -torch.inf).index_fill_(0, torch.arange(20), 0.0)
-        more = {"return_sum_prob_squared": True, "return_top1": True, "threshold_T": some}
-        out = linear_logprob(h, w, target, **options, **more)
+        more = {"return_sum_prob_squared": True, "return_top1": True}
+        mean_logits = linear_logprob(h, w, target, **options, **more, return_mean_logits=True).mean_logits
+        out = linear_logprob(h, w, target, **options, **more, threshold_T=some)
         ((out.logprob * old).sum() + (out.entropy * advantage).sum()).backward()
         grads = [h.grad, w.grad, b.grad]
         h.grad, w.grad, b.grad = None, None, None
         fused = linear_logprob_loss(h, w, target, ppo_clip, old, advantage, **options)
         fused.loss.backward()
-        return [*out, *fused, *grads, h.grad, w.grad, b.grad]
+        return [*out[:4], mean_logits, *fused, *grads, h.grad, w.grad, b.grad]
 
     whole = results(slice(None))
     sharded = results(own, vocab_group=dist.group.WORLD)

@@ -57,10 +57,11 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     shift, squares = (a, b) if everything else (None, None)
     options = (torch.zeros(columns) if everything else None, inv_temperature, 5.0 if everything else 0.0, 1.0)
     problem = (logits, target, 0, *options)
-    kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit)
+    sum_logits = torch.zeros(rows, dtype=torch.float64) if everything else None
+    kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit, sum_logits)
     kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
     kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
-    kernels.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit)
+    kernels.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit, sum_logits)
     triton_gemm.multiply_rows(hidden, weight.T, logits, count)
     triton_gemm.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
     triton_gemm.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
