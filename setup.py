@@ -5,6 +5,11 @@
                                  RLFT_FAST_CPU_ONLY is set
     rlft_fast/_planner.*.so      host-side planning, pybind11
 
+An index serves two distributions. `rlft_fast` is built with RLFT_FAST_CPU_ONLY. `rlft_fast-cuda`, built with
+RLFT_FAST_CUDA_ONLY, is rlft_fast/_C_cuda.abi3.so alone, and needs the `rlft_fast` of its own version, whose folder it
+joins. So neither overwrites a file of the other, and one file of `rlft_fast-cuda` serves every Python.
+RLFT_FAST_REPOSITORY is the address of the repository that a release is built from: its metadata then links there.
+
 RLFT_FAST_CUDA_ARCHS, such as "90a" or "80 90a", names the GPUs that the CUDA kernels are compiled for instead of all:
 with one it takes a quarter of the time, and no other GPU runs them.
 
@@ -21,7 +26,7 @@ import sysconfig
 from glob import glob
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -106,8 +111,9 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
         lines.append(f"build {outputs[name]}: link {' '.join(compiled)}\n  libs = {libs}")
 
     torch_libs = f"-L{torch / 'lib'} {KEEP_LIBRARIES} -ltorch_cpu -ltorch"
-    library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
-    library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
+    if "_C" in outputs:
+        library("_C", "cxx", [str(ROOT / "csrc/library.cpp"), *glob(f"{ROOT}/csrc/cpu/*.cpp")], stable, torch_libs)
+        library("_planner", "cxx", glob(f"{ROOT}/csrc/host/*.cpp"), f"-I{pybind11.get_include()}", "")
     if "_C_cuda" in outputs:
         nvcc = find_nvcc()
         lines.append(
@@ -138,11 +144,42 @@ class NinjaBuild(build_ext):
             sys.exit("rlft_fast could not be compiled: the compiler's message is above this line.")
 
 
-extensions = [
-    Extension("rlft_fast._C", [], py_limited_api=True),
-    Extension("rlft_fast._planner", []),
-]
+class Release(Distribution):
+    """pyproject.toml, and what the environment changes in it for an index."""
+
+    def parse_config_files(self, *args: object, **options: object) -> None:
+        super().parse_config_files(*args, **options)
+        metadata = self.metadata
+        if CUDA_ONLY:
+            metadata.name, metadata.description = "rlft_fast-cuda", "The CUDA kernels of rlft_fast"
+            self.packages, self.entry_points = [], {}
+            for place in (self, metadata):  # setuptools reads either
+                place.install_requires, place.extras_require = [f"rlft_fast=={metadata.version}"], {}
+        if repository := os.environ.get("RLFT_FAST_REPOSITORY"):
+            pages = f"{repository}/blob/v{metadata.version}"
+            metadata.project_urls = {
+                "Source": repository,
+                "Issues": f"{repository}/issues",
+                "Changelog": f"{pages}/CHANGELOG.md",
+            }
+            metadata.long_description = re.sub(r"\]\((?!https?:)", f"]({pages}/", metadata.long_description)
+
+
+CUDA_ONLY = "RLFT_FAST_CUDA_ONLY" in os.environ
+if CUDA_ONLY and ("RLFT_FAST_CPU_ONLY" in os.environ or find_nvcc() is None):
+    sys.exit(
+        "RLFT_FAST_CUDA_ONLY builds the CUDA kernels and nothing else: "
+        "install nvcc or point CUDA_HOME at one, and unset RLFT_FAST_CPU_ONLY."
+    )
+extensions = []
+if not CUDA_ONLY:
+    extensions += [Extension("rlft_fast._C", [], py_limited_api=True), Extension("rlft_fast._planner", [])]
 if find_nvcc() and glob(f"{ROOT}/csrc/cuda/*.cu") and "RLFT_FAST_CPU_ONLY" not in os.environ:
     extensions.append(Extension("rlft_fast._C_cuda", [], py_limited_api=True))
 
-setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild})
+setup(
+    distclass=Release,
+    ext_modules=extensions,
+    cmdclass={"build_ext": NinjaBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if CUDA_ONLY else {},
+)

@@ -7,6 +7,8 @@ if TYPE_CHECKING:
 
 __all__ = ["patch_lm_head", "unpatch_lm_head"]
 
+__version__ = "0.1.0"  # the one place; setup.py and the command line read it
+
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: `rlft_fast.ops` must not need transformers."""

@@ -4,6 +4,11 @@ The command line prints only the message of these errors, without a traceback.
 """
 
 import signal as signals
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What the extra `train` of pyproject.toml brings, by the names that are imported.
+TRAIN_MODULES = ("numpy", "pydantic", "rich", "safetensors", "transformers", "yaml")
 
 
 class RunError(RuntimeError):
@@ -20,6 +25,21 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal: int = signals.SIGINT) -> None:
         super().__init__(signals.Signals(signal).name)
         self.signal = signal
+
+
+@contextmanager
+def needing_train() -> Iterator[None]:
+    """Imports inside need the extra `train`; an install without it is told so.
+
+    Raises:
+        ModuleNotFoundError: the error of the import. If the extra brings the module, the message names the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (package := (error.name or "").partition(".")[0]) in TRAIN_MODULES:
+            error.msg = f"{package} is not installed, and only the ops work without it: pip install 'rlft_fast[train]'"
+        raise
 
 
 def printable(text: object) -> str:

@@ -87,3 +87,33 @@ def test_a_wrong_compute_capability_is_one_sentence(tmp_path):
     """`make gpu-rehearsal` builds for a right one."""
     message = build_error(os.environ["PATH"], str(tmp_path), RLFT_FAST_CUDA_ARCHS="90a sm_80")
     assert re.fullmatch(r"RLFT_FAST_CUDA_ARCHS has 'sm_80', which is no compute capability: name .*\.", message)
+
+
+def test_cuda_alone_beside_cpu_alone_is_one_sentence(tmp_path):
+    message = build_error(os.environ["PATH"], str(tmp_path), RLFT_FAST_CUDA_ONLY="1", RLFT_FAST_CPU_ONLY="1")
+    assert re.fullmatch(r"RLFT_FAST_CUDA_ONLY builds the CUDA kernels and nothing else: .*\.", message)
+
+
+def package_metadata(folder: Path, **environment: str) -> str:
+    """What an index shows of the distribution that these variables choose."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, stderr=subprocess.DEVNULL)
+    (path,) = folder.glob("*/PKG-INFO")
+    return path.read_text()
+
+
+def test_links_of_a_release_lead_into_its_repository(tmp_path):
+    repository = "https://example.org/rlft_fast"
+    text = package_metadata(tmp_path, RLFT_FAST_REPOSITORY=repository)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert f"{repository}/blob/v{rlft_fast.__version__}/docs/ops.md" in links
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert f"Project-URL: Source, {repository}" in text
+
+
+@pytest.mark.skipif(not PTXAS_LOGS, reason="the CUDA kernels were not compiled in this tree")
+def test_the_cuda_distribution_needs_the_other_of_its_version(tmp_path):
+    lines = package_metadata(tmp_path, RLFT_FAST_CUDA_ONLY="1").splitlines()
+    assert "Name: rlft_fast-cuda" in lines
+    wanted = [line for line in lines if line.startswith(("Requires-Dist", "Provides-Extra"))]
+    assert wanted == [f"Requires-Dist: rlft_fast=={rlft_fast.__version__}"]

@@ -10,11 +10,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from types import TracebackType
 
+import rlft_fast
 from rlft_fast.cli.parser import Parser
-from rlft_fast.errors import RunError, printable
+from rlft_fast.errors import RunError, needing_train, printable
 
 __all__ = ["COMMANDS", "main"]
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     _escape_messages()
     try:
-        return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
+        with needing_train():
+            return import_module(f"rlft_fast.cli.{options.command}").run(options.arguments)
     except (ValueError, OSError, ImportError, RunError) as error:
         if options.traceback:
             raise
@@ -71,24 +73,15 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {rlft_fast.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
 
 
-def _version() -> str:
-    try:
-        return metadata.version("rlft_fast")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _report(error: BaseException) -> int:
     message = str(error) or type(error).__name__
-    if isinstance(error, ModuleNotFoundError):
-        message += ": install it; rlft_fast's own dependencies come with it (its ops alone need none but torch)"
     print("error: " + printable(message).replace("\n", "\n       "), file=sys.stderr)
     config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
     if config is not None and isinstance(error, config.ConfigError):

@@ -1,9 +1,12 @@
 """Samples in columns, packed batches, the plan that cuts them, and the layout in which equal prompts run once."""
 
-from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
-from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
-from rlft_fast.data.samples import Samples, cat_samples
-from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
+from rlft_fast.errors import needing_train
+
+with needing_train():
+    from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
+    from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
+    from rlft_fast.data.samples import Samples, cat_samples
+    from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
 __all__ = [
     "IGNORE_INDEX",

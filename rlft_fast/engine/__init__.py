@@ -1,9 +1,12 @@
 """The FSDP2 engine: a model, a head, and an optimizer, on one process or many."""
 
-from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
-from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.engine.loss import Output
-from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
+from rlft_fast.errors import needing_train
+
+with needing_train():
+    from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
+    from rlft_fast.engine.fsdp import FSDPEngine
+    from rlft_fast.engine.loss import Output
+    from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
     "BUCKET_BYTES",

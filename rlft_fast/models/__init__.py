@@ -13,43 +13,46 @@ lora             low-rank adapters
 patch            log-probabilities inside any trainer: patch_lm_head
 """
 
-from rlft_fast.models.architectures import (
-    padded_attention,
-    require_divisible_heads,
-    require_fixed_rope,
-    require_packed_attention,
-)
-from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
-from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
-from rlft_fast.models.loading import (
-    build_critic,
-    build_policy,
-    build_reward_model,
-    load,
-    load_critic,
-    load_policy,
-    load_tokenizer,
-)
-from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
-from rlft_fast.models.packed import ModelInputs
-from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
-from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
-from rlft_fast.models.vision import (
-    ImageInputs,
-    check_images,
-    has_vision,
-    prepare_images,
-    rotary_positions,
-)
-from rlft_fast.models.weights import (
-    CheckpointPart,
-    checkpoint_parts,
-    checkpoint_tensors,
-    load_weights,
-    local_part,
-    materialize,
-    name_some,
-)
+from rlft_fast.errors import needing_train
+
+with needing_train():
+    from rlft_fast.models.architectures import (
+        padded_attention,
+        require_divisible_heads,
+        require_fixed_rope,
+        require_packed_attention,
+    )
+    from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
+    from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
+    from rlft_fast.models.loading import (
+        build_critic,
+        build_policy,
+        build_reward_model,
+        load,
+        load_critic,
+        load_policy,
+        load_tokenizer,
+    )
+    from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
+    from rlft_fast.models.packed import ModelInputs
+    from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
+    from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
+    from rlft_fast.models.vision import (
+        ImageInputs,
+        check_images,
+        has_vision,
+        prepare_images,
+        rotary_positions,
+    )
+    from rlft_fast.models.weights import (
+        CheckpointPart,
+        checkpoint_parts,
+        checkpoint_tensors,
+        load_weights,
+        local_part,
+        materialize,
+        name_some,
+    )
 
 __all__ = [
     "PACKED_ATTENTION",

@@ -137,7 +137,7 @@ def math_verify(
     except ModuleNotFoundError as error:
         if error.name != "math_verify":
             raise
-        raise ImportError("math_verify is not installed: pip install rlft_fast[math]") from error
+        raise ImportError("math_verify is not installed: pip install 'rlft_fast[math]'") from error
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
@@ -172,7 +172,7 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
-        raise ImportError("reasoning_gym is not installed: pip install rlft_fast[demo]") from error
+        raise ImportError("reasoning_gym is not installed: pip install 'rlft_fast[demo]'") from error
     if task_name not in DATASETS:
         raise ValueError(f"reasoning_gym has no task {task_name!r}{suggestion(task_name, DATASETS)}")
     # reasoning_gym annotates the scoring function as one without arguments.

@@ -11,20 +11,23 @@ shared_memory    passes weights to a separate vLLM on a CPU
 ends             end tokens and stop texts
 """
 
-from rlft_fast.rollout.build import build_rollout
-from rlft_fast.rollout.hf import HFGenerator
-from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
-from rlft_fast.rollout.types import (
-    Completion,
-    Generator,
-    RequestError,
-    SampledModel,
-    SamplingParams,
-    Seeds,
-    Span,
-    sample_seeds,
-    with_ties,
-)
+from rlft_fast.errors import needing_train
+
+with needing_train():
+    from rlft_fast.rollout.build import build_rollout
+    from rlft_fast.rollout.hf import HFGenerator
+    from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
+    from rlft_fast.rollout.types import (
+        Completion,
+        Generator,
+        RequestError,
+        SampledModel,
+        SamplingParams,
+        Seeds,
+        Span,
+        sample_seeds,
+        with_ties,
+    )
 
 __all__ = [
     "Completion",

@@ -1,9 +1,11 @@
 """The program in a process of its own: its help, the modules it loads, its messages and exit status."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 import rlft_fast
 from rlft_fast.cli import COMMANDS, main
+from rlft_fast.errors import TRAIN_MODULES
 
 ROOT = Path(rlft_fast.__file__).parents[1]
 
@@ -156,18 +159,46 @@ def test_bench_reports_a_failed_benchmark(installed_without_source):
     assert run_cli("bench", cwd=installed_without_source).returncode == 1
 
 
-def test_a_missing_dependency_is_one_message(tmp_path):
-    """A wheel installed with --no-deps has no other packages; its ops still work."""
-    for name in ("pydantic", "rich"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for command, missing in (("train", "pydantic"), ("doctor", "rich")):
-        result = subprocess.run(
-            [sys.executable, "-m", "rlft_fast", command, "x.yaml"], env=environment, capture_output=True, text=True
-        )
-        assert result.returncode == 1
-        assert result.stderr.startswith(f"error: No module named '{missing}': install it; ")
-        assert "Traceback" not in result.stderr
+@pytest.fixture
+def with_torch_alone(tmp_path) -> dict[str, str]:
+    """An environment in which a process finds nothing that the extra train brings."""
+    for name in TRAIN_MODULES:
+        message = f"No module named {name!r}"
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError({message!r}, name={name!r})\n")
+    return os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+@pytest.mark.parametrize("arguments", ["train x.yaml", "demo", "plot x", "plan x.yaml --gpus 1 --memory 1", "doctor"])
+def test_a_command_names_the_extra_that_it_lacks(arguments, with_torch_alone, tmp_path):
+    command = [sys.executable, "-m", "rlft_fast", *arguments.split()]
+    result = subprocess.run(command, env=with_torch_alone, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1
+    sentence = r"error: \w+ is not installed, and only the ops work without it: pip install 'rlft_fast\[train\]'"
+    assert re.fullmatch(sentence, result.stderr.splitlines()[0])
+    assert "Traceback" not in result.stderr
+
+
+def test_the_package_names_the_extra_that_it_lacks(with_torch_alone):
+    code = """
+import rlft_fast.ops
+for statement in ("rlft_fast.patch_lm_head", *(f"import rlft_fast.{name}" for name in PACKAGES)):
+    try:
+        exec(statement)
+    except ModuleNotFoundError as error:
+        assert str(error).endswith("only the ops work without it: pip install 'rlft_fast[train]'"), error
+    else:
+        raise AssertionError(statement)
+"""
+    code = code.replace("PACKAGES", "('data', 'models', 'engine', 'rollout', 'trainer')")
+    result = subprocess.run([sys.executable, "-c", code], env=with_torch_alone, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_extra_brings_the_modules_that_are_said_to_need_it():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    modules = {"pyyaml": "yaml"}
+    brought = [re.split(r"\W", requirement)[0] for requirement in extras["train"]]
+    assert sorted(modules.get(name, name) for name in brought) == list(TRAIN_MODULES)
 
 
 def test_plot_into_a_folder_that_does_not_exist(tmp_path, capsys):
