@@ -81,15 +81,7 @@ class Rollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
     ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each of this rank's prompts.
-
-        Args:
-            prompts: token ids.
-            params: how to sample.
-            seeds: each sample is drawn from its own seed; None: from seeds that torch's random state gives.
-
-        Returns:
-            For each prompt its completions, with log-probabilities under what was sampled from.
+        """Samples ``params.n`` completions of each of this rank's prompts, see `Generator.generate`.
 
         Raises:
             RequestError: the generator of a rank refuses its prompts, before it samples; raised on all ranks.
