@@ -100,18 +100,18 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
     total_mib = sum(weight.numel() for weight in engine.model.parameters()) * 2 / 2**20
 
     def export() -> None:
-        export_hf(engine, output, dtype="bfloat16", max_shard_bytes=4 << 20, overwrite=True)
+        export_hf(engine, output, dtype="bfloat16", max_shard_bytes=8 << 20, overwrite=True)
 
-    assert total_mib > 36
-    # A file of 4 MiB and the weight after it, of 2. What malloc keeps, which differs from run to run, only adds to it.
-    assert min(peak_mib(export) for _ in range(3)) < 8
+    assert total_mib > 72
+    # A file of 8 MiB and the weight after it, of 4. What malloc keeps, up to 3 MiB in some processes, adds to it.
+    assert min(peak_mib(export) for _ in range(3)) < 16
 
 
 @pytest.mark.dist
 @requires_proc
 def test_memory_is_that_of_one_file(tmp_path):
     """In a process of its own, because memory that earlier tests left to malloc moves the figure by megabytes."""
-    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 6}
     model = save_tiny_model("llama", tmp_path / "model", **sizes)
     run_distributed(check_memory, 1, model, tmp_path / "hf")
 
