@@ -103,8 +103,7 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
         export_hf(engine, output, dtype="bfloat16", max_shard_bytes=8 << 20, overwrite=True)
 
     assert total_mib > 72
-    # A file of 8 MiB and the weight after it, of 4. What malloc keeps, up to 3 MiB in some processes, adds to it.
-    assert min(peak_mib(export) for _ in range(3)) < 16
+    assert peak_mib(export) < 16  # a file of 8 MiB and the weight after it, of 4, with what malloc keeps
 
 
 @pytest.mark.dist
