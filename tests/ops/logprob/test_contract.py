@@ -245,9 +245,9 @@ def train(function, hidden, weight, target):
 @requires_proc
 @each_fast_backend
 def test_a_frozen_weight_has_no_gradient_in_memory(backend):
-    hidden, weight, target, _ = make_inputs(16, 512, 65536)  # the gradient would take 128 MiB, the logits take 4
+    hidden, weight, target, _ = make_inputs(16, 512, 65536)  # the gradient alone would take 128 MiB
     hidden.requires_grad_()
-    assert peak_mib(lambda: train(logprob_of(backend, workspace_mib=4), hidden, weight, target)) < 40
+    assert peak_mib(lambda: train(logprob_of(backend, workspace_mib=4), hidden, weight, target)) < 64
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "hidden and weight"])
