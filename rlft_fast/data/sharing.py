@@ -124,7 +124,7 @@ def _numbers(keys: Iterable[Hashable]) -> np.ndarray:
 
 
 def _num_rows(unit_B: np.ndarray, number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray) -> np.ndarray:
-    """Rows that run of each unit: every prompt of the unit once, and what follows it in each sequence."""
+    """(units,) rows that run: every prompt of a unit once, and the rest of each sequence."""
     num_rows = np.zeros(unit_B.max(initial=-1) + 1, np.int64)
     np.add.at(num_rows, unit_B, used_B - prompt_B)
     _, first = np.unique(unit_B * len(unit_B) + number_B, return_index=True)

@@ -60,7 +60,6 @@ class EngineState:
         self.num_training_steps = num_training_steps
         self.temperature = temperature
         self.world = world or World.current()
-        self.device = self.world.device
         self.step = 0
         self.skipped_steps = 0
         self.units = ""
@@ -102,13 +101,17 @@ class EngineState:
         return torch.device("cpu") if self.config.cpu_offload else self.device
 
     @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
     def trains(self) -> bool:
         return self.num_training_steps is not None
 
     # ---- where it lives -----------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str, *, params: bool = True, optimizer: bool = True) -> None:
-        """Moves weights, and optimizer state, to the engine's device or the CPU; what they held there is freed.
+        """Moves weights, and optimizer state, to the engine's device or the CPU, and frees their old memory.
 
         Args:
             device: where to.
@@ -123,7 +126,7 @@ class EngineState:
                     state[key] = tensor.to(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # other processes and vLLM see only what the allocator gives back
+            torch.cuda.empty_cache()  # other processes and vLLM can use only memory that the allocator gives back
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -206,7 +209,7 @@ class EngineState:
     def state_tensors(self) -> dict[str, Tensor]:
         """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
 
-        With adapters only what they train: the rest is in the model's folder.
+        A run with adapters has the trained parameters alone: the model's folder has the others.
         """
         reshard(self.model)
         lora = self.config.lora is not None

@@ -60,7 +60,7 @@ class WeightMetadata(NamedTuple):
 
 
 class WeightStream:
-    """A model's weights as they are now, by the names of its checkpoint: what a generator takes over.
+    """A model's weights as they are now, by the names of its checkpoint. A generator takes them over.
 
     The stream can be read once, as pieces or as whole tensors, and all ranks must read it to its end.
 
@@ -87,7 +87,7 @@ class WeightStream:
         parts = ((part, source.dtype) for source in self._sources() for part in self._parts[source.name])
         return [WeightMetadata(part.name, dtype, part.shape) for part, dtype in parts]
 
-    def pieces(self) -> Iterator["Piece"]:
+    def pieces(self) -> Iterator[Piece]:
         """The weights in pieces no larger than a bucket where they are sharded: it needs no memory but a bucket's."""
         return split_pieces(self._stream, self._parts)
 
@@ -96,7 +96,7 @@ class WeightStream:
         return join_pieces(self._stream, self._parts)
 
     def finish(self) -> None:
-        """Reads what is left, also after an error: all ranks gather together."""
+        """Reads the rest of the stream, also after an error, because all ranks gather together."""
         for _ in self._stream:
             pass
 

@@ -1,4 +1,4 @@
-"""The functions of other trainers that rlft_fast replaces, and what is said where a version has others."""
+"""Finds the functions of other trainers that rlft_fast replaces, and refuses versions without them."""
 
 import inspect
 import pkgutil

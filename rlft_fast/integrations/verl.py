@@ -75,7 +75,8 @@ def patch_forward(model: PreTrainedModel, use_fused_kernels: bool = False, **opt
         self, input_ids: Tensor, temperature: float = 1.0, shift_labels: Tensor | None = None,
         return_dict: bool = True, **inputs: Any,
     ) -> Scores:  # fmt: skip
-        targets = input_ids.roll(-1, -1) if shift_labels is None else shift_labels  # those of packed rows verl rolls
+        # For packed rows verl passes labels that it has shifted itself.
+        targets = input_ids.roll(-1, -1) if shift_labels is None else shift_labels
         scored = {"logprob_targets": targets, "temperature": temperature, "return_entropy": True}
         result = patched.forward(self, input_ids=input_ids, **inputs, **scored)
         return Scores(result.logprob, result.entropy)

@@ -146,8 +146,8 @@ class LogprobHead(nn.Module):
 
 
 def _check_goes_with(what: str, asked: dict[str, bool]) -> None:
-    for name in (name for name, is_asked in asked.items() if is_asked):
-        raise ValueError(f"{name} does not go with {what}: leave one of them out")
+    if unfit := [name for name, is_asked in asked.items() if is_asked]:
+        raise ValueError(f"{unfit[0]} does not go with {what}: leave one of them out")
 
 
 def _check_rows(

@@ -204,7 +204,7 @@ class _PatchedHead(LogprobHead):
 
 
 def _count_unasked(head: nn.Module | None, name: str) -> None:
-    """Tells a user once whose trainer never asks the head."""
+    """Warns once if the trainer never asks the head."""
     if not isinstance(head, _PatchedHead) or head.num_unasked is None:
         return
     head.num_unasked += 1

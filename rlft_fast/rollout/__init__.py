@@ -1,7 +1,7 @@
 """Rollouts: completions sampled from the policy, with the log-probabilities of the sampler.
 
-types            what is asked of a generator, its completions, and the methods that every generator has
-together         `Rollout`: a generator on every rank, and what the ranks do together around it
+types            requests to a generator, its completions, and the methods of every generator
+together         `Rollout`: a generator on every rank, with the coordination of the ranks around it
 build            the rollout that a configuration names
 hf               generates with transformers and the policy itself
 vllm             generates with vLLM inside the training process

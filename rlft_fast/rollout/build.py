@@ -30,8 +30,8 @@ def build_rollout(
         max_sequence_tokens: most tokens of a prompt and its completion together.
 
     Raises:
-        ValueError: a stop text is wrong, vLLM is missing, its version has not what is needed, or the settings do not
-            fit the device.
+        ValueError: a stop text is wrong, vLLM is missing, vLLM lacks a needed interface, or the settings do not fit the
+            device.
         RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance.
     """
     split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs

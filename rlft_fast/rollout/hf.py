@@ -21,7 +21,7 @@ from transformers import (
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import PolicyModel, padded_attention
 from rlft_fast.rollout.ends import end_token_ids, split_stop
-from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span, draw_seeds
+from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span
 
 _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding
 
@@ -49,10 +49,9 @@ class HFGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
     ) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
-        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
         with _generation_mode(self.model):

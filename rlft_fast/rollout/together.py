@@ -1,4 +1,4 @@
-"""`Rollout`: a generator on every rank, and what the ranks do together around it."""
+"""`Rollout`: a generator on every rank, with the coordination of the ranks around it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlft_fast.data import flat
 from rlft_fast.engine import WeightStream, checksum
@@ -40,7 +39,8 @@ class Rollout:
             from the policy itself. Such a generator is not started again.
         sampling: a context in which the generator samples; the ranks enter it together.
         check_weights: whether to compare, after each `sync`, the weights sent with the weights received.
-        group_size: neighbouring ranks whose generators answer the requests of all of them together.
+        group_size: number of neighbouring ranks that form a group. The generators of a group answer the requests of
+            the whole group together.
 
     Attributes:
         weight_version: version of the weights to sample from; every `sync` adds 1.
@@ -83,9 +83,11 @@ class Rollout:
     ) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each of this rank's prompts, see `Generator.generate`.
 
+        Without ``seeds``, torch's random state gives them.
+
         Raises:
             RequestError: the generator of a rank refuses its prompts, before it samples; raised on all ranks.
-            RolloutError: the generator failed, where it has weights of its own twice, or the policy's logits are not
+            RolloutError: the generator failed (a generator with its own weights: twice), or the policy's logits are not
                 finite; raised on all ranks.
         """
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
@@ -206,20 +208,19 @@ def gather_requests(
     """
     if group_size == 1:
         return prompts, seeds, 0
-    given = (flat(prompts, np.int64), *map(len, prompts)), (flat(seeds, np.int64), *map(len, seeds))
-    (tokens, lengths), (shared_seeds, counts) = (
-        (world.all_gather_ragged(values), world.all_gather_ragged(torch.tensor(sizes, dtype=torch.int64)))
-        for values, *sizes in given
-    )
+    every_prompt, every_seed = _gather_lists(prompts, world), _gather_lists(seeds, world)
     first = world.rank // group_size * group_size
     members = range(first, first + group_size)
-    start = sum(len(lengths[rank]) for rank in range(first, world.rank))
+    start = sum(len(every_prompt[rank]) for rank in range(first, world.rank))
     return (
-        [prompt for rank in members for prompt in cut(tokens[rank], lengths[rank])],
-        [own for rank in members for own in cut(shared_seeds[rank], counts[rank])],
+        [prompt for rank in members for prompt in every_prompt[rank]],
+        [own for rank in members for own in every_seed[rank]],
         start,
     )
 
 
-def cut(flat_values: Tensor, lengths: Tensor) -> list[list[int]]:
-    return [part.tolist() for part in flat_values.split(lengths.tolist())]
+def _gather_lists(own: Sequence[Sequence[int]], world: World) -> list[list[list[int]]]:
+    """The lists of every rank."""
+    values = world.all_gather_ragged(flat(own, np.int64))
+    lengths = world.all_gather_ragged(torch.tensor([*map(len, own)], dtype=torch.int64))
+    return [[part.tolist() for part in x.split(n.tolist())] for x, n in zip(values, lengths, strict=True)]

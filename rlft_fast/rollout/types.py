@@ -1,4 +1,4 @@
-"""What is asked of a generator, its completions, and the methods that every generator has."""
+"""Requests to a generator, its completions, and the methods of every generator."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Completion(NamedTuple):
     finish_reason: Literal["stop", "length"]
     """stop: an end token or a stop text was sampled; length: cut off at ``max_new_tokens``."""
     spans: tuple[Span, ...] = ()
-    """Versions of the weights, in the order of the tokens, of which the spans cover all; empty: version 0."""
+    """Versions of the weights, in the order of the tokens. The spans cover all tokens; empty: version 0 for all."""
     support: Tensor | None = None
     """(tokens, K) int32 ids that each token was sampled among, padded by -1; None: the whole vocabulary."""
     mask: list[bool] | None = None
@@ -101,7 +101,7 @@ def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) ->
     Args:
         seed: of the run.
         step: counts from 0.
-        rows: of the prompts among those of the step.
+        rows: numbers of the prompts, counted through all prompts of the step.
         num_samples: samples per prompt.
     """
 
@@ -132,7 +132,7 @@ class SampledModel:
 
 
 class Generator(Protocol):
-    """Answers requests of this process alone. No method waits for another rank; `Rollout` is what ranks do together.
+    """Answers requests of this process alone. No method waits for another rank; `Rollout` coordinates the ranks.
 
     Which requests share a batch depends on the requests, never on time.
 
@@ -146,21 +146,21 @@ class Generator(Protocol):
         """Takes over the weights of a version; afterwards the generator is awake.
 
         Args:
-            weights: names, dtypes, shapes, and pieces to be read once. The caller reads what is left of them. None: the
-                generator samples from the policy itself.
+            weights: names, dtypes, shapes, and pieces to be read once. The caller reads the rest. None: the generator
+                samples from the policy itself.
             version: goes into the completions.
         """
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
     ) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each prompt.
 
         Args:
             prompts: token ids.
             params: how to sample.
-            seeds: each sample is drawn from its own seed; None: from seeds that torch's random state gives.
+            seeds: each sample is drawn from its own seed.
 
         Returns:
             For each prompt its completions.

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
-from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds, draw_seeds
+from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds
 from rlft_fast.rollout.vllm_requests import check_request, completion_of, vllm_requests
 from rlft_fast.world import World, ensure_process_group, forked_rng
 
@@ -31,7 +31,7 @@ _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISAB
 
 
 def check_vllm(config: VLLMConfig, world: World) -> None:
-    """Refuses what cannot work, before anything is started.
+    """Refuses settings that cannot work, before anything is started.
 
     Raises:
         ValueError: vLLM is missing, lacks an interface that is used here, or the settings do not fit the device.
@@ -94,7 +94,7 @@ def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int, train
 
 
 def _missing_features(process: str) -> str | None:
-    """Versions are told apart by what they have, not by their number."""
+    """The first needed interface that this vLLM lacks. Version numbers are not compared."""
     set_environment()
     from vllm import LLM
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -148,12 +148,11 @@ class VLLMGenerator:
         self._is_renewed = False  # since the last request
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
     ) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
         check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.weight_version is not None)
         assert self.weight_version is not None
-        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         self._begin()
         requests = vllm_requests(prompts, params, seeds, self.model, self.tokenizer)
         outputs = iter(self.llm.generate(*requests, use_tqdm=False))
@@ -190,7 +189,7 @@ class VLLMGenerator:
             self.asleep = True
 
     def _wake(self, part: str) -> None:
-        """Its memory comes from the device itself, of which torch still holds what the training has needed."""
+        """vLLM allocates from the device itself, so torch's cache is emptied before."""
         torch.cuda.empty_cache()
         self.llm.wake_up([part])
 
@@ -252,7 +251,7 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),
-        load_format="dummy",  # the first sync brings the weights, and what it left out would show at once
+        load_format="dummy",  # the first sync brings the weights; a missing weight would show at once
         max_model_len=max_sequence_tokens,
         max_num_seqs=config.batch_size,
         tensor_parallel_size=config.vllm.tensor_parallel,
@@ -267,10 +266,11 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
 
 
 def renew_packed_weights(model: nn.Module) -> None:
-    """Has vLLM pack anew, after a reload, what it multiplies by in packed copies on CPUs.
+    """Has vLLM pack two kinds of weights again after a reload. On CPUs, vLLM multiplies by packed weights.
 
-    A reload (0.32) renews those of the layers that get weights, but for two, which it would go on sampling with in a
-    wrong form: a head that is tied to the embedding gets none, and experts are packed when they are first loaded only.
+    A reload (vLLM 0.32) packs the weights of most layers again. It leaves out a head that is tied to the embedding,
+    because such a head gets no weights, and experts, which vLLM packs at their first load only. Without this function,
+    vLLM would sample with old weights there.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.platforms import current_platform

@@ -48,7 +48,7 @@ def vllm_requests(
 def check_request(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
 ) -> None:
-    """Refuses what vLLM cannot answer.
+    """Refuses requests that vLLM cannot answer.
 
     Args:
         prompts: token ids.
@@ -87,7 +87,7 @@ def completion_of(sample: Any, weight_version: int) -> Completion:
 
 
 def _support(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """The ids that the sampler has kept, with the sampled id, which is the first column, exactly once."""
+    """The ids that the sampler has kept. The sampled id, from the first column, is among them exactly once."""
     kept = ids.where(logprobs > -torch.inf, -1)
     sampled, likely = kept[:, :1], kept[:, 1:]
     is_known = (likely == sampled).any(1, keepdim=True)

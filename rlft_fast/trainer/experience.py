@@ -1,8 +1,9 @@
 """From completions to a batch with rewards: columns of samples. Pure functions."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rlft_fast.rl import kl_estimate, mismatch_metrics
 from rlft_fast.rollout import Completion, Span
 
 Answers = list[tuple[int, Completion]]
-"""Completions, each with the row of the prompt that it answers; those of a row in the order of their numbers."""
+"""Completions, each with the row of its prompt. The completions of a row stand in the order of their numbers."""
 
 
 def to_samples(
@@ -31,14 +32,10 @@ def to_samples(
     """
     rows = [row for row, _ in answers]
     completions = [completion for _, completion in answers]
-    numbered: Counter[int] = Counter()
-    numbers = []
-    for row in rows:
-        numbers.append(numbered[row])
-        numbered[row] += 1
+    numbering: defaultdict[int, count[int]] = defaultdict(count)
     return Samples(
         row_B=torch.tensor(rows, dtype=torch.int64),
-        number_B=torch.tensor(numbers, dtype=torch.int64),
+        number_B=torch.tensor([next(numbering[row]) for row in rows], dtype=torch.int64),
         length_B=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
         stopped_B=torch.tensor([completion.finish_reason == "stop" for completion in completions], dtype=torch.bool),
         reward_B=_numbers(rewards),

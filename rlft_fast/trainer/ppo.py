@@ -59,7 +59,7 @@ class PPOTrainer:
 
     Args:
         config: the run.
-        world: the processes that train together; None: those that torchrun has started.
+        world: the processes that train together; None: the processes that torchrun has started.
 
     Raises:
         ValueError: models, data or reward function cannot be used.
@@ -181,15 +181,17 @@ class PPOTrainer:
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
         torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
         rows: list[int] = []
-        parts: list[Samples] = []
+        samples: Samples | None = None
         for attempt in range(1 + refills):
             more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
-            samples = self._rollout(self.prompts.select(more), step, len(rows))
-            parts.append(samples.replace(row_B=samples.row_B + len(rows)))
+            found = self._rollout(self.prompts.select(more), step, len(rows))
+            found = found.replace(row_B=found.row_B + len(rows))
+            samples = found if samples is None else cat_samples([samples, found])
             rows += more
-            if not refills or len(self._rows_with_signal(cat_samples(parts))) >= count:
+            if not refills or len(self._rows_with_signal(samples)) >= count:
                 break
-        return self.prompts.select(rows), cat_samples(parts)
+        assert samples is not None
+        return self.prompts.select(rows), samples
 
     def _rows_with_signal(self, scored: Samples) -> list[int]:
         return rows_with_signal(scored, self.config.algorithm.filter_by)
@@ -322,7 +324,7 @@ class PPOTrainer:
         return metrics | {"critic_explained_variance": explained_variance(moments).item()}
 
     def _seed(self, step: int) -> int:
-        """The seed of what a step draws besides its samples."""
+        """The seed of a step's random choices other than its samples."""
         return (self.config.seed * 1_000_003 + step) * 1_009 % 2**63
 
     # ---- evaluation ---------------------------------------------------------------------------------------------

@@ -224,13 +224,14 @@ class Run:
         """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         samples = step.samples
         texts = self.trainer.tokenizer.batch_decode(samples.token_ids(), skip_special_tokens=True)
-        parts = [*zip(*(_nullable(part) for part in samples.parts.values()), strict=True)] or [()] * len(samples)
-        rewards, reasons = _nullable(samples.reward_B), ["stop" if x else "length" for x in samples.stopped_B.tolist()]
-        rows = zip(samples.row_B.tolist(), texts, rewards, parts, reasons, _oldest_versions(samples), strict=True)
-        for row, text, reward, own, reason, version in rows:
+        parts = {name: _nullable(part) for name, part in samples.parts.items()}
+        rewards, stopped = _nullable(samples.reward_B), samples.stopped_B.tolist()
+        versions = _oldest_versions(samples)
+        for i, row in enumerate(samples.row_B.tolist()):
             self.log.sample(
-                number, prompt=step.prompts.texts[row], completion=text, reward=reward,
-                parts=dict(zip(samples.parts, own, strict=True)), finish_reason=reason, weight_version=version,
+                number, prompt=step.prompts.texts[row], completion=texts[i], reward=rewards[i],
+                parts={name: values[i] for name, values in parts.items()},
+                finish_reason="stop" if stopped[i] else "length", weight_version=versions[i],
             )  # fmt: skip
         if not samples.has_reward_B.any():
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")

@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def own_device() -> torch.device:
+    """This process's device: its GPU, or the CPU of a machine without GPUs."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     """The processes that work together, seen from one of them. Components are given a world, and ask no globals.
@@ -32,21 +37,21 @@ class World:
     rank: int = 0
     size: int = 1
     local_size: int = 1
-    device: torch.device = field(default_factory=lambda: own_device())
+    device: torch.device = field(default_factory=own_device)
     store: dist.Store | None = None
 
     @classmethod
     def current(cls, store: dist.Store | None = None) -> "World":
         """The world of torch's process group; of this process alone where there is no group."""
         if not dist.is_initialized():
-            return cls(store=store)
+            return cls()
         size = dist.get_world_size()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # all, if the launcher does not say
         return cls(rank=dist.get_rank(), size=size, local_size=local_size, store=store)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
+        """Whether this is rank 0. Rank 0 alone writes files that all ranks share."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -142,11 +147,6 @@ class World:
 
 
 _sequence_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def own_device() -> torch.device:
-    """This process's device: its GPU, or the CPU of a machine without GPUs."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def forked_rng() -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from rlft_fast.engine import CheckpointManager
 from rlft_fast.engine.weight_sync import join_pieces
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import HFGenerator, SamplingParams
+from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer import train
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
@@ -94,7 +95,8 @@ def test_what_is_generated_is_as_likely_as_the_engine_says(config, bound, tiny_m
     engine = make_engine(path, config=config)
     params = SamplingParams(n=2, max_new_tokens=12)
     torch.manual_seed(3)
-    groups = HFGenerator(engine.model, load_tokenizer(path), batch_size=3).generate(PROMPTS, params)
+    seeds = draw_seeds(len(PROMPTS), params.n)
+    groups = HFGenerator(engine.model, load_tokenizer(path), batch_size=3).generate(PROMPTS, params, seeds)
     completions = [each for group in groups for each in group]
     batch = Batch.from_samples([ids for ids in PROMPTS for _ in range(2)], [each.token_ids for each in completions])
     logprob_T = engine.infer(batch, ("logprob",))["logprob"].cpu()

@@ -35,6 +35,7 @@ from rlft_fast.rollout import (
     sample_seeds,
 )
 from rlft_fast.rollout.hf import _StopTexts, draw, most_likely
+from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
@@ -46,6 +47,10 @@ GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 def make_generator(path: Path, batch_size: int = 64) -> HFGenerator:
     return HFGenerator(load_policy(path), load_tokenizer(path), batch_size)
+
+
+def draw_samples(generator: HFGenerator, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+    return generator.generate(prompts, params, draw_seeds(len(prompts), params.n))
 
 
 def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
@@ -64,12 +69,12 @@ def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int
 
 def test_a_padding_token_that_has_no_embedding(tiny_model):
     path = tiny_model("llama")
-    expected = make_generator(path).generate(PROMPTS, GREEDY)
+    expected = draw_samples(make_generator(path), PROMPTS, GREEDY)
     policy, tokenizer = load_policy(path), load_tokenizer(path)
     tokenizer.add_tokens(["[OTHER]"])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id == policy.model.config.vocab_size
-    assert HFGenerator(policy, tokenizer, 64).generate(PROMPTS, GREEDY) == expected
+    assert draw_samples(HFGenerator(policy, tokenizer, 64), PROMPTS, GREEDY) == expected
 
 
 # Drawn from all, from a few, and not drawn.
@@ -97,7 +102,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
 @pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
-    found = make_generator(path).generate(PROMPTS, GREEDY)
+    found = draw_samples(make_generator(path), PROMPTS, GREEDY)
     assert [group[0].token_ids for group in found] == [plain_greedy(path, prompt, 8) for prompt in PROMPTS]
 
 
@@ -107,7 +112,7 @@ def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
 def test_batch_size_changes_nothing(tiny_model, name, batch_size):
     path = tiny_model(name)
     params = SamplingParams(n=2, max_new_tokens=8, temperature=0.0)
-    found = make_generator(path, batch_size).generate(PROMPTS, params)
+    found = draw_samples(make_generator(path, batch_size), PROMPTS, params)
     assert [len(group) for group in found] == [2] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, found, strict=True):
         assert [sample.token_ids for sample in group] == [plain_greedy(path, prompt, 8)] * 2
@@ -153,7 +158,7 @@ def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
     generator.model.model.generation_config.update(**defaults)
     torch.manual_seed(0)
     prompt = PROMPTS[3]
-    samples = generator.generate([prompt], SamplingParams(n=2000, max_new_tokens=1, temperature=temperature))[0]
+    samples = draw_samples(generator, [prompt], SamplingParams(n=2000, max_new_tokens=1, temperature=temperature))[0]
     expected = log_softmax(tiny_model("llama"), prompt, temperature)[-1]
     found = torch.tensor([sample.token_ids[0] for sample in samples])
     logprobs = torch.tensor([sample.logprobs[0] for sample in samples])
@@ -226,8 +231,8 @@ def check_supports(path: str, sequence: list[int], support: Tensor, top_p: float
 def test_greedy_has_no_support(tiny_model):
     generator = make_generator(tiny_model("llama"))
     cut = SamplingParams(max_new_tokens=8, temperature=0.0, top_k=2, top_p=0.5)
-    assert generator.generate(PROMPTS, cut) == generator.generate(PROMPTS, GREEDY)
-    assert generator.generate(PROMPTS, cut)[0][0].support is None
+    assert draw_samples(generator, PROMPTS, cut) == draw_samples(generator, PROMPTS, GREEDY)
+    assert draw_samples(generator, PROMPTS, cut)[0][0].support is None
 
 
 def test_top_p_needs_a_top_k():
@@ -268,7 +273,7 @@ def test_draws_keep_rare_tokens():
 def test_the_models_own_defaults_are_kept(tiny_model):
     generator = make_generator(tiny_model("llama"))
     defaults = generator.model.model.generation_config
-    generator.generate([[1, 2]], GREEDY)
+    draw_samples(generator, [[1, 2]], GREEDY)
     assert generator.model.model.generation_config is defaults
     assert generator.model.model.config._attn_implementation == PACKED_ATTENTION
 
@@ -299,7 +304,7 @@ def test_seed_repeats_samples(tiny_model):
     runs = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        runs.append(generator.generate(PROMPTS, params))
+        runs.append(draw_samples(generator, PROMPTS, params))
     assert runs[0] == runs[2]
     assert runs[0] != runs[1]
 
@@ -331,9 +336,9 @@ def test_seeds_are_those_of_their_place():
 def test_a_support_ends_with_its_completion(tiny_model):
     generator = make_generator(tiny_model("llama"))
     params = SamplingParams(n=20, max_new_tokens=8, top_k=3)
-    free = generator.generate(PROMPTS[3:4], params)[0]
+    free = draw_samples(generator, PROMPTS[3:4], params)[0]
     generator.eos_token_ids = [free[0].token_ids[2]]
-    ended = generator.generate(PROMPTS[3:4], params)[0]
+    ended = draw_samples(generator, PROMPTS[3:4], params)[0]
     assert {sample.finish_reason for sample in ended} == {"stop", "length"}
     for sample in ended:
         assert sample.support.shape == (len(sample.token_ids), 3)
@@ -342,11 +347,11 @@ def test_a_support_ends_with_its_completion(tiny_model):
 
 def test_end_token_stops(tiny_model):
     generator = make_generator(tiny_model("llama"))
-    free = [group[0] for group in generator.generate(PROMPTS, GREEDY)]
+    free = [group[0] for group in draw_samples(generator, PROMPTS, GREEDY)]
     assert all(sample.finish_reason == "length" and len(sample.token_ids) == 8 for sample in free)
     end = free[3].token_ids[4]
     generator.eos_token_ids = [end, EOS_TOKEN_ID]
-    for sample, before in zip(generator.generate(PROMPTS, GREEDY), free, strict=True):
+    for sample, before in zip(draw_samples(generator, PROMPTS, GREEDY), free, strict=True):
         stops = end in before.token_ids
         length = before.token_ids.index(end) + 1 if stops else 8
         assert sample[0].finish_reason == ("stop" if stops else "length")
@@ -356,16 +361,16 @@ def test_end_token_stops(tiny_model):
 
 def test_stop_texts_end_a_completion(tiny_model):
     generator = make_generator(tiny_model("llama"))
-    free = [group[0] for group in generator.generate(PROMPTS, GREEDY)]
+    free = [group[0] for group in draw_samples(generator, PROMPTS, GREEDY)]
     decode = generator.tokenizer.decode
     text = decode(free[3].token_ids[3:5])
     params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", text))
-    for (sample,), before in zip(generator.generate(PROMPTS, params), free, strict=True):
+    for (sample,), before in zip(draw_samples(generator, PROMPTS, params), free, strict=True):
         ends = [i for i in range(1, 9) if text in decode(before.token_ids[:i])]
         assert sample.token_ids == before.token_ids[: min(ends, default=8)]  # the text's own tokens are kept
         assert sample.finish_reason == ("stop" if ends else "length")
         assert len(sample.logprobs) == len(sample.token_ids)
-    (sample,) = generator.generate([PROMPTS[3]], params)[0]
+    (sample,) = draw_samples(generator, [PROMPTS[3]], params)[0]
     assert sample.finish_reason == "stop"
 
 
@@ -384,27 +389,27 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
     """Decoding removes a special token, so a search of the text would never find it."""
     generator = make_generator(tiny_model("llama"))
-    free = generator.generate([PROMPTS[3]], GREEDY)[0][0]
+    free = draw_samples(generator, [PROMPTS[3]], GREEDY)[0][0]
     name = generator.tokenizer.convert_ids_to_tokens(free.token_ids[4])
     generator.tokenizer.add_tokens([AddedToken(name, special=True)])
     params = SamplingParams(max_new_tokens=8, temperature=0.0, stop=("never", name))
-    (sample,) = generator.generate([PROMPTS[3]], params)[0]
+    (sample,) = draw_samples(generator, [PROMPTS[3]], params)[0]
     assert sample.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[4]) + 1]
     assert sample.finish_reason == "stop"
     with pytest.raises(ValueError, match="is a special token: give the token or the text alone"):
-        generator.generate([PROMPTS[3]], SamplingParams(stop=(f"a {name}",)))
+        draw_samples(generator, [PROMPTS[3]], SamplingParams(stop=(f"a {name}",)))
     with pytest.raises(ValueError, match="has an empty text"):
-        generator.generate([PROMPTS[3]], SamplingParams(stop=("",)))
+        draw_samples(generator, [PROMPTS[3]], SamplingParams(stop=("",)))
 
 
 def test_one_new_token(tiny_model):
     params = SamplingParams(n=2, max_new_tokens=1)
-    for group in make_generator(tiny_model("llama")).generate(PROMPTS, params):
+    for group in draw_samples(make_generator(tiny_model("llama")), PROMPTS, params):
         assert [(len(sample.token_ids), len(sample.logprobs)) for sample in group] == [(1, 1)] * 2
 
 
 def test_no_prompts(tiny_model):
-    assert make_generator(tiny_model("llama")).generate([], GREEDY) == []
+    assert draw_samples(make_generator(tiny_model("llama")), [], GREEDY) == []
 
 
 def test_end_tokens_of_model_and_tokenizer_count(tiny_model, tmp_path):

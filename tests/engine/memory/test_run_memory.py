@@ -1,6 +1,7 @@
 """Plans of whole runs against the models of a trainer, and what is advised where one does not fit."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, SamplingParams
+from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer.ppo import PPOTrainer
 from tests.engine.memory.planned import num_bytes, save_model
 from tests.support.memory import peak_allocated_bytes
@@ -105,7 +107,8 @@ def test_what_generate_takes(tmp_path):
     generator = HFGenerator(model, load_tokenizer(path), batch_size=64)
     generator.eos_token_ids = []
     prompts = [[7] * 64] * 4
-    measured = peak_allocated_bytes(lambda: generator.generate(prompts, SamplingParams(n=4, max_new_tokens=384)))
+    sample = partial(generator.generate, prompts, SamplingParams(n=4, max_new_tokens=384), draw_seeds(4, 4))
+    measured = peak_allocated_bytes(sample)
     assert measured < planned < 1.25 * measured
 
 
