@@ -11,6 +11,7 @@ SEED        ?= 0
 ROLLOUT     ?=
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -79,11 +80,12 @@ test-slow: install
 test-vllm: install-vllm
 	$(BIN)/python -m pytest -m vllm
 
-# The integrations inside their trainers, and our maths beside theirs, in an environment that lays theirs over ours.
+# The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
+# ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
 	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
-	  tests/integrations tests/rl
+	  tests/integrations tests/rl tests/trainer/test_trackers.py
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
@@ -92,6 +94,7 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 	  > "$$($(BESIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation -r requirements-peers.txt
+	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check $(TRACKERS)
 	@touch $@
 
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's

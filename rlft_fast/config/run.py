@@ -1,7 +1,7 @@
 """The whole configuration of a training run, and the rules that connect its sections."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -132,6 +132,10 @@ class Config(Section):
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
+    log: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...] = ("jsonl",)
+    """Trackers that get the numbers of each step. The files metrics.jsonl and samples.jsonl are always written."""
+    log_texts: NonNegativeInt = 0
+    """Samples per step whose texts the trackers get, too."""
 
     @model_validator(mode="after")
     def _advantage_has_what_it_needs(self) -> Self:

@@ -1,6 +1,7 @@
 """The folder of a run: which run it belongs to, and which settings a resumed run must share with that run."""
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from rlft_fast.files import TEMPORARY, write_text
 from rlft_fast.trainer.lock import NAME as LOCK
 
 MARKER = "run.json"
-_WRITTEN = (MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "checkpoints", "hf")
+_WRITTEN = (
+    MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "checkpoints", "hf",
+    "tensorboard", "wandb", "mlflow", "mlflow.db",
+)  # fmt: skip
 
 
 def require_usable(config: Config, *, config_path: str | Path | None = None, resume: bool = False) -> None:
@@ -74,8 +78,18 @@ def is_run(output: Path) -> bool:
 
 def _identity(output: Path) -> Any:
     """The identity that `claim` has written. None if the folder has no `MARKER` of a run."""
+    return _marked(output, "identity")
+
+
+def run_id(output: Path) -> str | None:
+    """The id that `claim` has written. None if the folder has no `MARKER`, or a marker of an early version."""
+    found = _marked(output, "id")
+    return found if isinstance(found, str) and found.isalnum() else None
+
+
+def _marked(output: Path, name: str) -> Any:
     try:
-        return json.loads((output / MARKER).read_text())["identity"]
+        return json.loads((output / MARKER).read_text())[name]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
@@ -88,12 +102,13 @@ def _has_config(output: Path) -> bool:
     return True
 
 
-def claim(output: Path, identity: Mapping[str, Any] | None = None) -> None:
-    """Marks the folder as the folder of a run.
+def claim(output: Path, identity: Mapping[str, Any] | None = None, *, resume: bool = False) -> None:
+    """Marks the folder as the folder of a run, and gives the run an id.
 
     Args:
         output: the folder, which may be missing.
         identity: settings that distinguish the run from other runs, see `require_same`.
+        resume: the run keeps the id that it has.
 
     Raises:
         ValueError: the folder is not empty, and is not the folder of a run.
@@ -101,7 +116,8 @@ def claim(output: Path, identity: Mapping[str, Any] | None = None) -> None:
     require_claimable(output)
     output.mkdir(parents=True, exist_ok=True)
     temporary = output / (MARKER + TEMPORARY)  # with half a marker the folder would belong to no run
-    write_text(temporary, json.dumps({"identity": identity or {}}, indent=2, ensure_ascii=False) + "\n")
+    marks = {"id": (run_id(output) if resume else None) or secrets.token_hex(4), "identity": identity or {}}
+    write_text(temporary, json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
     temporary.replace(output / MARKER)
 
 

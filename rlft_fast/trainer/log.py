@@ -1,4 +1,4 @@
-"""Writes the numbers of a run to disk as JSON lines. Shows them in a progress bar, or as lines without a terminal."""
+"""Writes the numbers of a run to disk as JSON lines, shows them in a progress bar or as lines, and sends them on."""
 
 import itertools
 import json
@@ -15,9 +15,11 @@ from rich.table import Table
 
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
+from rlft_fast.trainer.trackers import Tracker
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
+_SECONDS_FOR_TRACKERS = 30.0
 _SKIPPED = ("skipped_steps", "critic_skipped_steps")  # counts of the whole run, shown if they are not 0
 
 
@@ -35,6 +37,9 @@ class RunLog:
         self.active = rank == 0
         self.console = Console(quiet=not self.active)
         self.latest: dict[str, float] = {}
+        self.trackers: list[Tracker] = []
+        self.num_texts = 0
+        self._texts: list[dict[str, Any]] = []  # samples of the step that are to be uploaded with its numbers
         columns = (
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -47,8 +52,16 @@ class RunLog:
         self.progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.progress.stop()
+        is_stopped_at_once = kind is KeyboardInterrupt
+        deadline = time.monotonic() + (0 if is_stopped_at_once else _SECONDS_FOR_TRACKERS)
+        for tracker in self.trackers:
+            tracker.close(max(deadline - time.monotonic(), 0))
+
+    def send_to(self, trackers: list[Tracker], num_texts: int) -> None:
+        """Sends numbers to trackers from here on, and the texts of the first so many samples of each step."""
+        self.trackers, self.num_texts = trackers, num_texts
 
     def num_bytes(self) -> dict[str, int]:
         """Sizes of the files, for `rewind`. The counted bytes are made durable, because a checkpoint relies on them."""
@@ -88,6 +101,9 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
         self.latest |= values
+        for tracker in self.trackers:
+            tracker.send(step, values, self._texts)
+        self._texts = []
         names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
         shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
         shown = printable(shown)  # the name of a reward part may be a path
@@ -97,6 +113,8 @@ class RunLog:
 
     def sample(self, step: int, **fields: Any) -> None:
         self._write("samples.jsonl", {"step": step, **fields})
+        if len(self._texts) < self.num_texts:
+            self._texts.append(fields)
 
     def message(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, soft_wrap=True, markup=False)

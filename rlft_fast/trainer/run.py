@@ -22,12 +22,13 @@ from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
-from rlft_fast.trainer.folder import claim, require_same, require_usable
+from rlft_fast.trainer.folder import claim, require_same, require_usable, run_id
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
 from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.trackers import TrackedRun, Tracker, require_trackers
 from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3
@@ -52,6 +53,7 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
         force: also with other data, another seed, algorithm or reward than the run had before.
 
     Raises:
+        ModuleNotFoundError: a tracker is not installed.
         ValueError: models, data or reward function cannot be used, ``output_dir`` is not a run's or holds what this run
             reads, another run is writing to it, or the run to resume had other data, or another seed, algorithm or
             reward.
@@ -66,6 +68,7 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
     world = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(world):
         require_usable(config, resume=resume)
+        require_trackers(config.log)
         if resume and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
         return Run(PPOTrainer(config, world)).run(resume, force=force)
@@ -171,7 +174,7 @@ class Run:
         if resume and not force and self.checkpoints.latest() is not None:
             _by_first(self.world, lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.engines) if resume else None
-        _by_first(self.world, lambda: claim(self.directory, identity))
+        _by_first(self.world, lambda: claim(self.directory, identity, resume=resume))
         if self.world.is_first:
             if self.checkpoints.latest() is None and (kept := self.log.set_aside()):
                 self.log.message(f"logs of a run that saved no checkpoint are kept as {' and '.join(kept)}")
@@ -190,6 +193,12 @@ class Run:
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
+        if self.world.is_first:
+            tracked = TrackedRun(
+                self.directory, run_id(self.directory) or "", state["step"], self.config.model_dump(mode="json")
+            )
+            trackers = [Tracker(name, tracked, self.log.message) for name in self.config.log if name != "jsonl"]
+            self.log.send_to(trackers, self.config.log_texts)
         return state
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:

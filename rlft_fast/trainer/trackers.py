@@ -1,0 +1,210 @@
+"""Sends the numbers of a run to trackers of experiments: TensorBoard, Weights & Biases, Trackio and MLflow.
+
+Each tracker is one function: a context manager around the connection, which gives the function that sends a step. All
+of them read the environment variables that their users know, such as ``WANDB_MODE`` or ``MLFLOW_TRACKING_URI``.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+from rlft_fast.trainer.folder import flat
+
+_PROJECT = "rlft_fast"
+_SECONDS_TO_CONNECT = 20  # less than the time that a run waits for its trackers at its end
+
+Texts = Sequence[Mapping[str, Any]]
+"""Samples of a step, as samples.jsonl has them."""
+Send = Callable[[int, Mapping[str, float], Texts], None]
+"""Sends the numbers and texts of a step."""
+
+
+class TrackedRun(NamedTuple):
+    """A run as trackers know it."""
+
+    directory: Path
+    """The run's folder, whose name is the name of the run."""
+    id: str
+    """The same before and after the run was resumed."""
+    first_step: int
+    """Steps up to this one were sent before. Steps after it may have been sent by a run that was interrupted."""
+    config: Mapping[str, Any]
+    """The configuration."""
+
+
+@contextmanager
+def _tensorboard(run: TrackedRun) -> Iterator[Send]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(run.directory / "tensorboard", purge_step=run.first_step + 1) as writer:
+        writer.add_text("config", _as_code(run.config), run.first_step)
+
+        def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            for i, text in enumerate(texts):
+                writer.add_text(f"samples/{i}", _as_code(text), step)
+            writer.flush()
+
+        yield send
+
+
+@contextmanager
+def _wandb(run: TrackedRun) -> Iterator[Send]:
+    import wandb
+
+    is_online = wandb.setup().settings.mode == "online"
+    if is_online and not wandb.login(prompt=False, verify=False):  # init would ask on the terminal
+        raise RuntimeError("no API key: run wandb login, or set WANDB_MODE=offline")
+    settings = wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_CONNECT)  # the console has texts
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", _PROJECT), id=run.id, name=run.directory.name, resume="allow",
+        dir=run.directory, config=dict(run.config), settings=settings,
+    ) as tracked:  # fmt: skip
+        tracked.define_metric("*", step_metric="step")  # its own step cannot go back to a checkpoint
+
+        def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
+            table = {"samples": wandb.Table(*_table(texts))} if texts else {}
+            tracked.log({"step": step, **numbers, **table})
+
+        yield send
+
+
+@contextmanager
+def _trackio(run: TrackedRun) -> Iterator[Send]:
+    import pandas
+    import trackio
+
+    name = f"{run.directory.name}-{run.id}"  # Trackio finds a run by its name
+    tracked = trackio.init(
+        os.environ.get("TRACKIO_PROJECT", _PROJECT), name=name, resume="allow", embed=False, config=dict(run.config)
+    )
+
+    def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
+        columns, rows = _table(texts)
+        table = {"samples": trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))} if texts else {}
+        tracked.log({**numbers, **table}, step=step)
+
+    try:
+        yield send
+    finally:
+        tracked.finish()
+
+
+@contextmanager
+def _mlflow(run: TrackedRun) -> Iterator[Send]:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    own = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run.directory.absolute() / 'mlflow.db'}"
+    client = MlflowClient(own)
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+    artifacts = None if own is None else (run.directory.absolute() / "mlflow").as_uri()
+    experiment = client.get_experiment_by_name(name)
+    number = experiment.experiment_id if experiment else client.create_experiment(name, artifact_location=artifacts)
+    found = client.search_runs([number], f"tags.`rlft_fast.run_id` = '{run.id}'")
+    tracked = found[0] if found else client.create_run(
+        number, run_name=run.directory.name, tags={"rlft_fast.run_id": run.id}
+    )  # fmt: skip
+    tracked_id = tracked.info.run_id
+    if not found:
+        settings = [Param(name, str(value)) for name, value in flat(run.config)]
+        for start in range(0, len(settings), 100):  # MLflow takes so many at once
+            client.log_batch(tracked_id, params=settings[start : start + 100])
+
+    def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
+        now = round(time.time() * 1000)
+        allowed = {re.sub(r"[^\w\-. /:]", "_", name): value for name, value in numbers.items()}
+        client.log_batch(tracked_id, metrics=[Metric(name, value, now, step) for name, value in allowed.items()])
+        if texts:
+            lines = "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
+            client.log_text(tracked_id, lines, f"samples/step_{step:08d}.jsonl")
+
+    try:
+        yield send
+    finally:
+        client.set_terminated(tracked_id)
+
+
+_TRACKERS: dict[str, Callable[[TrackedRun], AbstractContextManager[Send]]] = {
+    "tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow,
+}  # fmt: skip
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Checks that the packages of trackers are installed, without importing them.
+
+    Raises:
+        ModuleNotFoundError: a package is missing. The message says how it is installed.
+    """
+    for name in names:
+        if name in _TRACKERS and importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(
+                f"log names {name}, which is not installed: pip install {name}, or leave it out", name=name
+            )
+
+
+class Tracker:
+    """One tracker of a run. Its calls run in a thread of their own, and so cost no step any time.
+
+    A tracker that fails is told of once, and gets nothing more.
+
+    Args:
+        name: one of ``tensorboard``, ``wandb``, ``trackio`` and ``mlflow``.
+        run: the run.
+        warn: shows a message.
+    """
+
+    def __init__(self, name: str, run: TrackedRun, warn: Callable[[str], None]) -> None:
+        self.name, self.run, self.warn = name, run, warn
+        self._steps: queue.SimpleQueue[tuple[int, Mapping[str, float], Texts] | None] = queue.SimpleQueue()
+        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def send(self, step: int, values: Mapping[str, float], texts: Texts = ()) -> None:
+        """Sends the numbers of a step, without the numbers that are not finite.
+
+        Args:
+            step: counted from 1.
+            values: numbers by name.
+            texts: samples of the step, if the run uploads any.
+        """
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self._thread.is_alive():
+            self._steps.put((step, finite, texts))
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until everything is sent, but not longer than the timeout [s]."""
+        self._steps.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.warn(f"warning: {self.name} has not taken all steps yet, and is left")
+            self.warn = lambda _: None
+
+    def _work(self) -> None:
+        try:
+            with _TRACKERS[self.name](self.run) as send:
+                while (step := self._steps.get()) is not None:
+                    send(*step)
+        except Exception as error:  # whatever a tracker raises, the run goes on
+            self.warn(f"warning: {self.name} gets no numbers from here on: {type(error).__name__}: {error}")
+
+
+def _table(texts: Texts) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of samples. All cells are texts, since a reward may be missing, and parts are nested."""
+    columns = list(texts[0]) if texts else []
+    return columns, [[x if isinstance(x := text[name], str) else json.dumps(x) for name in columns] for text in texts]
+
+
+def _as_code(values: Mapping[str, Any]) -> str:
+    """A block of code in Markdown, in which nothing is markup."""
+    return "".join(f"    {line}\n" for line in json.dumps(values, indent=2, ensure_ascii=False).splitlines())
