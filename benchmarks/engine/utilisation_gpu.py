@@ -2,11 +2,7 @@
 
 Random weights in the shapes of Qwen2.5, packed sequences of log-normal lengths, bfloat16 over float32 masters, 8,192
 tokens per micro-batch. Where a model and its optimizer do not fit, the model gets as many layers as fit.
-
-    FLOPs = 6 (P - embedding) tokens + 6 L heads head_dim sum(length^2)
-
-P includes the head, which runs for the sampled tokens only: 6 V D FLOPs per sampled token. Attention is causal and so
-counts half of all pairs. Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B).
+`rlft_fast.engine.model_flops` counts the FLOPs.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from benchmarks.support.document import table
 from benchmarks.support.harness import DEVICE, environment, reason, synchronise
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, model_flops, peak_flops
 from rlft_fast.engine.memory.engine import USABLE, plan_engine_memory
 from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding.build import build_model, shard
@@ -47,7 +43,6 @@ SHAPES = {
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, from the vendor's data sheets
 MIN_MFU, MIN_MFU_FROM = 0.45, ("1.5B", "7B")
 MICRO_BATCHES = 4
 
@@ -100,14 +95,6 @@ def random_batch(vocab: int, max_tokens: int) -> Batch:
     return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 12)
 
 
-def model_flops(shape: str, num_layers: int, batch: Batch) -> float:
-    hidden, intermediate, _, heads, kv_heads, vocab, _ = SHAPES[shape]
-    head_dim = hidden // heads
-    block = hidden * (2 * hidden + 2 * kv_heads * head_dim + 3 * intermediate)
-    attention = 6 * num_layers * hidden * float((batch.lengths**2).sum())
-    return 6 * (num_layers * block * batch.num_tokens + vocab * hidden * len(batch.active_index_T)) + attention
-
-
 def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[str, Any]:
     """Measures in a process that has done nothing else."""
     config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled)
@@ -124,8 +111,7 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[st
         synchronise()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[2:])
-    flops = model_flops(shape, num_layers, batch)
-    peak = next((f for name, f in PEAK_FLOPS.items() if DEVICE.type == "cuda" and name in _device_name()), None)
+    flops, peak = model_flops(engine.model, batch), peak_flops(DEVICE)
     return {
         "shape": shape, "compiled": compiled, "layers": f"{num_layers} of {SHAPES[shape][2]}",
         "tokens": batch.num_tokens,
@@ -133,10 +119,6 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[st
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None,
         "parts": profile_step(engine, batch, loss), "kernels": kernels(engine, batch, loss),
     }  # fmt: skip
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
 
 
 def kernels(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> list[tuple[str, float]]:

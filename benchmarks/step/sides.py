@@ -52,7 +52,11 @@ def run_ours(config: Config, work: Work, options: dict[str, Any]) -> None:
         parts["other"] = metrics["seconds"] - sum(parts.values())
         num_tokens = round(metrics["completion_length_mean"] * work.num_prompts * work.num_samples)
         prompt_ids = prompts_of_step(trainer.prompts, step, work).token_ids
-        reporter.finish(parts=parts, num_tokens=num_tokens, prompts=checksum(prompt_ids), reward=metrics["reward_mean"])
+        peak_gib = max(value for name, value in metrics.items() if name.startswith("memory_gib_"))
+        reporter.finish(
+            peak_gib * 2**30, parts=parts, num_tokens=num_tokens, prompts=checksum(prompt_ids),
+            reward=metrics["reward_mean"],
+        )  # fmt: skip
         step += 1
     trainer.close()
 

@@ -118,9 +118,16 @@ class Reporter:
         self._start_s = time.perf_counter()
         return True
 
-    def finish(self, **facts: Any) -> None:
+    def finish(self, peak_bytes: float = 0, **facts: Any) -> None:
+        """Reports a step.
+
+        Args:
+            peak_bytes: the highest peak of a part of the step, if the step has restarted the peak for its parts.
+            facts: what else is reported.
+        """
         seconds = time.perf_counter() - self._start_s
-        memory = {"peak_bytes": status_bytes("VmHWM"), "baseline_bytes": self.baseline_bytes}
+        peak_bytes = max(peak_bytes, status_bytes("VmHWM"))
+        memory = {"peak_bytes": peak_bytes, "baseline_bytes": self.baseline_bytes}
         self.say({"seconds": seconds, **facts, **memory})
 
     def say(self, message: dict[str, Any]) -> None:

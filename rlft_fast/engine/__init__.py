@@ -4,6 +4,7 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
+    from rlft_fast.engine.flops import model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
     from rlft_fast.engine.loss import Output
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
@@ -21,4 +22,6 @@ __all__ = [
     "checksum",
     "export_hf",
     "export_run",
+    "model_flops",
+    "peak_flops",
 ]

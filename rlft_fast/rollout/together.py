@@ -1,6 +1,7 @@
 """`Rollout`: a generator on every rank, with the coordination of the ranks around it."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,6 +45,7 @@ class Rollout:
 
     Attributes:
         weight_version: version of the weights to sample from; every `sync` adds 1.
+        seconds: time in which this rank's generator worked on the last requests [s].
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Rollout:
         self.check_weights = check_weights
         self.group_size = group_size
         self.weight_version = 0
+        self.seconds = 0.0
         self.generator = start()
 
     def sync(self) -> None:
@@ -165,7 +168,9 @@ class Rollout:
     ) -> list[list[Completion]]:
         shared, shared_seeds, start = gather_requests(prompts, seeds, self.group_size, self.world)
         with self.sampling(), STOP.alone() if self.group_size == 1 else nullcontext():
+            started = time.perf_counter()
             groups = self.generator.generate(shared, params, shared_seeds)
+            self.seconds = time.perf_counter() - started
         return groups[start : start + len(prompts)]
 
     def _require_finite(self, groups: Sequence[Sequence[Completion]]) -> None:

@@ -1,6 +1,7 @@
 """From completions to samples with rewards: functions on the rank that sampled, a reward model on all of them."""
 
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from itertools import compress
@@ -36,6 +37,9 @@ class Judge:
         tokenizer: of the policy.
         world: the processes that score together.
 
+    Attributes:
+        seconds: time in which this rank's functions scored the last answers [s].
+
     Raises:
         ValueError: a function cannot be used.
     """
@@ -47,6 +51,7 @@ class Judge:
         self.functions = _functions(config)
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
+        self.seconds = 0.0
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
@@ -72,11 +77,13 @@ class Judge:
         """
         failure: RewardError | LeftEarlyError | None = None
         scored: list[Parts] = []
+        started = time.perf_counter()
         try:
             with STOP.alone():
                 scored = self._score_own(prompts, own)
         except (RewardError, LeftEarlyError) as error:
             failure = error
+        self.seconds = time.perf_counter() - started
         STOP.leave_together(self.world)
         if self.world.any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
             raise failure or RewardError("the reward function failed in another process, which says why")

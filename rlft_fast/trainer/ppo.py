@@ -8,7 +8,6 @@ open there. The number of processes changes a run by rounding alone.
 
 import contextlib
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Samples, cat_samples
-from rlft_fast.engine import FSDPEngine, Output
+from rlft_fast.engine import FSDPEngine, Output, model_flops, peak_flops
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
@@ -38,6 +37,7 @@ from rlft_fast.trainer.experience import (
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.phases import Phases
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World, init_distributed
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     samples: Samples
     """Of all ranks, by the row of their prompt."""
     metrics: dict[str, float]
-    """Also ``seconds`` in all and by part, and ``tokens_per_second``, prompts included."""
+    """Also ``seconds`` in all, ``tokens_per_second``, prompts included, and the numbers of `Phases`."""
 
 
 class PPOTrainer:
@@ -116,7 +116,7 @@ class PPOTrainer:
         self.rollout = build_rollout(
             self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
         )
-        self.seconds: dict[str, float] = {}  # of the current step, by part
+        self.phases = Phases(world)  # of the current step
 
     def _check_support(self) -> None:
         """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
@@ -141,36 +141,30 @@ class PPOTrainer:
             step: counts from 0; it decides which prompts are taken, and every random draw.
         """
         started = time.perf_counter()
-        self.seconds = {}
+        self.phases = Phases(self.world)
         prompts, scored = self._collect(step)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
-        with self._timed("generate"):
+        with self.phases.timed("generate"):
             self.rollout.sleep()  # not before: only the sync after the update wakes it
         with_signal = self._rows_with_signal(scored)
         samples = self._penalize_length(scored)
         taught = scored_samples(self._taught(samples, with_signal), greedy)
-        with self._timed("logprobs"):
+        with self.phases.timed("logprobs"):
             batch = self._infer(build_batch(taught, prompts.token_ids, greedy))
         metrics = rollout_metrics(samples, batch, len(with_signal))
         batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
             batch = batch.select(taught.stopped_B.nonzero().squeeze(1))
-        with self._timed("update"):
+        with self.phases.timed("update"):
             metrics |= self._update(batch, self._seed(step))
-        with self._timed("sync"):
+        with self.phases.timed("sync"):
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
         num_tokens = num_prompt_tokens + len(samples.token_ids_T)
+        metrics |= self.phases.metrics() | self._utilisation(batch)
         seconds = time.perf_counter() - started
-        metrics |= {f"seconds_{part}": value for part, value in self.seconds.items()}
         return Step(prompts, samples, metrics | {"seconds": seconds, "tokens_per_second": num_tokens / seconds})
-
-    @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def _collect(self, step: int) -> tuple[Prompts, Samples]:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
@@ -192,6 +186,15 @@ class PPOTrainer:
                 break
         assert samples is not None
         return self.prompts.select(rows), samples
+
+    def _utilisation(self, batch: Batch) -> dict[str, float]:
+        """How much of its arithmetic a device did per second of the update, and of its peak where that is known."""
+        trained = [engine for engine in (self.actor, self.critic) if engine is not None]
+        flops = self.config.algorithm.epochs * sum(model_flops(engine.model, batch) for engine in trained)
+        flops_per_second = flops / self.phases.seconds["update"] / self.world.size
+        peak = peak_flops(self.world.device)
+        found = {"tflops_update": flops_per_second / 1e12}
+        return found if peak is None else found | {"mfu_update": flops_per_second / peak}
 
     def _rows_with_signal(self, scored: Samples) -> list[int]:
         return rows_with_signal(scored, self.config.algorithm.filter_by)
@@ -220,8 +223,10 @@ class PPOTrainer:
         )  # fmt: skip
         own = [first_row + row for row in self._own_rows(prompts)]
         answers = self._generate(prompts, params, sample_seeds(self.config.seed, step, own, params.n))
-        with self._timed("reward"):
-            return self.judge.score(prompts, answers)
+        with self.phases.timed("reward"):
+            samples = self.judge.score(prompts, answers)
+        self.phases.busy("reward", self.judge.seconds)
+        return samples
 
     def _own_rows(self, prompts: Prompts) -> range:
         """The prompts that this rank answers."""
@@ -231,8 +236,9 @@ class PPOTrainer:
         """This rank's answers to its share of the prompts."""
         rows = self._own_rows(prompts)
         try:
-            with self._timed("generate"):
+            with self.phases.timed("generate"):
                 groups = self.rollout.generate(prompts.select(rows).token_ids, params, seeds)
+            self.phases.busy("generate", self.rollout.seconds)
         except NonFiniteLogitsError as error:
             if steps := self.rollout.weight_version - 1:
                 raise NonFiniteLogitsError(f"{error} after step {steps}: {self.divergence('actor')}") from error

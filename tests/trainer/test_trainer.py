@@ -161,6 +161,9 @@ def test_metrics(grpo):
     parts = {"generate", "reward", "logprobs", "update", "sync"}
     assert {name.removeprefix("seconds_") for name in steps[0] if name.startswith("seconds_")} == parts
     assert all(row["seconds"] > sum(row[f"seconds_{part}"] for part in parts) > 0 for row in steps)
+    assert all(0.1 < row[f"memory_gib_{part}"] < 10 for row in steps for part in parts)
+    assert all(row["idle_share_generate"] == row["idle_share_reward"] == 0 for row in steps)  # a single process
+    assert all(0 < row["tflops_update"] < 10 for row in steps)
     samples = read_lines(grpo[0] / "samples.jsonl")
     for row in steps:
         prompts = [sample["prompt"] for sample in samples if sample["step"] == row["step"]]

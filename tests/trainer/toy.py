@@ -115,7 +115,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def comparable(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on the clock."""
-    clock = ("time", "seconds", "tokens_per_second")
+    """The lines of metrics.jsonl without what depends on the machine: its clock and its memory."""
+    machine = ("time", "seconds", "tokens_per_second", "memory_gib", "idle_share", "tflops", "mfu")
     rows = read_lines(run / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in clock and not k.startswith("seconds_")} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(machine)} for row in rows]

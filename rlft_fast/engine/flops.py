@@ -1,0 +1,64 @@
+"""Counts the floating-point operations of a model, as model FLOPs utilisation (MFU) takes them.
+
+Recomputed activations do not count (PaLM, arXiv 2204.02311, appendix B), and neither do operations that are no matrix
+product. Attention counts as causal over whole sequences, also where a model's layers see a window or have a state.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlft_fast.data import Batch
+from rlft_fast.models import PolicyModel, RLModel
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of dense bfloat16 that a device reaches at most; None where the peak is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def model_flops(model: RLModel, batch: Batch, *, backward: bool = True) -> float:
+    """FLOPs of a forward, or of a forward and a backward, on all tokens of a batch.
+
+    A weight W takes 2 numel(W) FLOPs per token in the forward, the same for the gradient of its input, and the same for
+    its own gradient if it is trained. The head runs for the sampled tokens alone. Experts count by the share of them
+    that a token uses.
+
+    Args:
+        model: with all weights or with its shards.
+        batch: prompts count as often as they stand in it, although equal prompts run once.
+        backward: count the backward, too.
+    """
+    shares = [_per_token(weight, backward) * share for weight, share in _matrices(model)]
+    total = sum(shares) * batch.num_tokens
+    if isinstance(model, PolicyModel):
+        total += _per_token(model.head.weight, backward) * len(batch.active_index_T)
+    config = model.pretrained.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    pairs = float((batch.lengths.astype(float) ** 2).sum()) / 2
+    return total + 4 * config.num_hidden_layers * heads * head_dim * pairs * (3 if backward else 1)
+
+
+def _per_token(weight: Tensor, backward: bool) -> float:
+    return 2.0 * weight.numel() * (1 + (1 + weight.requires_grad) * backward)
+
+
+def _matrices(model: RLModel) -> Iterator[tuple[Tensor, float]]:
+    """The matrices that every token is multiplied by, and the share of a matrix that a token uses."""
+    backbone = cast(PreTrainedModel, model.pretrained.base_model)
+    config = backbone.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)
+    used = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
+    embedding = cast(nn.Embedding, backbone.get_input_embeddings()).weight
+    for name, weight in backbone.named_parameters():
+        if weight.dim() >= 2 and weight is not embedding and not name.startswith("visual."):
+            yield weight, used if ".experts." in name else 1.0

@@ -1,0 +1,77 @@
+"""Time, memory and waiting in the parts of a step."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rlft_fast.world import World
+
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+class Phases:
+    """Measures the phases of one step on this rank.
+
+    Memory is the peak of what torch's allocator holds on a GPU, and the peak of the resident set on a CPU. Both peaks
+    restart at the beginning of a phase, so that a peak over more than a phase is the largest of its phases.
+
+    Args:
+        world: the ranks that make the step together.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.seconds: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}
+        self.busy_seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """A phase, or another part of it."""
+        self._restart_peak()
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        if (peak := self._peak()) is not None:
+            self.peak_bytes[name] = max(peak, self.peak_bytes.get(name, 0))
+
+    def busy(self, name: str, seconds: float) -> None:
+        """Adds time in which this rank did its own share of a phase, and so waited for no other rank."""
+        self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of all ranks; all ranks must call it together.
+
+        ``seconds_*``: this rank's time in a phase [s]. ``memory_gib_*``: the peak of the rank with the highest peak
+        [GiB]. ``idle_share_*``: the share of a phase's work that ranks wait for the slowest rank, on average.
+        """
+        own = {f"{name}.peak_max": float(peak) for name, peak in self.peak_bytes.items()}
+        for name, seconds in self.busy_seconds.items():
+            own |= {f"{name}.busy": seconds, f"{name}.busy_max": seconds}
+        found = self.world.all_reduce({name: torch.tensor(value) for name, value in own.items()})
+        metrics = {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
+        metrics |= {f"memory_gib_{name}": found[f"{name}.peak_max"].item() / 2**30 for name in self.peak_bytes}
+        for name in self.busy_seconds:
+            mean, most = found[f"{name}.busy"].item() / self.world.size, found[f"{name}.busy_max"].item()
+            metrics[f"idle_share_{name}"] = 1 - mean / most if most else 0.0
+        return metrics
+
+    def _restart_peak(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+        else:
+            with contextlib.suppress(OSError):  # no Linux
+                _RESET.write_text("5")
+
+    def _peak(self) -> int | None:
+        """[bytes]; None where the system does not tell."""
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.world.device)
+        try:
+            (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        except (OSError, ValueError):
+            return None
+        return int(line.split()[1]) * 1024

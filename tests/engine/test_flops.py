@@ -1,0 +1,43 @@
+"""Counted FLOPs beside the products that torch counts while a model runs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlft_fast.data import Batch
+from rlft_fast.engine import model_flops
+from rlft_fast.models import load_critic, load_policy
+
+LENGTH = 24
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_of_the_products(name, backward, tiny_model):
+    model = load_critic(tiny_model(name)).float()
+    backbone = model.pretrained
+    backbone.set_attn_implementation("eager")  # torch counts plain products alone
+    backbone.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        hidden = backbone(torch.arange(1, LENGTH + 1)[None], use_cache=False).last_hidden_state
+        if backward:
+            hidden.sum().backward()
+    batch = Batch.from_samples([[1]], [[2] * (LENGTH - 1)])
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]  # of all pairs, half of which are causal
+    counted = counter.get_total_flops() - attention / 2
+    assert model_flops(model, batch, backward=backward) == pytest.approx(counted, rel=1e-3)
+
+
+def test_the_head_runs_for_sampled_tokens(tiny_model):
+    model = load_policy(tiny_model("llama"))
+    few, many = (Batch.from_samples([[1] * (20 - n)], [[2] * n]) for n in (4, 12))
+    assert model_flops(model, many) - model_flops(model, few) == 6 * 8 * model.head.weight.numel()
+
+
+def test_a_frozen_weight_has_no_gradient(tiny_model):
+    model = load_policy(tiny_model("llama"))
+    batch = Batch.from_samples([[1]], [[2]])
+    frozen = model.backbone.layers[0].mlp.up_proj.weight
+    trained = model_flops(model, batch)
+    frozen.requires_grad_(False)
+    assert trained - model_flops(model, batch) == 2 * batch.num_tokens * frozen.numel()

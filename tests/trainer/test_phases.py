@@ -1,0 +1,44 @@
+"""What is measured of the phases of a step."""
+
+import time
+
+import pytest
+import torch
+
+from rlft_fast.trainer.phases import Phases
+from rlft_fast.world import World
+from tests.support.distributed import run_distributed
+from tests.support.memory import requires_proc
+
+
+@requires_proc
+def test_a_phase_has_the_peak_of_its_parts():
+    phases = Phases(World())
+    for name, mib in (("update", 64), ("generate", 1), ("update", 1)):
+        with phases.timed(name):
+            torch.ones(mib * 2**18)
+            time.sleep(0.01)
+    metrics = phases.metrics()
+    assert metrics["memory_gib_update"] - metrics["memory_gib_generate"] > 40 / 1024
+    assert 0.01 < metrics["seconds_generate"] < metrics["seconds_update"]
+
+
+def check_two_ranks(rank: int) -> None:
+    phases = Phases(World.current())
+    with phases.timed("generate"):
+        ballast = torch.ones((1 + rank * 64) * 2**18)
+    phases.busy("generate", [1.0, 2.0][rank])
+    phases.busy("generate", [1.0, 6.0][rank])
+    phases.busy("reward", 0.0)
+    metrics = phases.metrics()
+    assert metrics["idle_share_generate"] == pytest.approx(1 - (2 + 8) / 2 / 8)
+    assert metrics["idle_share_reward"] == 0
+    assert metrics["memory_gib_generate"] >= phases.peak_bytes["generate"] / 2**30 * (1 - 1e-6)
+    assert (metrics["memory_gib_generate"] - phases.peak_bytes["generate"] / 2**30 > 40 / 1024) == (rank == 0)
+    del ballast
+
+
+@pytest.mark.dist
+@requires_proc
+def test_the_numbers_are_those_of_all_ranks():
+    run_distributed(check_two_ranks, 2)
