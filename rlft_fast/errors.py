@@ -6,6 +6,7 @@ The command line prints only the message of these errors, without a traceback.
 import signal as signals
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 # What the extra `train` of pyproject.toml brings, by the names that are imported.
 TRAIN_MODULES = ("numpy", "pydantic", "rich", "safetensors", "transformers", "yaml")
@@ -35,6 +36,7 @@ def needing_train() -> Iterator[None]:
         ModuleNotFoundError: the error of the import. If the extra brings the module, the message names the extra.
     """
     try:
+        import_module("numpy")  # first, because torch warns where NumPy is missing
         yield
     except ModuleNotFoundError as error:
         if (package := (error.name or "").partition(".")[0]) in TRAIN_MODULES:

@@ -4,8 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+# A busy machine makes single examples slow, which is no failure.
+hypothesis.settings.register_profile("rlft_fast", deadline=None)
+hypothesis.settings.load_profile("rlft_fast")
 
 # Without a GPU, Triton kernels run in Triton's interpreter. Triton reads the variable on import, and transformers
 # imports Triton.

@@ -24,6 +24,7 @@ _FORMAT_WARNING = warnings.formatwarning
 COMMANDS = {
     "train": "train a policy as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
+    "eval": "measure a model on held-out prompts",
     "plot": "draw the curves of one or more runs",
     "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",

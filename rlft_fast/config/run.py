@@ -76,16 +76,44 @@ class RewardConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy accuracy on held-out prompts, before and after training."""
+    """Accuracy on held-out prompts, before and after training."""
 
-    path: LocalPath
-    """JSONL file or dataset folder with the held-out prompts; same columns as the training data."""
+    path: LocalPath | dict[str, LocalPath]
+    """JSONL file or dataset folder with held-out prompts, or several by name; same columns as the training data."""
     max_new_tokens: PositiveInt = 32
     """Most tokens of an answer."""
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: evaluate only before and after training."""
+    samples_per_prompt: PositiveInt = 1
+    """Answers to each prompt. The accuracy is their mean reward; pass_at_k is the mean reward of the best of k > 1."""
+    temperature: NonNegativeFloat = 0.0
+    """0: the most likely answer; larger: sampled answers, with the same seeds in every evaluation."""
     function: str | dict[str, float] | None = None
     """Scores held-out answers, with reward.timeout_s; null: reward.function and reward.model score them."""
+
+    @model_validator(mode="after")
+    def _sets_and_samples(self) -> Self:
+        if isinstance(self.path, dict) and not self.path:
+            raise ValueError("path names no held-out set: give a file, or several by name")
+        if wrong := [name for name in self.sets if name and not name.isidentifier()]:
+            raise ValueError(f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores only")
+        if self.samples_per_prompt > 1 and not self.temperature:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but with temperature 0 all answers to a prompt are "
+                "the same: raise temperature"
+            )
+        return self
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """Paths of the held-out sets by name. A single set has the name ""."""
+        return self.path if isinstance(self.path, dict) else {"": self.path}
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the numbers that an evaluation gives: means over the sets, then the numbers of each named set."""
+        kinds = ["accuracy", *([f"pass_at_{self.samples_per_prompt}"] if self.samples_per_prompt > 1 else [])]
+        return kinds + [f"{kind}_{name}" for name in self.sets if name for kind in kinds]
 
 
 class CheckpointConfig(Section):
@@ -99,6 +127,8 @@ class CheckpointConfig(Section):
     """Most GB for all checkpoints; null: no limit. The newest checkpoint is always kept."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
+    best: str | None = None
+    """Number of the evaluation, such as accuracy, at whose highest value the policy is exported to the folder best."""
 
 
 class Config(Section):
@@ -192,6 +222,14 @@ class Config(Section):
                 f"reward.overlong_buffer is {reward.overlong_buffer}, but it is a part of rollout.max_new_tokens and "
                 f"cannot be longer than {self.rollout.max_new_tokens}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_evaluated(self) -> Self:
+        best, found = self.checkpoint.best, [] if self.evaluation is None else self.evaluation.metrics
+        if best is not None and best not in found:
+            expected = f"one of {', '.join(found)}" if found else "null, because the run has no evaluation"
+            raise ValueError(f"checkpoint.best is {best!r}, expected {expected}")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from rlft_fast.trainer.lock import NAME as LOCK
 
 MARKER = "run.json"
 _WRITTEN = (
-    MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "checkpoints", "hf",
+    MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "checkpoints", "hf", "best",
     "tensorboard", "wandb", "mlflow", "mlflow.db",
 )  # fmt: skip
 
@@ -40,7 +40,7 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
             )
     files = {"data.path": config.data.path, "the configuration": config_path}
     if config.evaluation is not None:
-        files["evaluation.path"] = config.evaluation.path
+        files |= {f"evaluation.path{'.' * bool(name)}{name}": path for name, path in config.evaluation.sets.items()}
     for name, path in files.items():
         is_own = resume and name == "the configuration" and is_run(output)
         if path is not None and not is_own and _place(path, output) in _WRITTEN:

@@ -23,6 +23,7 @@ from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, build_rollout, sample_seeds, with_ties
+from rlft_fast.trainer.evaluation import Evaluator, load_held_out, own_answers, own_rows
 from rlft_fast.trainer.experience import (
     Answers,
     build_batch,
@@ -82,16 +83,16 @@ class PPOTrainer:
         self.prompts, self.held_out = load_data(config, self.tokenizer)
         self.judge.check(self.prompts, "the training data")
         world.require_agreement("training data", self.prompts.description)
-        if self.held_out is not None:
-            (self.evaluation_judge or self.judge).check(self.held_out, "the held-out data")
-            world.require_agreement("held-out data", self.held_out.description)
+        for held_out in self.held_out.values():
+            (self.evaluation_judge or self.judge).check(held_out, "the held-out data")
+            world.require_agreement("held-out data", held_out.description)
         self.judge.load_model()
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature, world=world
         ).initialize()
         self._check_support()
-        _check_tokens("model", self.actor, self.prompts, self.held_out)
+        _check_tokens("model", self.actor, self.prompts, *self.held_out.values())
         _check_finite("model", self.actor)
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
@@ -221,24 +222,20 @@ class PPOTrainer:
             n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
-        own = [first_row + row for row in self._own_rows(prompts)]
+        own = [first_row + row for row in own_rows(self.world, prompts)]
         answers = self._generate(prompts, params, sample_seeds(self.config.seed, step, own, params.n))
         with self.phases.timed("reward"):
             samples = self.judge.score(prompts, answers)
         self.phases.busy("reward", self.judge.seconds)
         return samples
 
-    def _own_rows(self, prompts: Prompts) -> range:
-        """The prompts that this rank answers."""
-        return range(self.world.rank, len(prompts), self.world.size)
-
     def _generate(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Answers:
         """This rank's answers to its share of the prompts."""
-        rows = self._own_rows(prompts)
         try:
             with self.phases.timed("generate"):
-                groups = self.rollout.generate(prompts.select(rows).token_ids, params, seeds)
+                answers = own_answers(self.rollout, self.world, prompts, params, seeds)
             self.phases.busy("generate", self.rollout.seconds)
+            return answers
         except NonFiniteLogitsError as error:
             if steps := self.rollout.weight_version - 1:
                 raise NonFiniteLogitsError(f"{error} after step {steps}: {self.divergence('actor')}") from error
@@ -246,7 +243,6 @@ class PPOTrainer:
                 f"{error} before the first step, although the weights in {self.config.model} are: they are too large, "
                 "or of another model than config.json says"
             ) from error
-        return [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
 
     def divergence(self, name: str) -> str:
         """What has happened to an engine whose numbers are not finite after a step, and what to do."""
@@ -335,14 +331,13 @@ class PPOTrainer:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> tuple[float, Samples]:
-        """Mean reward of greedy answers to the held-out prompts, and the answers."""
-        assert self.held_out is not None
-        assert self.config.evaluation is not None
+    def evaluate(self) -> tuple[dict[str, float], dict[str, Samples]]:
+        """The numbers of the held-out sets, and the answers to each set by its name, see `Evaluator.evaluate`."""
+        config = self.config
+        assert config.evaluation is not None
         judge = self.evaluation_judge or self.judge
-        samples = self._greedy(self.held_out, self.config.evaluation.max_new_tokens, judge)
-        scored = samples.reward_B[samples.has_reward_B].tolist()
-        return (sum(scored) / len(scored) if scored else 0.0), samples
+        stop = config.rollout.stop
+        return Evaluator(config.evaluation, self.held_out, judge, self._generate, stop, config.seed).evaluate()
 
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""
@@ -351,22 +346,19 @@ class PPOTrainer:
                 stack.callback(part.close)
 
 
-def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, Prompts | None]:
-    """The prompts to learn from, and the held-out ones, if any.
+def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, dict[str, Prompts]]:
+    """The prompts to learn from, and the held-out prompts by the name of their set.
 
     Raises:
         ValueError: they cannot be used, see `load_prompts`.
     """
-    max_prompt_tokens, evaluation = config.rollout.max_prompt_tokens, config.evaluation
-    prompts = load_prompts(config.data, tokenizer, max_prompt_tokens)
-    held_out = None if evaluation is None else load_prompts(config.data, tokenizer, max_prompt_tokens, evaluation.path)
-    return prompts, held_out
+    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens), load_held_out(config, tokenizer)
 
 
-def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts | None) -> None:
+def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:
     """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
     num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
-    highest = max(max(ids) for prompts in given if prompts is not None for ids in prompts.token_ids)
+    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
     if highest >= num_rows:
         raise ValueError(
             f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "

@@ -94,10 +94,11 @@ def _same_again(config: Config, summary: dict[str, Any], world: World, *, force:
     return summary
 
 
-def _identity(config: Config, prompts: Prompts, held_out: Prompts | None) -> dict[str, Any]:
+def _identity(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
     """What a run has to have in common with the one that it continues."""
     settings = config.model_dump(mode="json", include=_DECIDE_WHAT_IS_LEARNED)  # type: ignore[arg-type]
-    data = {"training": prompts.description} | ({"held_out": held_out.description} if held_out else {})
+    sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
+    data = {"training": prompts.description} | sets
     return {"data": data, **settings}
 
 
@@ -186,10 +187,12 @@ class Run:
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         beginning: dict[str, Any] = {
-            "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "accuracy_before": None, "examples_before": None,
-            "log_bytes": {}, "objective": {},
+            "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "before": None, "examples_before": None,
+            "log_bytes": {}, "objective": {}, "best": None,
         }  # fmt: skip
         state = beginning | (state or {})
+        if state["before"] is None and state.get("accuracy_before") is not None:  # a checkpoint of an early version
+            state["before"] = {"accuracy": state["accuracy_before"]}
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
@@ -208,8 +211,8 @@ class Run:
                 self.log.message(f"{name}: units of sharding\n{engine.units}")
         self.trainer.rollout.sync()
         STOP.can_leave = self.is_hurried
-        if self.trainer.held_out is not None and state["accuracy_before"] is None:
-            state["accuracy_before"], samples = self._evaluate_and_log(state)
+        if self.trainer.held_out and state["before"] is None:
+            state["before"], samples = self._evaluate_and_log(state)
             state["examples_before"] = self._examples(samples)
         self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
         while state["step"] < config.steps:
@@ -289,14 +292,20 @@ class Run:
         if due and state["evaluated"] < step < self.config.steps:
             self._evaluate_and_log(state)
 
-    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[float, Samples]:
-        accuracy, samples = self.trainer.evaluate()
-        self.log.metrics(state["step"], {"accuracy": accuracy})
+    def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[dict[str, float], dict[str, Samples]]:
+        metrics, samples = self.trainer.evaluate()
+        self.log.metrics(state["step"], metrics)
         state["evaluated"] = state["step"]
-        return accuracy, samples
+        name = self.config.checkpoint.best
+        if name is not None and (state["best"] is None or metrics[name] > state["best"]["value"]):
+            export_hf(self.trainer.actor, self.directory / "best", overwrite=True)
+            state["best"] = {"step": state["step"], "value": metrics[name]}
+        return metrics, samples
 
-    def _examples(self, samples: Samples) -> list[str]:
-        shown = samples.token_ids(range(min(len(samples), _SHOWN_EXAMPLES)))
+    def _examples(self, samples: dict[str, Samples]) -> list[str]:
+        """The first answers to the first prompts of the first set."""
+        first = next(iter(samples.values()))
+        shown = first.token_ids((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES].tolist())
         return [text.strip() for text in self.trainer.tokenizer.batch_decode(shown, skip_special_tokens=True)]
 
     def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -306,14 +315,18 @@ class Run:
             "minutes": round(state["seconds"] / 60, 3),
             "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
         }
-        if self.trainer.held_out is not None:
-            accuracy, samples = self._evaluate_and_log(state)
-            summary = {"accuracy_before": state["accuracy_before"], "accuracy_after": accuracy, **summary}
-            rows = zip(self.trainer.held_out.texts, state["examples_before"], self._examples(samples), strict=False)
+        if self.trainer.held_out:
+            before, (after, samples) = state["before"], self._evaluate_and_log(state)
+            both = {"before": before, "after": after}
+            summary = {f"{name}_{when}": found.get(name) for name in after for when, found in both.items()} | summary
+            if (best := state["best"]) is not None:
+                summary |= {"best_step": best["step"], f"{self.config.checkpoint.best}_best": best["value"]}
+            prompts = next(iter(self.trainer.held_out.values()))
+            rows = zip(prompts.texts, state["examples_before"], self._examples(samples), strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-            num_scored = int(samples.has_reward_B.sum())
+            num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
             self.log.message(
-                f"held-out accuracy {state['accuracy_before']:.3f} -> {accuracy:.3f} "
+                f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f} "
                 f"on {num_scored} problems, {summary['minutes']:.1f} minutes of training"
             )
         if self.world.is_first:

@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.data import Batch
@@ -114,7 +114,6 @@ samples = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(samples)
 def test_from_samples_against_loop(data: list):
     batch = Batch.from_samples(
@@ -134,7 +133,6 @@ def test_from_samples_against_loop(data: list):
     assert batch.rollout_logprob_T[~batch.loss_mask_T].count_nonzero() == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=8), st.data())
 def test_select_takes_sequences_in_order(lengths: list[int], data: st.DataObject):
     batch = random_batch(lengths)
@@ -149,7 +147,6 @@ def test_select_takes_sequences_in_order(lengths: list[int], data: st.DataObject
     assert [int(image[0]) for image in selected.multi_modal_inputs["pixel_values"]] == indices
 
 
-@settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_select_is_undone_by_the_inverse(order: list[int]):
     batch = random_batch([3, 1, 4, 1, 5, 9, 2])

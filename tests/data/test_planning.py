@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.data import MicroBatchPlan, plan_micro_batches
@@ -50,7 +50,6 @@ def fewest_bins(lengths: list[int], rooms: list[int], max_tokens: int) -> int:
 costs = st.tuples(st.floats(0.01, 100), st.floats(0, 100)) | st.just((0.0, 1.0))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(0, 150), st.integers(1, 9), costs)
 def test_every_sequence_once_under_the_cap(lengths: list, spare: int, world_size: int, cost: tuple[float, float]):
     max_tokens = max(lengths, default=1) + spare
@@ -58,7 +57,6 @@ def test_every_sequence_once_under_the_cap(lengths: list, spare: int, world_size
     check_is_valid(plan, np.array(lengths, dtype=np.int64), max_tokens, world_size)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_count_is_near_the_fewest_possible(lengths: list[int], world_size: int):
     plan = plan_micro_batches(lengths, 20, world_size=world_size)

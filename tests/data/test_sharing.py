@@ -29,7 +29,7 @@ def seen_tokens(batch: Batch, position: int) -> list[int]:
     return batch.input_ids_T[start : position + 1].tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(batch=batches())
 def test_every_active_position_sees_the_same_tokens(batch):
     layout = share_prompts(batch)
@@ -48,7 +48,7 @@ def test_every_active_position_sees_the_same_tokens(batch):
         assert batch.position_ids_T[layout.token_index_U[row]] == batch.position_ids_T[position]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(batch=batches())
 def test_nothing_runs_twice_or_for_nothing(batch):
     prompts, num_completion_rows = set(), 0
@@ -86,7 +86,7 @@ def test_images_make_equal_tokens_different_prompts():
     assert len(share_prompts(batch).token_index_U) == 4
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(batch=batches(), spare=st.integers(0, 30), world_size=st.integers(1, 3))
 def test_plan_holds_every_sequence_once_under_the_cap(batch, spare, world_size):
     max_tokens = int(batch.lengths.max(initial=1)) + spare

@@ -14,7 +14,7 @@ from tests.engine.reference import random_batch, random_image_batch
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_sequences=st.integers(0, 12),
     seed=st.integers(0, 99),

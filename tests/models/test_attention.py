@@ -46,7 +46,7 @@ def expected(
     return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     kv_heads=st.sampled_from([1, 2]),
@@ -78,7 +78,7 @@ def test_a_sequence_is_the_same_alone_and_packed():
     assert torch.equal(packed[:, 5:12], alone)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     prefix=st.integers(1, 6),
     completions=st.lists(st.integers(1, 5), min_size=1, max_size=4),

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.rl import gae, grpo_advantage, whiten
@@ -46,7 +46,6 @@ def test_grpo_by_hand():
     torch.testing.assert_close(grpo_advantage(reward_B, group_B, scale_by_std=False), unscaled)
 
 
-@settings(deadline=None)
 @given(
     samples=st.lists(
         st.tuples(st.floats(-100, 100).map(lambda x: round(x, 3)), st.sampled_from([-5, 0, 3, 10**12])), max_size=20
@@ -109,7 +108,6 @@ def test_gae_by_hand():
     torch.testing.assert_close(result.return_T, torch.tensor([0, 0.75, 0, 1, 0], dtype=torch.float64))
 
 
-@settings(deadline=None)
 @given(
     masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), max_size=6),
     # The ends are special cases: no look-ahead, one-step TD, Monte Carlo.

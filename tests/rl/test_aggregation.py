@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights, response_lengths
@@ -38,7 +38,6 @@ def test_weights_by_hand(mode, expected):
     torch.testing.assert_close(weight_T * loss_scale(MASK, CU_SEQLENS, mode, 10), torch.tensor(expected).float())
 
 
-@settings(deadline=None)
 @given(masks=batch_masks())
 def test_weights_match_loops(masks):
     mask_T, cu_seqlens = pack(masks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -172,7 +172,6 @@ def test_samples_follow_the_whole_softmax(tiny_model, temperature, defaults):
 # ---- top-k and top-p ------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 99), vocab=st.integers(1, 40), top_k=st.integers(1, 50), spread=st.floats(0.1, 10),
     top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),

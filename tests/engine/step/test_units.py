@@ -88,7 +88,7 @@ def test_gradient_of_a_pairwise_loss_on_two_processes(tiny_model):
     run_distributed(check_gradient, 2, tiny_model("llama"), 44)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 12), st.integers(1, 4), st.integers(0, 40))
 def test_units_never_part(data, num_sequences, world_size, spare):
     unit_B = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=num_sequences, max_size=num_sequences)))

@@ -108,7 +108,7 @@ def test_frozen_weight_in_triton(entropy, backend):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     T=st.integers(0, 40), D=st.integers(1, 40), V=st.integers(1, 3000), softcap=st.sampled_from([None, 2.0, 30.0]),
     scale=st.sampled_from([1.0, 0.25]), bias=st.booleans(), per_token=st.booleans(),

@@ -35,7 +35,7 @@ def support_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor,
     return hidden, weight, target, support[:, torch.randperm(top_k, generator=g)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 20), top_k=st.integers(1, 40), softcap=st.sampled_from([None, 3.0]), bias=st.booleans(),
     per_token=st.booleans(),

@@ -77,7 +77,7 @@ def test_without_momentum_the_moment_is_the_gradient():
     assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter.grad)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), max_size=5),
     st.integers(0, 7),

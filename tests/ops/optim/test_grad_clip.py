@@ -44,7 +44,7 @@ def test_norm_and_scaling(dtype, norm_type, device):
         assert torch.equal(gradient, (original.to(compute) * coefficient).to(dtype))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5000), max_size=6), st.integers(0, 7), st.sampled_from(DTYPES))
 def test_any_sizes_and_alignments(sizes, offset, dtype):
     buffers = random_gradients([(size + offset,) for size in sizes], dtype)

@@ -45,7 +45,7 @@ def test_pad_and_unpad(lengths, trailing, dtype, side, device):
     assert torch.equal(unpadded, reference.unpad(padded, cu_seqlens, padding_side=side))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 40), max_size=8), st.integers(0, 3), st.integers(1, 7), st.sampled_from(["left", "right"])
 )
@@ -182,7 +182,7 @@ def test_masked_tokens_are_those_that_indexing_selects(L, kind, device):
         assert torch.equal(again[name], reference.pad(packed[name], cu_seqlens, L, column_T, value=-3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), max_size=5), st.integers(0, 3), st.integers(1, 5))
 def test_masked_tokens_with_an_upper_bound(rows, slack, width):
     mask_BL = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 6)

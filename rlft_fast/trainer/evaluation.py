@@ -1,0 +1,149 @@
+"""Held-out prompts, answered and scored: during a run, and for a model alone."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import Config, EvaluationConfig
+from rlft_fast.data import Samples
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
+from rlft_fast.trainer.experience import Answers
+from rlft_fast.trainer.judge import Judge
+from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.world import World, init_distributed
+
+_STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
+
+Answer = Callable[[Prompts, SamplingParams, Seeds | None], Answers]
+"""This rank's answers to its share of the prompts."""
+
+
+class Evaluator:
+    """Answers the held-out sets of a run, and scores the answers.
+
+    Args:
+        config: the settings of the evaluation.
+        held_out: prompts of each set by its name.
+        judge: scores the answers.
+        answer: samples the answers.
+        stop: texts that end an answer.
+        seed: of answers that are not greedy. Each evaluation has the same seeds.
+    """
+
+    def __init__(
+        self, config: EvaluationConfig, held_out: Mapping[str, Prompts], judge: Judge, answer: Answer,
+        stop: tuple[str, ...], seed: int,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.held_out = held_out
+        self.judge = judge
+        self.answer = answer
+        self.params = SamplingParams(
+            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop=stop
+        )
+        self.seed = seed
+
+    def evaluate(self) -> tuple[dict[str, float], dict[str, Samples]]:
+        """The metrics by the names of `EvaluationConfig.metrics`, and the answers to each set; all ranks together.
+
+        Raises:
+            RewardError: a reward function failed.
+            RolloutError: the generator failed.
+        """
+        samples = {name: self._answers(i, prompts) for i, (name, prompts) in enumerate(self.held_out.items())}
+        by_set = {name: self._metrics(found) for name, found in samples.items()}
+        metrics = {f"{key}_{name}": value for name, found in by_set.items() if name for key, value in found.items()}
+        means = {key: sum(found[key] for found in by_set.values()) / len(by_set) for key in next(iter(by_set.values()))}
+        return means | metrics, samples
+
+    def _answers(self, number: int, prompts: Prompts) -> Samples:
+        rows = own_rows(self.judge.world, prompts)
+        seeds = sample_seeds(self.seed, _STEP_OF_SEEDS + number, rows, self.params.n)
+        return self.judge.score(prompts, self.answer(prompts, self.params, seeds))
+
+    def _metrics(self, samples: Samples) -> dict[str, float]:
+        scored_B = samples.has_reward_B
+        reward_B, row_B = samples.reward_B[scored_B], samples.row_B[scored_B]
+        metrics = {"accuracy": _mean(reward_B)}
+        if self.params.n > 1:
+            rows, place_B = row_B.unique(return_inverse=True)
+            best = reward_B.new_full((len(rows),), -torch.inf).scatter_reduce(0, place_B, reward_B, "amax")
+            metrics[f"pass_at_{self.params.n}"] = _mean(best)
+        return metrics
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """The prompts of each held-out set by its name.
+
+    Raises:
+        ValueError: they cannot be used, see `load_prompts`.
+    """
+    sets = {} if config.evaluation is None else config.evaluation.sets
+    most = config.rollout.max_prompt_tokens
+    return {name: load_prompts(config.data, tokenizer, most, path) for name, path in sets.items()}
+
+
+def evaluate(config: Config) -> dict[str, float]:
+    """Evaluates ``config.model`` on the held-out sets of the configuration, without a run.
+
+    Returns:
+        The numbers by the names of `EvaluationConfig.metrics`.
+
+    Raises:
+        ValueError: the configuration has no evaluation, or model, data or reward function cannot be used.
+        RewardError: a reward function failed.
+        RolloutError: the generator failed.
+    """
+    if config.evaluation is None:
+        raise ValueError("the configuration has no evaluation section: give the held-out prompts as evaluation.path")
+    world = init_distributed(config.timeout_minutes)
+    tokenizer = load_tokenizer(config.model)
+    judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
+    with contextlib.closing(judge):
+        held_out = load_held_out(config, tokenizer)
+        for prompts in held_out.values():
+            judge.check(prompts, "the held-out data")
+        judge.load_model()
+        frozen = config.actor.model_copy(update={"lora": None})
+        engine = FSDPEngine(config.model, frozen, world=world).initialize()
+        longest = config.rollout.max_prompt_tokens + config.evaluation.max_new_tokens
+        rollout = build_rollout(engine, tokenizer, config.rollout, longest)
+        with contextlib.closing(rollout):
+            rollout.sync()
+
+            def answer(prompts: Prompts, params: SamplingParams, seeds: Seeds | None) -> Answers:
+                return own_answers(rollout, world, prompts, params, seeds)
+
+            evaluator = Evaluator(config.evaluation, held_out, judge, answer, config.rollout.stop, config.seed)
+            return evaluator.evaluate()[0]
+
+
+def own_answers(
+    rollout: Rollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
+) -> Answers:
+    """This rank's answers to its share of the prompts. All ranks must call it together.
+
+    Args:
+        rollout: samples.
+        world: the ranks that share the prompts.
+        prompts: of all ranks.
+        params: how to sample.
+        seeds: of this rank's answers; None: torch's random state gives them.
+    """
+    rows = own_rows(world, prompts)
+    groups = rollout.generate(prompts.select(rows).token_ids, params, seeds)
+    return [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
+
+
+def own_rows(world: World, prompts: Prompts) -> range:
+    """The prompts that this rank answers."""
+    return range(world.rank, len(prompts), world.size)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0

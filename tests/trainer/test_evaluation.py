@@ -1,0 +1,91 @@
+"""Held-out sets in a run, and of a model alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlft_fast.cli import main
+from rlft_fast.trainer import train
+from tests.trainer.toy import comparable, toy_config, toy_values, write_rows
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model, tmp_path_factory) -> Path:
+    """A run with two held-out sets and four sampled answers to each prompt."""
+    folder = tmp_path_factory.mktemp("sampled")
+    words = {"wet": ("sea", "ice", "fog"), "dry": ("sand", "mud")}
+    paths = {
+        name: str(write_rows(folder / f"{name}.jsonl", [{"prompt": word} for word in own]))
+        for name, own in words.items()
+    }
+    evaluation = {"path": paths, "max_new_tokens": 6, "every": 1, "samples_per_prompt": 4, "temperature": 1.0}
+    train(toy_config(tiny_model("llama"), folder, steps=4, evaluation=evaluation, checkpoint__best="pass_at_4_wet"))
+    return folder / "run"
+
+
+def evaluated(model: Path, run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, float]:
+    assert main(["eval", str(model), str(run / "config.yaml"), *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_several_sets_and_samples(sampled):
+    rows = [row for row in comparable(sampled) if "accuracy" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows:
+        for kind in ("accuracy", "pass_at_4"):
+            assert row[kind] == pytest.approx((row[f"{kind}_wet"] + row[f"{kind}_dry"]) / 2)
+        assert row["accuracy_wet"] < row["pass_at_4_wet"] <= 1  # the mean of four shares of even tokens, and the best
+
+
+def test_a_model_alone_has_the_numbers_of_its_run(sampled, capsys):
+    last = comparable(sampled)[-1]
+    metrics = evaluated(sampled / "hf", sampled, capsys)
+    assert metrics == {name: last[name] for name in metrics}
+    assert len(metrics) == 6
+    wet = evaluated(sampled / "hf", sampled, capsys, "--evaluation.path", str(sampled.parent / "wet.jsonl"))
+    assert wet == {"accuracy": last["accuracy_wet"], "pass_at_4": last["pass_at_4_wet"]}
+
+
+def test_the_best_policy_is_kept(sampled, capsys):
+    rows = [row for row in comparable(sampled) if "accuracy" in row]
+    best = max(rows, key=lambda row: row["pass_at_4_wet"])  # the first of equals
+    summary = json.loads((sampled / "summary.json").read_text())
+    assert (summary["best_step"], summary["pass_at_4_wet_best"]) == (best["step"], best["pass_at_4_wet"])
+    assert best["step"] != 4  # else the test compares with the last policy
+    metrics = evaluated(sampled / "best", sampled, capsys)
+    assert metrics == {name: best[name] for name in metrics}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluation": {"path": {}}}, "names no held-out set"),
+        ({"evaluation": {"path": {"a b": "x"}}}, "a set named 'a b'"),
+        ({"evaluation": {"path": "x", "samples_per_prompt": 2}}, "with temperature 0 all answers"),
+        ({"checkpoint__best": "accuracy"}, "checkpoint.best is 'accuracy', expected null"),
+        ({"evaluation": {"path": "x"}, "checkpoint__best": "reward"}, "'reward', expected one of accuracy"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(toy_values(tmp_path / "no model", tmp_path, **changes)))
+    assert main(["train", str(config)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_evaluated(sampled, tiny_model, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(toy_values(tiny_model("llama"), tmp_path)))
+    assert main(["eval", str(sampled / "hf"), str(config)]) == 1
+    assert "the configuration has no evaluation section" in capsys.readouterr().err
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((sampled / "hf" / name).read_bytes())
+    assert main(["eval", str(bare), str(sampled / "config.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert str(bare) in error
+    assert "tokenizer" in error
