@@ -62,6 +62,10 @@ def test_integrations(tmp_path, monkeypatch, tiny_model):
         disable()
 
 
+def test_models():
+    run_examples(ROOT / "docs" / "models.md", {})
+
+
 def test_methods():
     names: dict[str, Any] = {}
     run_examples(ROOT / "docs" / "methods.md", names)
