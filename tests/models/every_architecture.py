@@ -94,6 +94,9 @@ _GEMMA = {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "slidi
 SMALL_OF: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+    },
     "gemma3n_text": _GEMMA | {"activation_sparsity_pattern": None},
     "gemma4_text": _GEMMA | {"global_head_dim": 8},
     "gemma4_unified_text": _GEMMA | {"global_head_dim": 8},
@@ -104,7 +107,7 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "mistral4": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 class Answer(NamedTuple):
