@@ -1,8 +1,9 @@
-"""The examples of the documentation run, from top to bottom."""
+"""The examples of the documentation run, from top to bottom or each on its own, as the page says."""
 
 import pkgutil
 import re
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -23,12 +24,19 @@ EXAMPLE = re.compile(r"^```python(?P<torchrun> torchrun)?\n(?P<code>.*?)^```$", 
 
 def run_examples(path: Path, names: dict[str, Any], *, torchrun: bool = False) -> None:
     """Runs the file's Python blocks in one namespace: those marked torchrun, or the others."""
+    for code in examples(path, torchrun=torchrun):
+        exec(code, names)
+
+
+def examples(path: Path, *, torchrun: bool = False) -> list[CodeType]:
     text = path.read_text()
     blocks = [match for match in EXAMPLE.finditer(text) if bool(match["torchrun"]) == torchrun]
     assert blocks, f"no examples found in {path}"
-    for block in blocks:
-        lines_before = text[: block.start("code")].count("\n")  # an error then names the line of the document
-        exec(compile("\n" * lines_before + block["code"], str(path), "exec"), names)
+    lines_before = [text[: block.start("code")].count("\n") for block in blocks]  # an error then names the line
+    return [
+        compile("\n" * lines + block["code"], str(path), "exec")
+        for lines, block in zip(lines_before, blocks, strict=True)
+    ]
 
 
 def test_readme():
@@ -46,9 +54,8 @@ def test_readme():
     torch.testing.assert_close(names["fused"].logprob, names["logprob"], rtol=0, atol=1e-5)
 
 
-def test_ops(tmp_path, monkeypatch):
+def test_ops():
     torch.manual_seed(0)
-    monkeypatch.chdir(tmp_path)  # the trainers make a folder for their output
     run_examples(ROOT / "docs" / "ops.md", {})
 
 
@@ -56,10 +63,15 @@ def test_integrations(tmp_path, monkeypatch, tiny_model):
     from rlft_fast.integrations.trl import disable
 
     monkeypatch.chdir(tmp_path)
-    try:
-        run_examples(ROOT / "docs" / "integrations.md", {"MODEL": str(tiny_model("llama"))})
-    finally:
-        disable()
+    for code in examples(ROOT / "docs" / "integrations.md"):  # each on its own
+        try:
+            exec(code, {"MODEL": str(tiny_model("llama")), "__name__": "__main__"})
+        finally:
+            disable()
+
+
+def test_models():
+    run_examples(ROOT / "docs" / "models.md", {})
 
 
 def test_methods():

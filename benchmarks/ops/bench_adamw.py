@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.ops.ways import OURS
-from benchmarks.support.harness import DEVICE, Variant, synchronised
+from benchmarks.support.harness import DEVICE, Variant, measured
 from rlft_fast.ops import FusedAdamW, clip_coefficient, grad_norm
 
 MAX_NORM = 1.0
@@ -83,7 +83,7 @@ def variants() -> dict[str, Variant]:
 @pytest.mark.parametrize("task", MODELS)
 def test_adamw(benchmark, variants: dict[str, Variant], task: str, way: str) -> None:
     benchmark.group = task
-    benchmark.pedantic(synchronised(variants[f"{task} | {way}"].run), rounds=10, warmup_rounds=1)
+    measured(benchmark, variants[f"{task} | {way}"].run, rounds=10)
 
 
 @pytest.mark.parametrize("task", MODELS)

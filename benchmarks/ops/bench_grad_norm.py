@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.ops.ways import OURS
-from benchmarks.support.harness import COPY, DEVICE, Variant, copy_of, synchronised
+from benchmarks.support.harness import COPY, DEVICE, Variant, copy_of, measured
 from rlft_fast.ops import grad_norm
 
 NUM_TENSORS = 2000
@@ -59,7 +59,7 @@ def _variants() -> dict[str, Variant]:
 @pytest.mark.parametrize("way", [OURS, TORCH, COPY])
 def test_grad_norm(benchmark, way: str) -> None:
     benchmark.group = TASK
-    benchmark.pedantic(synchronised(_variants()[way].run), rounds=10, warmup_rounds=1)
+    measured(benchmark, _variants()[way].run, rounds=10)
 
 
 def test_ours_is_the_norm() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.ops import ways
 from benchmarks.ops.ways import DTYPE, OURS, Problem, Way
-from benchmarks.support.harness import DEVICE, Results, Variant, clock, reason, synchronised
+from benchmarks.support.harness import DEVICE, Results, Variant, clock, measured, reason
 
 # T, D, V of SmolLM2-135M, and of Qwen3-8B
 FULL_SHAPE = (2048, 576, 49152) if DEVICE.type == "cpu" else (8192, 4096, 151936)
@@ -173,7 +173,7 @@ def test_linear_logprob(benchmark, task: str, way: str, variation: str | None) -
     if name in unavailable:
         pytest.skip(unavailable[name])
     benchmark.group = title(task, variation)
-    outputs = benchmark.pedantic(synchronised(variants[name].run), rounds=2, warmup_rounds=1)
+    outputs = measured(benchmark, variants[name].run, rounds=2)
     if variation is None:
         for output, expected in zip(outputs, _expected(task), strict=True):
             assert (output - expected).norm() < (1e-4 if DEVICE.type == "cpu" else 2e-2) * expected.norm()
@@ -183,4 +183,4 @@ def test_linear_logprob(benchmark, task: str, way: str, variation: str | None) -
 def test_floor(benchmark, name: str) -> None:
     benchmark.group = "floor"
     (variant,) = floor_variants(SMALL_SHAPE, {name: [(SMALL_SHAPE[0], 2048)]})
-    benchmark.pedantic(synchronised(variant.run), rounds=2, warmup_rounds=1)
+    measured(benchmark, variant.run, rounds=2)

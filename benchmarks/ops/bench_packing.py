@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.ways import DTYPE, OURS
-from benchmarks.support.harness import COPY, DEVICE, Variant, copy_of, synchronised
+from benchmarks.support.harness import COPY, DEVICE, Variant, copy_of, measured
 from rlft_fast.ops import packing
 
 # On a CPU, the hidden size of SmolLM2-135M; on a GPU, sizes at which launches do not decide.
@@ -127,4 +127,4 @@ CASES += [(task, way) for task in STEP for way in (OURS, ONE_BY_ONE, NONZERO)]
 @pytest.mark.parametrize(("task", "way"), CASES)
 def test_packing(benchmark, variants: dict[str, Variant], task: str, way: str) -> None:
     benchmark.group = task
-    benchmark.pedantic(synchronised(variants[f"{task} | {way}"].run), rounds=10, warmup_rounds=1)
+    measured(benchmark, variants[f"{task} | {way}"].run, rounds=10)

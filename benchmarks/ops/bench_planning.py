@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.support.harness import Variant
+from benchmarks.support.harness import Variant, measured
 from rlft_fast.data import plan_micro_batches
 
 Cost = tuple[float, float]
@@ -73,9 +73,8 @@ def reported_quality(cost: Cost) -> dict[str, float]:
 def test_plan_micro_batches(benchmark, count: int, median: int, max_tokens: int, world_size: int, cost: Cost) -> None:
     lengths = draw_lengths(count, median, max_tokens)
     benchmark.group = "plan"
-    plan = benchmark.pedantic(
-        plan_micro_batches, (lengths, max_tokens), {"world_size": world_size, "cost": cost}, rounds=10, warmup_rounds=1
-    )
+    run = partial(plan_micro_batches, lengths, max_tokens, world_size=world_size, cost=cost)
+    plan = measured(benchmark, run, rounds=10)
     benchmark.extra_info |= quality(plan, lengths, max_tokens, world_size, cost)
     assert benchmark.extra_info["rank_imbalance"] < MAX_IMBALANCE
     assert benchmark.extra_info["largest"] <= 1

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -255,6 +255,19 @@ def synchronised(run: Callable[[], object]) -> Callable[[], object]:
         return outputs
 
     return wait
+
+
+def measured(benchmark: Any, run: Callable[[], object], rounds: int) -> Any:
+    """Weighs and times `run` for pytest-benchmark, and returns its outputs.
+
+    Args:
+        benchmark: pytest-benchmark's fixture, which keeps peak_mib, the memory beyond inputs and outputs [MiB].
+        run: as in `Variant`.
+        rounds: timed runs.
+    """
+    extra_bytes_of(run)  # takes what libraries then keep
+    benchmark.extra_info["peak_mib"] = extra_bytes_of(run) / 2**20
+    return benchmark.pedantic(synchronised(run), rounds=rounds, warmup_rounds=1)
 
 
 COPY = "copy"

@@ -1,18 +1,23 @@
 """``rlft-fast bench``: the benchmarks of a source checkout."""
 
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
 import rlft_fast
 from rlft_fast.cli.parser import Parser
 
+_MAX_COLUMNS = 120  # headers and warnings of pytest fill a wider terminal
+_OPTIONS = ("--benchmark-only", "--benchmark-columns=median,iqr,rounds", "--disable-warnings", "--no-header")
+
 
 def run(arguments: list[str]) -> int:
     parser = Parser(
         prog="rlft-fast bench",
         usage="rlft-fast bench [PYTEST OPTIONS]",
-        description="Run the benchmarks of a source checkout with pytest-benchmark. Options go to pytest: "
-        "-k planning picks some, --benchmark-json=FILE keeps the numbers.",
+        description="Run the benchmarks of a source checkout with pytest-benchmark: time, and peak memory beyond "
+        "inputs and outputs. Options go to pytest: -k planning picks some, --benchmark-json=FILE keeps the numbers.",
         allow_abbrev=False,
     )
     _, pytest_options = parser.parse_known_args(arguments)
@@ -21,7 +26,8 @@ def run(arguments: list[str]) -> int:
         raise ImportError("the benchmarks need pytest and pytest-benchmark: pip install 'rlft_fast[dev]'")
     import pytest
 
-    return int(pytest.main([*map(str, files), "--benchmark-only", *pytest_options]))
+    os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, _MAX_COLUMNS))
+    return int(pytest.main([*map(str, files), *_OPTIONS, *pytest_options]))
 
 
 def benchmark_files() -> list[Path]:

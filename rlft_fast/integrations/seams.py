@@ -10,25 +10,30 @@ from typing import Any
 __all__ = ["require_function"]
 
 
-def require_function(name: str, parameters: tuple[str, ...], tested: str) -> Callable[..., Any]:
+def require_function(
+    name: str, parameters: tuple[str, ...], tested: str, *, and_no_others: bool = False
+) -> Callable[..., Any]:
     """A function of another package.
 
     Args:
         name: "package.module:function", or "package.module:Class.function".
         parameters: names that the function has to take.
         tested: the version of the package that is known to have the function.
+        and_no_others: the function takes these parameters alone, in this order.
 
     Raises:
-        ImportError: the package is not installed, it has no such function, or the function lacks a parameter.
+        ImportError: the package is not installed, it has no such function, or the function takes other parameters.
     """
-    package = name.partition(".")[0]
+    package = name.partition(":")[0].partition(".")[0]
     try:
         function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise _unfit(package, f"has no {name} ({error})", tested) from error
-    missing = [each for each in parameters if each not in inspect.signature(function).parameters]
-    if missing:
+    takes = tuple(inspect.signature(function).parameters)
+    if missing := [each for each in parameters if each not in takes]:
         raise _unfit(package, f"has a {name} without the parameter {', '.join(missing)}", tested)
+    if and_no_others and takes != parameters:
+        raise _unfit(package, f"has a {name} that takes ({', '.join(takes)})", tested)
     return function
 
 

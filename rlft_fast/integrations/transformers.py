@@ -1,6 +1,5 @@
 """HF `Trainer` whose language model loss never holds all logits."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -8,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Trainer
 
+from rlft_fast.integrations.seams import require_function
 from rlft_fast.models import LogprobHead, patch_lm_head
 
 __all__ = ["FusedLossTrainer"]
 
-if "num_items_in_batch" not in inspect.signature(Trainer.compute_loss).parameters:
-    raise ImportError("Trainer.compute_loss takes no num_items_in_batch: pip install 'transformers>=5.13'")
+require_function("transformers:Trainer.compute_loss", ("num_items_in_batch",), "5.19.0")
 
 
 class FusedLossTrainer(Trainer):

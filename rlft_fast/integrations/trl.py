@@ -8,20 +8,21 @@ adapters, and the gathering of sharded weights.
 Shapes: N positions, D hidden, V vocabulary.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlft_fast.integrations.seams import require_function
 from rlft_fast.ops import linear_logprob
 
 __all__ = ["disable", "enable"]
 
-_ARGUMENTS = [
+_TESTED = "1.16.0"
+_PARAMETERS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
-]  # fmt: skip
+)  # fmt: skip
 
 
 def enable(*, workspace_mib: int | None = None) -> None:
@@ -59,17 +60,11 @@ def disable() -> None:
 
 
 def _trl_utils() -> Any:
-    import trl
+    require_function("trl.trainer.utils:_use_triton", (), _TESTED)
     from trl.trainer import utils
 
-    function = getattr(utils, "_ChunkedLogProbFunction", None)
-    if isinstance(function, _FusedFunction):
-        return utils
-    arguments = [] if function is None else list(inspect.signature(function.forward).parameters)
-    if arguments != _ARGUMENTS or not hasattr(utils, "_use_triton"):
-        raise ImportError(
-            f"TRL {trl.__version__} computes log-probabilities in another way than TRL 1.16: pip install 'trl==1.16.*'"
-        )
+    if not isinstance(getattr(utils, "_ChunkedLogProbFunction", None), _FusedFunction):
+        require_function("trl.trainer.utils:_ChunkedLogProbFunction.forward", _PARAMETERS, _TESTED, and_no_others=True)
     return utils
 
 

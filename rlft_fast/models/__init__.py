@@ -35,7 +35,7 @@ with needing_train():
     )
     from rlft_fast.models.lora import adapter_parameters, add_lora, disabled_lora, low_rank_factors
     from rlft_fast.models.packed import ModelInputs
-    from rlft_fast.models.patch import patch_lm_head, unpatch_lm_head
+    from rlft_fast.models.patch import LogprobOutput, patch_lm_head, unpatch_lm_head
     from rlft_fast.models.value_head import head_parameters, stored_head, token_classifier
     from rlft_fast.models.vision import (
         ImageInputs,
@@ -59,6 +59,7 @@ __all__ = [
     "CheckpointPart",
     "ImageInputs",
     "LogprobHead",
+    "LogprobOutput",
     "ModelInputs",
     "PolicyModel",
     "RLModel",

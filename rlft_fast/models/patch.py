@@ -13,11 +13,13 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 from transformers.utils import TransformersKwargs
 
 from rlft_fast.models.heads import LogprobHead
@@ -34,11 +36,35 @@ _MAX_UNASKED = 8  # forwards in training; a trainer may begin with a few that wa
 _LIGER = "apply Liger with fused_linear_cross_entropy=False"
 
 
+@dataclass
+class LogprobOutput(ModelOutput):
+    """What a patched model returns if it gets targets; B sequences of L positions.
+
+    As of every output of transformers, the keys are the fields that are not None. A position with target -100 has 0, or
+    False.
+
+    Attributes:
+        loss: () float32, the sum over all positions of ``loss_fn``; None without ``loss_fn``.
+        logprob: (B, L) float32 log-probability of the target, with a gradient unless there is a loss.
+        entropy: (B, L) float32 [nats], with a gradient unless there is a loss; with ``return_entropy``.
+        sum_prob_squared: (B, L) float32, without a gradient; with ``return_sum_prob_squared``.
+        top1: (B, L) bool, whether no token is more probable than the target; with ``return_top1``.
+        mean_logits: (B, L) float32, without a gradient; with ``return_mean_logits``.
+    """
+
+    loss: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_prob_squared: Tensor | None = None
+    top1: Tensor | None = None
+    mean_logits: Tensor | None = None
+
+
 def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -> PreTrainedModel:
     """Changes a causal language model in place, such that it returns log-probabilities if it gets targets.
 
-    ``model(input_ids=..., attention_mask=..., logprob_targets=...)`` then returns a ``LinearLogprob`` and never holds
-    the logits. A call without targets works as before. The model keeps its own keywords and gets these:
+    ``model(input_ids=..., attention_mask=..., logprob_targets=...)`` then returns a :class:`LogprobOutput` and never
+    holds the logits. A call without targets works as before. The model keeps its own keywords and gets these:
 
         logprob_targets: (B, L) int64, the token to score at each position: ``input_ids`` shifted one to the left. A
             position with -100 is not scored: it gives 0, and its head costs nothing. With ``logits_to_keep=K`` the
@@ -49,8 +75,7 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
             the target is the most likely token, and the mean of the logits over the vocabulary, see
             :func:`rlft_fast.ops.linear_logprob`. None of them goes with ``loss_fn``.
         loss_fn, per_token: a per-token loss, and a tuple of the tensors that it reads, in the shape of
-            ``logprob_targets``, see :func:`rlft_fast.ops.linear_logprob_loss`. The model then returns a
-            ``LinearLogprobLoss``.
+            ``logprob_targets``, see :func:`rlft_fast.ops.linear_logprob_loss`. The output then has the loss.
 
     The model keeps its soft-capping, logit scale and bias. One run of its forward on two tokens, without its layers,
     finds them. Parameters, their names, ties and ``generate`` do not change. A model that only returns logits in its
@@ -187,7 +212,7 @@ class _PatchedHead(LogprobHead):
             super().forward(hidden, target, **options) if self.asked is None else super().forward(hidden, **self.asked)
         )
 
-    def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LinearLogprob | LinearLogprobLoss:
+    def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LogprobOutput:
         """Runs the model's ``forward`` and returns the statistics that the head computed in it."""
         _refuse_zero3(self.weight, name)
         self.asked, self.answers, self.num_unasked = asked, [], None
@@ -200,7 +225,7 @@ class _PatchedHead(LogprobHead):
             raise ValueError(f"{name} called its head {len(answers)} times, expected once: it cannot be patched")
         if getattr(outputs, "aux_loss", None) is not None:
             raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
-        return answers[0]
+        return LogprobOutput(**answers[0]._asdict())
 
 
 def _count_unasked(head: nn.Module | None, name: str) -> None:
@@ -236,7 +261,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         loss_fn: LossFunction | None = None,
         per_token: tuple[Tensor, ...] = (),
         **inputs: Any,
-    ) -> Any | LinearLogprob | LinearLogprobLoss:
+    ) -> Any | LogprobOutput:
         options = {
             "temperature": temperature, "return_entropy": return_entropy, "loss_fn": loss_fn, "per_token": per_token,
             "return_sum_prob_squared": return_sum_prob_squared, "return_top1": return_top1,
@@ -261,15 +286,16 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def call(self, *args: Any, **inputs: Any) -> Any:
         result = PreTrainedModel.__call__(self, *args, **inputs)
-        if inputs.get("logprob_targets") is not None and not isinstance(result, LinearLogprob | LinearLogprobLoss):
+        if inputs.get("logprob_targets") is not None and not isinstance(result, LogprobOutput):
             raise ValueError(
                 f"{_full_name(self.forward)} replaced the forward of {model_class.__name__} after patch_lm_head, and "
                 f"returned a {type(result).__name__} for logprob_targets, expected log-probabilities: "
                 + (_LIGER if _is_ligers(self.forward) else "leave the replacement out")
             )
-        if isinstance(result, LinearLogprob | LinearLogprobLoss) and result.logprob.dtype != torch.float32:
+        dtype = cast(Tensor, result.logprob).dtype if isinstance(result, LogprobOutput) else torch.float32
+        if dtype != torch.float32:
             warnings.warn(
-                f"log-probabilities of {model_class.__name__} were rounded to {result.logprob.dtype} by FSDP2. The "
+                f"log-probabilities of {model_class.__name__} were rounded to {dtype} by FSDP2. The "
                 "ratios of an unchanged policy are then not 1: use MixedPrecisionPolicy(output_dtype=torch.float32)",
                 stacklevel=2,
             )

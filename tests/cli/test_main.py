@@ -152,6 +152,33 @@ def test_bench_runs_benchmarks_and_passes_options_on(installed_without_source):
     assert not (installed_without_source / "no_benchmark").exists()
 
 
+def test_bench_shows_memory_and_the_reason_of_a_skip_in_120_columns(installed_without_source, monkeypatch):
+    folder = installed_without_source / "benchmarks"
+    (folder / "support").mkdir(parents=True)
+    for name in ("conftest.py", "support/harness.py"):
+        shutil.copy(ROOT / "benchmarks" / name, folder / name)
+    (folder / "bench_sums.py").write_text(
+        "import pytest, torch, warnings\n"
+        "from benchmarks.support.harness import measured\n"
+        "@pytest.mark.parametrize('way', ['a way with a long name, as chunks have', 'another way', 'a peer'])\n"
+        "def test_sum(benchmark, way):\n"
+        "    benchmark.group = 'sum'\n"
+        "    warnings.warn('a long message ' * 20)\n"
+        "    if way == 'a peer':\n"
+        "        pytest.skip('ModuleNotFoundError: ' + 'a long reason ' * 20)\n"
+        "    measured(benchmark, lambda: torch.ones(32 * 2**18).sum(), rounds=2)\n"
+    )
+    monkeypatch.setenv("COLUMNS", "200")  # of a wide terminal
+    result = run_cli("bench", cwd=installed_without_source)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    weighed = re.findall(r"^(a way with .* have|another way) +([\d.]+) MiB peak", result.stdout, re.MULTILINE)
+    assert len(weighed) == 2
+    assert [float(mib) for _, mib in weighed] == pytest.approx([32, 32], abs=3)
+    assert "ModuleNotFoundError: a long reason" in result.stdout
+    assert "test_sum[a peer]" in result.stdout
+
+
 def test_bench_reports_a_failed_benchmark(installed_without_source):
     folder = installed_without_source / "benchmarks"
     folder.mkdir()

@@ -50,6 +50,8 @@ from transformers import (
     Qwen2ForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 from rlft_fast import patch_lm_head, unpatch_lm_head
@@ -173,6 +175,38 @@ def test_loss_in_three_gemms():
     torch.testing.assert_close(result.logprob, logprob, rtol=0, atol=1e-5)
     for parameter, gradient in gradients(model, result.loss).items():
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-5)
+
+
+def test_the_output_has_the_keys_that_were_asked_for():
+    model, inputs = patch_lm_head(build("nothing")), batch()
+    targets = next_tokens(**inputs)
+    everything = dict.fromkeys(("return_entropy", "return_sum_prob_squared", "return_top1", "return_mean_logits"), True)
+    output = model(**inputs, logprob_targets=targets, **everything)
+    assert [*output.keys()] == ["logprob", "entropy", "sum_prob_squared", "top1", "mean_logits"]
+    assert all(value.shape == targets.shape for value in output.values())
+    assert {name for name, value in output.items() if value.requires_grad} == {"logprob", "entropy"}
+    assert {value.dtype for name, value in output.items() if name != "top1"} == {torch.float32}
+    assert output.top1.dtype == torch.bool
+    output = model(**inputs, logprob_targets=targets, loss_fn=lambda logprob, _: -logprob)
+    assert [*output.keys()] == ["loss", "logprob"]
+    assert output.loss.requires_grad
+    assert not output.logprob.requires_grad
+
+
+class ScoringTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(inputs["input_ids"], logprob_targets=inputs["labels"], loss_fn=lambda logprob, _: -logprob)
+        return (output.loss, output) if return_outputs else output.loss
+
+
+def test_a_trainer_gathers_the_output(tmp_path):
+    """Trainer reads the fields of an output by their keys, and fails at a None."""
+    model, ids = patch_lm_head(build("nothing")), batch()["input_ids"]
+    rows = [{"input_ids": row, "labels": row.roll(-1)} for row in ids]
+    prediction = ScoringTrainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)).predict(rows)
+    with torch.no_grad():
+        expected, _ = plain_logprob(unpatch_lm_head(model)(ids).logits, ids.roll(-1, 1))
+    torch.testing.assert_close(torch.from_numpy(prediction.predictions), expected, rtol=0, atol=1e-5)
 
 
 def test_logits_to_keep():
