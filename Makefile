@@ -187,17 +187,18 @@ wheels:
 test-wheel: install wheels
 	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/wheel.py
 
-# The integrations as in test-peers, and all tests beside them, with the wheel instead of the source. The folder that has
-# the wheel comes before the repository, which has the tests.
+# All integrations in their trainers with the wheel instead of the source. The folder that has the wheel comes before the
+# repository, which has the tests. The peers' folder hides the tests from new processes, which only other tests start.
 test-wheel-peers: $(BESIDE)/.installed wheel
 	$(BIN)/python -m venv --clear $(BESIDE)-wheel
-	printf '%s\n' "$$($(BESIDE)/bin/python -c $(SITE))" "$$($(BIN)/python -c $(SITE))" \
-	  > "$$($(BESIDE)-wheel/bin/python -c $(SITE))/ours.pth"
 	$(BESIDE)-wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-index --find-links dist rlft_fast
-	export PYTHONSAFEPATH=1 PYTHONPATH="$$($(BESIDE)-wheel/bin/python -c $(SITE)):$(CURDIR)"; \
-	$(BESIDE)-wheel/bin/python -c "import rlft_fast; print(rlft_fast.__file__)"; \
-	$(BESIDE)-wheel/bin/python -m pytest -o pythonpath= tests/integrations tests/rl
+	$(BIN)/python -c $(SITE) > "$$($(BESIDE)-wheel/bin/python -c $(SITE))/ours.pth"
+	export PYTHONSAFEPATH=1 PYTHONPATH="$$($(BESIDE)-wheel/bin/python -c $(SITE)):$(CURDIR)"; set -e; \
+	$(BESIDE)-wheel/bin/python -c "from rlft_fast import __file__ as f; print(f); assert '$(BESIDE)-wheel/' in f"; \
+	$(BESIDE)-wheel/bin/python -m pytest -o pythonpath= -m "not peers" tests/integrations; \
+	PYTHONPATH="$$PYTHONPATH:$$($(BESIDE)/bin/python -c $(SITE))" \
+	$(BESIDE)-wheel/bin/python -m pytest -o pythonpath= -m peers tests/integrations tests/rl
 
 bench: install
 	$(PIP) --no-deps $(PEERS)
