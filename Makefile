@@ -182,7 +182,7 @@ $(WHEEL)/.installed: Makefile
 wheels:
 	$(foreach python,$(PYTHONS),$(MAKE) wheel PYTHON=$(python) &&) true
 
-# Installs each wheel in dist/ into new environments, with the oldest torch and the newest. Gigabytes, and about five
+# Installs each wheel in dist/ into new environments, with the oldest torch and the newest. Gigabytes, and about ten
 # minutes for each, since PyPI's torch is the one for CUDA.
 test-wheel: install wheels
 	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/wheel.py
