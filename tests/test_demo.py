@@ -107,11 +107,11 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
     def short_config(*args: Any) -> Config:
         config = full_config(*args)
         rollout = config.rollout.model_copy(update={"max_prompt_tokens": 99})
-        return config.model_copy(update={"steps": 1, "rollout": rollout})
+        return config.model_copy(update={"rollout": rollout})
 
     monkeypatch.setattr(demo, "demo_config", short_config)
     monkeypatch.setattr(demo, "smollm2_folder", lambda: tiny_model("llama"))
-    demo.main(output_dir=tmp_path / "run", rollout="hf")
+    demo.main(output_dir=tmp_path / "run", rollout="hf", steps=1)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert (
         last == f"the model is in {tmp_path / 'run' / 'hf'}, numbers and samples of each step and these times beside it"

@@ -1,5 +1,6 @@
 """``rlft-fast demo``: teaches a small model to add, in minutes on a CPU."""
 
+import argparse
 from pathlib import Path
 
 from rlft_fast.cli.parser import Parser
@@ -9,13 +10,16 @@ from rlft_fast.cli.train import require_writable
 def run(arguments: list[str]) -> int:
     parser = Parser(prog="rlft-fast demo", description="Teach SmolLM2-135M-Instruct to add two numbers.")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default: 0)")
-    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)")
+    parser.add_argument(
+        "--output", dest="output_dir", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)"
+    )
     parser.add_argument(
         "--rollout", choices=("hf", "vllm"), help="generator (default: vllm, which is faster, if it is installed)"
     )
+    parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="number of steps (default: 28)")
     options = parser.parse_args(arguments)
-    require_writable(Path(options.output))
+    require_writable(Path(options.output_dir))
     from rlft_fast import demo
 
-    demo.main(seed=options.seed, output_dir=options.output, rollout=options.rollout)
+    demo.main(**vars(options))
     return 0

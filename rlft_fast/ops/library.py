@@ -26,8 +26,8 @@ def check_device(device: torch.device) -> None:
     """
     if device.type == "cuda" and not has_cuda_kernels:
         raise ValueError(
-            f"got tensors on {device}, but rlft_fast was built without its CUDA kernels: "
-            "install the CUDA toolkit (nvcc), then build rlft_fast again."
+            f"got tensors on {device}, but rlft_fast is here without its CUDA kernels: "
+            "pip install rlft_fast-cuda, or install the CUDA toolkit (nvcc), then build rlft_fast again."
         )
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"got tensors on {device}, expected cpu or cuda: move them to one of those.")

@@ -1,0 +1,30 @@
+"""The container file and the workflow of a release, beside the Makefile and pyproject.toml whose words they use."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONTAINER, WORKFLOW = "docker/wheel.Dockerfile", ".github/workflows/release.yml"
+
+
+def test_the_container_has_the_images_of_the_workflow():
+    images = re.findall(r"\S+/manylinux\w+-builder:\S+|\S+/manylinux_\w+x86_64", (ROOT / CONTAINER).read_text())
+    assert len(images) == 2
+    assert all(image.rpartition("=")[2] in (ROOT / WORKFLOW).read_text() for image in images)
+
+
+@pytest.mark.parametrize("path", [CONTAINER, WORKFLOW])
+def test_it_builds_for_each_python_with_the_oldest_torch_by_the_makefile(path):
+    text, makefile = (ROOT / path).read_text(), (ROOT / "Makefile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (target,) = set(re.findall(r"(?:RUN|run:) make (\w+)", text))
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for name in set(re.findall(r"\b(PYTHONS?|TORCH|TORCH_INDEX)[=:]", text)):
+        assert re.search(rf"^{name} +\?=", makefile, re.MULTILINE), f"{name} is no variable of the Makefile"
+    classifiers = {name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r"Python :: 3\.\d", name)}
+    assert {f"3.{minor}" for minor in re.findall(r"cp3(\d+)-", text)} == classifiers
+    (oldest,) = (need for need in project["dependencies"] if need.startswith("torch>="))
+    assert re.findall(r"torch==([\d.]+)", text) == [f"{oldest.removeprefix('torch>=')}.0"]
