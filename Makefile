@@ -31,12 +31,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: wheel test-wheel sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host clean
+.PHONY: wheel test-wheel sanitize emulate gpu-rehearsal bench bench-engine bench-step bench-host bench-integrations clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
 	@echo "     test-wheel | wheel | cuda | sanitize | emulate | gpu-rehearsal | bench | bench-engine | bench-step | bench-host"
-	@echo "     methods | clean"
+	@echo "     bench-integrations | methods | clean"
 
 install: $(BUILT)
 
@@ -193,6 +193,10 @@ bench-step: install
 # What a step of 16 M tokens costs on the host: time by stage, and memory.
 bench-host: install
 	$(BIN)/python -m benchmarks.step.host
+
+# Forward and backward of TRL's trainers and of HF Trainer, with and without the fused head.
+bench-integrations: install
+	$(BIN)/python -m benchmarks.integrations.compare
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
