@@ -47,14 +47,14 @@ class Comparison:
     agreement: dict[str, Agreement] = field(default_factory=dict)
 
 
-def compare(folder: str, work: Work, rounds: int, trainers: Sequence[str] = TRAINERS) -> Comparison:
+def compare(folder: str, work: Work, rounds: int) -> Comparison:
     """Checks, weighs and times every trainer.
 
     Raises:
         RuntimeError: both heads of a trainer disagree, or a pass did not run the head that it was made for.
     """
     with tempfile.TemporaryDirectory() as output:
-        tasks = [make_task(name, folder, work, output) for name in trainers]
+        tasks = [make_task(name, folder, work, output) for name in TRAINERS]
     comparison = Comparison(agreement={task.name: check(task) for task in tasks})
     variants = [Variant(task.name, way, run) for task in tasks for way, run in task.runs.items()]
     clock(variants, weigh(variants, comparison.results), rounds=rounds)
@@ -98,7 +98,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=NUM_THREADS)
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -106,7 +105,7 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     work = Work()
-    comparison = compare(str(smollm2_folder()), work, args.rounds, args.trainers)
+    comparison = compare(str(smollm2_folder()), work, args.rounds)
     return 0 if write_report(comparison, work, args.output) else 1
 
 

@@ -6,7 +6,7 @@ each trainer gets a batch of random tokens, as its generation or its collator wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from trl.trainer import utils
 from rlft_fast.integrations.transformers import FusedLossTrainer
 from rlft_fast.integrations.trl import disable, enable
 
-OURS, THEIRS, FLOOR = "rlft_fast", "their own head", "no head"
+OURS, THEIRS, FLOOR = "rlft_fast", "their own head", "empty head"
 HF = "HF Trainer"
 TRL_TRAINERS = {
     "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig), "DPO": (DPOTrainer, DPOConfig),
@@ -101,7 +101,7 @@ def _trl_task(name: str, folder: str, work: Work, output: str) -> Task:
 
         return run
 
-    heads = {OURS: _fused_head, THEIRS: nullcontext, FLOOR: _no_head}
+    heads = {OURS: _fused_head, THEIRS: nullcontext, FLOOR: _empty_head}
     parameters = list(trainer.model.parameters())
     return Task(name, {way: run_with(head) for way, head in heads.items()}, dict.fromkeys(heads, parameters))
 
@@ -122,14 +122,14 @@ def _hf_task(folder: str, work: Work, output: str) -> Task:
 
         return run
 
-    def run_backbone() -> Tensor:
+    def run_empty() -> Tensor:
         model: Any = trainers[THEIRS].model
         hidden = model.base_model(inputs["input_ids"], inputs["attention_mask"], use_cache=False).last_hidden_state
-        loss = hidden[..., 0].mean()
+        loss = _EmptyHead.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)[0].mean()
         loss.backward()
         return loss.detach()
 
-    runs = {OURS: run_of(trainers[OURS]), THEIRS: run_of(trainers[THEIRS]), FLOOR: run_backbone}
+    runs = {OURS: run_of(trainers[OURS]), THEIRS: run_of(trainers[THEIRS]), FLOOR: run_empty}
     parameters = {way: list(trainers[OURS if way == OURS else THEIRS].model.parameters()) for way in runs}
     return Task(HF, runs, parameters)
 
@@ -166,19 +166,27 @@ def _fused_head() -> Iterator[None]:
 
 
 @contextmanager
-def _no_head() -> Iterator[None]:
+def _empty_head() -> Iterator[None]:
     own = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = _NoHead
+    utils._ChunkedLogProbFunction = _EmptyHead
     try:
         yield
     finally:
         utils._ChunkedLogProbFunction = own
 
 
-class _NoHead:
-    """What TRL calls, without the product with the head's weight: the floor of every head."""
+class _EmptyHead(torch.autograd.Function):
+    """The floor of every head: it has the results and the gradients of TRL's function, and computes nothing."""
 
     @staticmethod
-    def apply(hidden_ND: Tensor, *_: Any) -> Sequence[Tensor]:
-        logprob = hidden_ND[:, 0]
-        return (*[logprob] * 4, logprob > 0)
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden_ND, weight_VD)
+        ctx.num_others = len(others)
+        results = [hidden_ND[:, 0].clone() for _ in range(4)]
+        ctx.mark_non_differentiable(*results[2:], is_top1 := results[0] > 0)
+        return *results, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # torch.zeros would take no memory before somebody writes to it.
+        return *(torch.full_like(each, 0.0) for each in ctx.saved_tensors), *[None] * ctx.num_others
