@@ -69,7 +69,7 @@ def check(task: Task) -> Agreement:
     agreement = Agreement(
         float((ours - theirs).abs() / theirs.abs().clamp(min=1)), _norm(differences) / _norm(their_gradients)
     )
-    if max(agreement.loss, agreement.gradient) > TOLERANCE:
+    if not (agreement.loss <= TOLERANCE and agreement.gradient <= TOLERANCE):  # nan is no agreement either
         raise RuntimeError(f"the heads of {task.name} disagree: {agreement}, expected at most {TOLERANCE:g}")
     return agreement
 
@@ -96,7 +96,7 @@ def main() -> int:
     from rlft_fast.demo import smollm2_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=NUM_THREADS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()

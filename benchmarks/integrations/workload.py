@@ -107,12 +107,12 @@ def _trl_task(name: str, folder: str, work: Work, output: str) -> Task:
 
 
 def _hf_task(folder: str, work: Work, output: str) -> Task:
-    inputs = _inputs(HF, work, AutoTokenizer.from_pretrained(folder).vocab_size)
-    num_labels = (inputs["labels"] != -100).sum()
     trainers = {
         way: trainer_class(_load(folder).train(), TrainingArguments(output, **_OPTIONS))
         for way, trainer_class in ((OURS, FusedLossTrainer), (THEIRS, Trainer))
     }
+    inputs = _inputs(HF, work, trainers[THEIRS].model.config.vocab_size)
+    num_labels = (inputs["labels"] != -100).sum()
 
     def run_of(trainer: Trainer) -> Callable[[], Tensor]:
         def run() -> Tensor:
