@@ -99,8 +99,9 @@ def time_table(comparison: Comparison) -> str:
     for name in TRAINERS:
         passes = passes_of(comparison, name)
         cells = (f"{each.median_s:.2f} ± {each.iqr_s:.2f}" for each in passes)
-        rows.append((name, *cells, *_ratios(*(each.median_s for each in passes))))
-    return table(_header("s"), rows)
+        ours, theirs, floor = (each.median_s for each in passes)
+        rows.append((name, *cells, *_ratios(ours, theirs, floor), f"{(ours - floor) / (theirs - floor):.2f}"))
+    return table((*_header("s"), "our head / their head"), rows)
 
 
 def memory_table(comparison: Comparison) -> str:
@@ -113,12 +114,12 @@ def memory_table(comparison: Comparison) -> str:
 
 def _header(unit: str) -> tuple[str, ...]:
     ways = (f"{way}, {unit}" for way in (OURS, THEIRS, FLOOR))
-    return ("trainer", *ways, "ours / theirs", f"{FLOOR} / theirs", "our head / their head")
+    return ("trainer", *ways, "ours / theirs", f"{FLOOR} / theirs")
 
 
-def _ratios(ours: float, theirs: float, floor: float) -> tuple[str, ...]:
-    """Of the whole pass, of what is possible, and of what the heads add to a pass with an empty head."""
-    return tuple(f"{ratio:.2f}" for ratio in (ours / theirs, floor / theirs, (ours - floor) / (theirs - floor)))
+def _ratios(ours: float, theirs: float, floor: float) -> tuple[str, str]:
+    """Of the whole pass, and of what is possible."""
+    return f"{ours / theirs:.2f}", f"{floor / theirs:.2f}"
 
 
 def agreement_table(comparison: Comparison) -> str:
@@ -140,5 +141,5 @@ def save_plot(comparison: Comparison, path: Path, subtitle: str) -> None:
         axis.margins(x=0.15)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8, frameon=False, loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncols=3, fontsize=8, frameon=False, loc="outside lower right")
     save(figure, path, subtitle)
