@@ -36,12 +36,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
 .PHONY: wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
-.PHONY: bench-host clean
+.PHONY: bench-host bench-integrations clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
-	@echo "     bench | bench-engine | bench-step | bench-host | methods | clean"
+	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | methods | clean"
 
 install: $(BUILT)
 
@@ -218,6 +218,10 @@ bench-step: install
 # What a step of 16 M tokens costs on the host: time by stage, and memory.
 bench-host: install
 	$(BIN)/python -m benchmarks.step.host
+
+# Forward and backward of TRL's trainers and of HF Trainer, with and without the fused head.
+bench-integrations: install
+	$(BIN)/python -m benchmarks.integrations.compare
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
