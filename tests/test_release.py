@@ -1,6 +1,7 @@
-"""The container file and the workflow of a release, beside the Makefile and pyproject.toml whose words they use."""
+"""Container files and the workflow of a release, beside the Makefile and pyproject.toml whose words they use."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONTAINER, WORKFLOW = "docker/wheel.Dockerfile", ".github/workflows/release.yml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_container_has_the_images_of_the_workflow():
@@ -19,7 +21,7 @@ def test_the_container_has_the_images_of_the_workflow():
 @pytest.mark.parametrize("path", [CONTAINER, WORKFLOW])
 def test_it_builds_for_each_python_with_the_oldest_torch_by_the_makefile(path):
     text, makefile = (ROOT / path).read_text(), (ROOT / "Makefile").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     (target,) = set(re.findall(r"(?:RUN|run:) make (\w+)", text))
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)
     for name in set(re.findall(r"\b(PYTHONS?|TORCH|TORCH_INDEX)[=:]", text)):
@@ -28,3 +30,20 @@ def test_it_builds_for_each_python_with_the_oldest_torch_by_the_makefile(path):
     assert {f"3.{minor}" for minor in re.findall(r"cp3(\d+)-", text)} == classifiers
     (oldest,) = (need for need in project["dependencies"] if need.startswith("torch>="))
     assert re.findall(r"torch==([\d.]+)", text) == [f"{oldest.removeprefix('torch>=')}.0"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_container_installs_what_the_package_has(name):
+    text = (ROOT / f"docker/{name}.Dockerfile").read_text()
+    (extras,) = re.findall(r"^ARG EXTRAS=(.+)$", text, re.MULTILINE)
+    assert set(extras.split(",")) < PROJECT["project"]["optional-dependencies"].keys()
+    (program,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', text, re.MULTILINE)
+    assert program in PROJECT["project"]["scripts"]
+    build = {re.split(r"\W", need)[0] for need in PROJECT["build-system"]["requires"]} - {"torch"}
+    (installed,) = (line for line in text.splitlines() if "setuptools" in line)
+    assert all(need in installed for need in build)  # pip installs the package without build isolation
+
+
+def test_a_container_gets_every_file():
+    left_out = ["git", "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore"]
+    assert subprocess.check_output(left_out, cwd=ROOT, text=True) == ""

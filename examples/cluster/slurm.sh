@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# One run on the nodes of a Slurm job. At the repository's root, in the environment that has rlft_fast:
+#
+#     sbatch --nodes 2 examples/cluster/slurm.sh examples/grpo.yaml --output_dir /shared/run
+#
+# Slurm starts a preempted job again, which then continues from the newest checkpoint. Five minutes before the time limit
+# the run saves its last step and ends.
+#SBATCH --job-name=rlft_fast
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --output=slurm-%j.log
+set -euo pipefail
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts%%$'\n'*} NODES=$SLURM_JOB_NUM_NODES MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+srun --kill-on-bad-exit bash -c 'NODE_RANK=$SLURM_NODEID exec examples/cluster/nodes.sh "$@"' nodes "$@" --resume
