@@ -22,6 +22,7 @@ SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 BESIDE    := $(CURDIR)/build/peers
+DOCS      := $(CURDIR)/build/site/environment
 WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
 PYTHONS   ?= $(foreach minor,11 12 13,$(shell python3.$(minor) -c "import sys; print(sys.executable)" 2>/dev/null))
 BUILT     := $(VENV)/.built
@@ -36,12 +37,13 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
 .PHONY: wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
-.PHONY: bench-host bench-integrations clean
+.PHONY: bench-host bench-integrations docs clean
 
 help:
 	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
-	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | methods | clean"
+	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | methods"
+	@echo "     docs | clean"
 
 install: $(BUILT)
 
@@ -116,6 +118,16 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 	  extras = project['optional-dependencies']; wanted = project['dependencies'] + extras['train'] + extras['lora']; \
 	  print(*(each.replace('>=', '==') for each in wanted))") \
 	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark hypothesis
+	@touch $@
+
+# The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python docs/stage.py build/site/pages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
 	@touch $@
 
 # kill -9 at 50 random moments of a saving run of two processes; minutes.

@@ -1,0 +1,51 @@
+"""`python docs/stage.py FOLDER`: collects the pages of the site, with the same paths as in the repository."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STAGED = ("docs", "examples", "benchmarks", "docker", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+
+
+def stage(folder: Path) -> None:
+    """Writes the pages. Links to folders become links to a page, because a site shows no folders.
+
+    Args:
+        folder: for the pages; emptied first.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    tracked = subprocess.check_output(["git", "ls-files", *STAGED], cwd=ROOT, text=True).splitlines()
+    for path in map(Path, tracked):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            (folder / path).write_text(_with_pages((ROOT / path).read_text(), path.parent))
+        else:
+            shutil.copy(ROOT / path, folder / path)
+    for each in {parent for path in map(Path, tracked) for parent in path.parents if parent != Path(".")}:
+        if not (folder / each / "README.md").exists():
+            (folder / each / "README.md").write_text(_listing(folder / each))
+    (folder / "api").mkdir()
+    for package in re.findall(r"api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text()):
+        (folder / "api" / f"{package}.md").write_text(f"# rlft_fast.{package}\n\n::: rlft_fast.{package}\n")
+
+
+def _with_pages(text: str, parent: Path) -> str:
+    def to_page(link: re.Match[str]) -> str:
+        target = link[1].rstrip("/")
+        return f"]({target}/README.md)" if (ROOT / parent / target).is_dir() else link[0]
+
+    return re.sub(r"\]\(([^)#:]+)\)", to_page, text)
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir() if path.name != "README.md")
+    return f"# {folder.name}\n\n" + "".join(
+        f"- [{name}]({name}{'/README.md' * (folder / name).is_dir()})\n" for name in names
+    )
+
+
+if __name__ == "__main__":
+    stage(Path(sys.argv[1]))
