@@ -123,7 +123,7 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python docs/stage.py build/site/pages
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(DOCS)
