@@ -17,7 +17,9 @@ def stage(folder: Path) -> None:
         folder: for the pages; emptied first.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    tracked = subprocess.check_output(["git", "ls-files", *STAGED], cwd=ROOT, text=True).splitlines()
+    tracked = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *STAGED], cwd=ROOT, text=True
+    ).splitlines()
     for path in map(Path, tracked):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
