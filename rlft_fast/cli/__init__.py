@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a policy as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "plot": "draw the curves of one or more runs",
+    "view": "write a page with the curves and samples of one run, or of two beside each other",
     "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",
     "bench": "run the benchmarks of a source checkout",

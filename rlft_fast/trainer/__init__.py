@@ -5,8 +5,19 @@ from rlft_fast.errors import needing_train
 with needing_train():
     from rlft_fast.trainer.folder import claim, require_usable
     from rlft_fast.trainer.lock import require_unlocked
-    from rlft_fast.trainer.plot import plot_runs, read_metrics
+    from rlft_fast.trainer.plot import COLORS, PANELS, plot_runs, read_metrics
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.run import Run, train
 
-__all__ = ["PPOTrainer", "Run", "claim", "plot_runs", "read_metrics", "require_unlocked", "require_usable", "train"]
+__all__ = [
+    "COLORS",
+    "PANELS",
+    "PPOTrainer",
+    "Run",
+    "claim",
+    "plot_runs",
+    "read_metrics",
+    "require_unlocked",
+    "require_usable",
+    "train",
+]

@@ -1,0 +1,175 @@
+"""The contents of a run's folder that a page shows, within a limit of bytes."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlft_fast.trainer import read_metrics
+
+_MAX_POINTS = 2000  # of one series: more than a curve has pixels
+_FIELDS = ("prompt", "completion", "reward", "parts", "finish_reason", "weight_version")
+
+Series = tuple[list[int], list[float]]
+
+
+class Contents(NamedTuple):
+    """A run as the page shows it, made of numbers, texts, lists and mappings that JSON can hold."""
+
+    name: str
+    """The path of the folder, as it was given."""
+    series: dict[str, Series]
+    """Steps and values of each metric."""
+    samples: dict[int, list[dict[str, Any]]]
+    """By step, in the order of ``samples.jsonl``."""
+    notes: list[str]
+    """Whole sentences about damaged and left out parts."""
+
+
+def read_run(run: Path, max_bytes: int) -> Contents:
+    """Reads a folder.
+
+    Args:
+        run: the folder.
+        max_bytes: most bytes of samples; the newest are taken.
+
+    Raises:
+        ValueError: there is no folder, or it holds no readable metrics.
+    """
+    if not run.is_dir():
+        raise ValueError(f"there is no run in {run}: give the output_dir of a training run")
+    series, notes = _read_series(run)
+    samples = _read_samples(run / "samples.jsonl", max_bytes, notes)
+    return Contents(str(run), series, samples, notes)
+
+
+def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
+    found: dict[str, dict[int, float]] = {}
+    for row in read_metrics(run):
+        for name, value in row.items():
+            if name not in ("step", "time") and _number(value) is not None:
+                found.setdefault(name, {})[row["step"]] = value
+    longest = max(map(len, found.values()), default=0)
+    notes = []
+    if (stride := -(-longest // _MAX_POINTS)) > 1:
+        notes.append(f"Of {longest:,} points of a curve, one in {stride} is shown.")
+    series = {}
+    for name, points in found.items():
+        own = list(points.items())
+        every = -(-len(own) // _MAX_POINTS)
+        own = own[(len(own) - 1) % every :: every]  # with the newest
+        series[name] = ([step for step, _ in own], [float(f"{value:.7g}") for _, value in own])
+    return series, notes
+
+
+def _read_samples(path: Path, max_bytes: int, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
+    """The samples of the newest steps. Of the newest step alone, the first samples may be all that fits."""
+    if not path.is_file():
+        notes.append(f"There is no {path.name}, so no samples are shown.")
+        return {}
+    lines, is_whole = _newest_lines(path, max_bytes)
+    steps: dict[int, list[dict[str, Any]]] = {}
+    sizes: dict[int, int] = {}
+    num_damaged, step = 0, None
+    for line in lines:
+        sample = _parse(line)
+        step = step if sample is None else sample["step"]
+        if step is None:
+            num_damaged += 1
+            continue
+        if sample is None:  # it keeps its place, since the files of tokens count samples
+            num_damaged += 1
+            sample = {"completion": None}
+        steps.setdefault(step, []).append({name: sample.get(name) for name in _FIELDS})
+        sizes[step] = sizes.get(step, 0) + len(line)
+    if num_damaged:
+        notes.append(f"{num_damaged} damaged lines of {path.name} are left out.")
+    kept: dict[int, list[dict[str, Any]]] = {}
+    room = max_bytes
+    for step in sorted(steps, reverse=True):
+        room -= sizes[step]
+        if room < 0:
+            break
+        kept[step] = steps[step]
+    if not kept and steps:
+        step = max(steps)
+        total, count = 0, 0
+        for line in lines[-len(steps[step]) :]:
+            total += len(line)
+            if total > max_bytes:
+                break
+            count += 1
+        kept = {step: steps[step][:count]}
+        notes.append(f"Step {step} has {len(steps[step]):,} samples, of which the first {count:,} are shown.")
+    if kept and (not is_whole or len(kept) < len(steps)):
+        notes.append(
+            f"Samples of steps before {min(kept)} are left out: --max-mib is the limit of a page "
+            f"({max_bytes / 2**20:g} MiB)."
+        )
+    return kept
+
+
+def _newest_lines(path: Path, max_bytes: int) -> tuple[list[bytes], bool]:
+    """The complete lines of the newest steps, and whether these are all lines of the file.
+
+    The oldest of the steps is complete, too. So the file is read from its end, in growing pieces if a single step is
+    larger than the limit.
+    """
+    size = path.stat().st_size
+    window = max_bytes
+    with path.open("rb") as file:
+        while True:
+            start = max(size - window, 0)
+            file.seek(start)
+            *lines, _ = file.read(size - start).split(b"\n")
+            if start == 0:
+                return lines, True
+            first = next(_changes(lines[1:]), None)
+            if first is not None:
+                return lines[1 + first :], False
+            window *= 2
+
+
+def _changes(lines: list[bytes]) -> Iterator[int]:
+    """Numbers of lines whose step is not the step of the line before."""
+    before = None
+    for i, line in enumerate(lines):
+        sample = _parse(line)
+        if sample is not None:
+            if before is not None and sample["step"] != before:
+                yield i
+            before = sample["step"]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A sample with fields of the right types; None for a damaged line."""
+    try:
+        sample = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(sample, dict) or not _is_integer(sample.get("step")):
+        return None
+    parts = sample.get("parts")
+    texts = {name: sample.get(name) for name in ("prompt", "completion", "finish_reason")}
+    return {
+        "step": sample["step"],
+        **{name: text if isinstance(text, str) else None for name, text in texts.items()},
+        "reward": _number(sample.get("reward")),
+        "parts": {name: _number(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
+        "weight_version": sample["weight_version"] if _is_integer(sample.get("weight_version")) else None,
+    }
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> float | None:
+    """A number that JSON and the script can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond every float
+        return None
