@@ -8,6 +8,7 @@ with needing_train():
     from rlft_fast.trainer.plot import COLORS, PANELS, plot_runs, read_metrics
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.run import Run, train
+    from rlft_fast.trainer.tokens import read_tokens
 
 __all__ = [
     "COLORS",
@@ -17,6 +18,7 @@ __all__ = [
     "claim",
     "plot_runs",
     "read_metrics",
+    "read_tokens",
     "require_unlocked",
     "require_usable",
     "train",

@@ -1,17 +1,24 @@
 """The contents of a run's folder that a page shows, within a limit of bytes."""
 
+import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlft_fast.trainer import read_metrics
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import Config, ConfigError
+from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer import read_metrics, read_tokens
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
 _FIELDS = ("prompt", "completion", "reward", "parts", "finish_reason", "weight_version")
 
 Series = tuple[list[int], list[float]]
+Tokens = dict[int, dict[str, np.ndarray]]
 
 
 class Contents(NamedTuple):
@@ -23,6 +30,10 @@ class Contents(NamedTuple):
     """Steps and values of each metric."""
     samples: dict[int, list[dict[str, Any]]]
     """By step, in the order of ``samples.jsonl``."""
+    tokens: dict[int, dict[str, str]]
+    """By step: columns as `rlft_fast.trainer.tokens` names them, each as base64 of its bytes, little-endian."""
+    texts: dict[int, str]
+    """Texts of the tokens by their ids; {} where no tokenizer was found."""
     notes: list[str]
     """Whole sentences about damaged and left out parts."""
 
@@ -40,8 +51,11 @@ def read_run(run: Path, max_bytes: int) -> Contents:
     if not run.is_dir():
         raise ValueError(f"there is no run in {run}: give the output_dir of a training run")
     series, notes = _read_series(run)
-    samples = _read_samples(run / "samples.jsonl", max_bytes, notes)
-    return Contents(str(run), series, samples, notes)
+    samples, counts = _read_samples(run / "samples.jsonl", max_bytes, notes)
+    columns = _read_tokens(run, counts, max_bytes, notes)
+    tokens = {step: {name: _base64(column) for name, column in own.items()} for step, own in columns.items()}
+    used = {int(token) for own in columns.values() for token in np.unique(own["token_id_T"])}
+    return Contents(str(run), series, samples, tokens, _token_texts(run, used, notes), notes)
 
 
 def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
@@ -63,11 +77,16 @@ def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
     return series, notes
 
 
-def _read_samples(path: Path, max_bytes: int, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
-    """The samples of the newest steps. Of the newest step alone, the first samples may be all that fits."""
+def _read_samples(
+    path: Path, max_bytes: int, notes: list[str]
+) -> tuple[dict[int, list[dict[str, Any]]], dict[int, int]]:
+    """The samples of the newest steps, and how many samples each of these steps has.
+
+    If the newest step alone is larger than the limit, its first samples are taken.
+    """
     if not path.is_file():
         notes.append(f"There is no {path.name}, so no samples are shown.")
-        return {}
+        return {}, {}
     lines, is_whole = _newest_lines(path, max_bytes)
     steps: dict[int, list[dict[str, Any]]] = {}
     sizes: dict[int, int] = {}
@@ -107,7 +126,7 @@ def _read_samples(path: Path, max_bytes: int, notes: list[str]) -> dict[int, lis
             f"Samples of steps before {min(kept)} are left out: --max-mib is the limit of a page "
             f"({max_bytes / 2**20:g} MiB)."
         )
-    return kept
+    return kept, {step: len(steps[step]) for step in kept}
 
 
 def _newest_lines(path: Path, max_bytes: int) -> tuple[list[bytes], bool]:
@@ -159,6 +178,70 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         "parts": {name: _number(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
         "weight_version": sample["weight_version"] if _is_integer(sample.get("weight_version")) else None,
     }
+
+
+def _read_tokens(run: Path, counts: Mapping[int, int], max_bytes: int, notes: list[str]) -> Tokens:
+    """The columns of the newest steps, as many as the limit admits.
+
+    Args:
+        run: folder of the run.
+        counts: samples of each step of the page.
+        max_bytes: most bytes of all columns.
+        notes: gets a sentence about each file that cannot be shown.
+    """
+    tokens: Tokens = {}
+    room = max_bytes
+    for step in sorted(counts, reverse=True):
+        try:
+            found = read_tokens(run, step)
+        except ValueError as error:
+            notes.append(f"{error}.")
+            continue
+        if found is None:
+            continue
+        columns, num_samples = found
+        if num_samples != counts[step]:
+            notes.append(
+                f"The tokens of step {step} are left out: they are of {num_samples:,} samples, samples.jsonl has "
+                f"{counts[step]:,}."
+            )
+            continue
+        room -= sum(column.nbytes for column in columns.values())
+        if room < 0:
+            notes.append(f"Tokens of step {step} and before are left out: --max-mib is the limit of a page.")
+            break
+        if num_left_out := num_samples - len(columns["sample_B"]):
+            notes.append(f"Step {step} has no tokens of its last {num_left_out:,} samples (log_tokens_mib).")
+        tokens[step] = columns
+    return tokens
+
+
+def _base64(column: np.ndarray) -> str:
+    return base64.b64encode(column.astype(column.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _token_texts(run: Path, used: set[int], notes: list[str]) -> dict[int, str]:
+    """The texts of tokens, from the tokenizer of the run's model, or of the model that the run has written."""
+    if not used:
+        return {}
+    try:
+        folders = [Config.load(run / "config.yaml").model, run / "hf"]
+    except ConfigError:
+        folders = [run / "hf"]
+    for folder in folders:
+        try:
+            tokenizer = load_tokenizer(folder)
+        except ValueError:
+            continue
+        return {token: _token_text(tokenizer, token) for token in sorted(used) if 0 <= token < len(tokenizer)}
+    notes.append(f"Tokens are shown by their ids: there is no tokenizer in {' or '.join(map(str, folders))}.")
+    return {}
+
+
+def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    text, piece = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    # SentencePiece drops the space before the first word of a text.
+    return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def _is_integer(value: object) -> bool:

@@ -155,7 +155,7 @@ function drawSteps() {
 const steps = [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
 const state = { step: steps.at(-1), by: "text" };
 const GROUPS_AT_ONCE = 4, SAMPLES_AT_ONCE = 16;
-let waiting = [];
+let waiting = [], scale = null;
 
 const samplesOf = (run, step) => cached(`samples-${run}-${step}`, () => read(`samples-${run}-${step}`) || []);
 
@@ -168,6 +168,105 @@ function fact(name, value, className = "") {
   return node("div", { className }, node("span", { title: name }, name), node("span", {}, value));
 }
 
+// ---- numbers of tokens ----
+
+// For each overlay: its name, the scale of its colours, its meaning, and its value from the columns of one token.
+const POLICY = "under the policy before the update", GENERATOR = "as the generator reported it";
+const OVERLAYS = {
+  logprob: ["log-prob, policy", "low", `log-probability ${POLICY}`, (c) => c("logprob_T")],
+  rollout_logprob: ["log-prob, generator", "low", `log-probability ${GENERATOR}`, (c) => c("rollout_logprob_T")],
+  ratio: ["ratio", "ratio", `exp(log-probability ${POLICY} \u2212 log-probability ${GENERATOR})`,
+    (c) => Math.exp(c("logprob_T") - c("rollout_logprob_T"))],
+  mismatch: ["mismatch", "signed", `log-probability ${GENERATOR} \u2212 log-probability ${POLICY}`,
+    (c) => c("rollout_logprob_T") - c("logprob_T")],
+  entropy: ["entropy", "high", `entropy of the next token ${POLICY}, in nats`, (c) => c("entropy_T")],
+  advantage: ["advantage", "signed", "advantage, with the factors of corrections", (c) => c("advantage_T")],
+  mask: ["mask", "mask", "whether the update learned from the token", (c) => c("mask_T")],
+  weight_version: ["weight version", "version", "version of the weights that sampled the token", (c) => c("weight_version_T")],
+};
+const TYPES = { mask_T: Uint8Array, rollout_logprob_T: Float32Array, logprob_T: Float32Array, entropy_T: Float32Array, advantage_T: Float32Array };
+
+function decode(text, type) {
+  const characters = atob(text), bytes = new Uint8Array(characters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
+  return new type(bytes.buffer);
+}
+
+// The columns of a step, decoded when they are asked for. null: the run has none of this step.
+const tokensOf = (run, step) => cached(`tokens-${run}-${step}`, () => {
+  const block = read(`tokens-${run}-${step}`);
+  if (!block) return null;
+  const column = (name) => cached(`tokens-${run}-${step}-${name}`, () => block[name] && decode(block[name], TYPES[name] || Int32Array));
+  const spans = new Map(), lengths = column("length_B");
+  let end = 0;
+  column("sample_B").forEach((sample, i) => spans.set(sample, [end, end += lengths[i]]));
+  const value = (by, t) => OVERLAYS[by][3]((name) => { const of = column(name); return of ? of[t] : NaN; });
+  const values = (by) => cached(`tokens-${run}-${step}-by-${by}`, () => Float32Array.from({ length: end }, (_, t) => value(by, t)));
+  return { spans, ids: column("token_id_T"), value, values, run };
+});
+const tokenText = (run, id) => { const text = cached(`texts-${run}`, () => read(`texts-${run}`))[id]; return text === undefined ? `[${id}]` : text; };
+
+// Colours of the step's values: the strongest colour is that of the 99th percentile of their sizes.
+function scaleOf(by, step) {
+  const kind = OVERLAYS[by][1], sizes = [], versions = new Set();
+  runs.forEach((_, run) => {
+    const values = tokensOf(run, step)?.values(by) || [], stride = Math.ceil(values.length / 20000);
+    if (kind === "version") values.forEach((value) => versions.add(value));
+    else for (let t = 0; t < values.length; t += stride) if (!Number.isNaN(values[t])) sizes.push(Math.abs(kind === "ratio" ? Math.log(values[t]) : values[t]));
+  });
+  sizes.sort((a, b) => a - b);
+  const top = sizes[Math.floor((sizes.length - 1) * 0.99)] || 0, order = [...versions].sort((a, b) => a - b);
+  const color = (value) => {
+    if (Number.isNaN(value)) return "";
+    if (kind === "version") return tint(colors[order.indexOf(value) % 6], 0.6);
+    if (kind === "mask") return value ? tint(colors[2], 0.5) : "";
+    const signed = kind === "ratio" ? Math.log(value) : kind === "low" ? -Math.abs(value) : value;
+    return top ? tint(colors[signed < 0 ? 1 : 0], Math.abs(signed) / top) : "";
+  };
+  const legend = [];
+  const swatch = (...shades) => {
+    const box = node("i", { className: shades.length > 1 ? "" : "chip" });
+    if (shades.length > 1) box.style.backgroundImage = `linear-gradient(90deg, ${shades.join(", ")})`;
+    else box.style.backgroundColor = shades[0];
+    return box;
+  };
+  const clear = tint(colors[0], 0);
+  if (kind === "version") order.slice(0, 12).forEach((version) => legend.push(swatch(color(version)), number(version)));
+  else if (kind === "mask") legend.push(swatch(color(1)), "learned from", node("span", { className: "unlearned" }, "not learned from"));
+  else if (kind === "low") legend.push("0", swatch(clear, tint(colors[1], 1)), `\u2264 ${number(-top)}`);
+  else if (kind === "high") legend.push("0", swatch(clear, tint(colors[0], 1)), `\u2265 ${number(top)}`);
+  else {
+    const [low, high] = kind === "ratio" ? [Math.exp(-top), Math.exp(top)] : [-top, top];
+    legend.push(`\u2264 ${number(low)}`, swatch(tint(colors[1], 1), clear, tint(colors[0], 1)), `\u2265 ${number(high)}`);
+  }
+  return { color, legend };
+}
+
+function drawTokens(text, tokens, [from, to]) {
+  const values = tokens.values(state.by), mask = OVERLAYS[state.by][1] === "mask";
+  for (let t = from; t < to; t++) {
+    const piece = node("span", {}, visible(tokenText(tokens.run, tokens.ids[t])).replaceAll("\n", "\u21b5\n"));
+    const color = scale.color(values[t]);
+    if (color) piece.style.backgroundColor = color;
+    else if (mask) piece.className = "unlearned";
+    piece.token = [tokens, t];
+    text.append(piece);
+  }
+}
+
+function showTip(event) {
+  const tip = at("tip"), [tokens, t] = event.target.token || [];
+  tip.hidden = !tokens;
+  if (!tokens) return;
+  const line = (name, value) => node("div", {}, node("span", {}, name), node("span", {}, value));
+  tip.replaceChildren(line(JSON.stringify(visible(tokenText(tokens.run, tokens.ids[t]))), `id ${tokens.ids[t]}`),
+    ...Object.keys(OVERLAYS).map((by) => line(OVERLAYS[by][0], by === "mask" ? (tokens.value(by, t) ? "learned from" : "not learned from") : number(tokens.value(by, t)))));
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
+}
+
+// ---- groups ----
+
 function drawSample(run, sample, index, low, high) {
   const facts = node("div", { className: "facts" });
   const reward = fact("reward", number(sample.reward), "reward");
@@ -178,7 +277,11 @@ function drawSample(run, sample, index, low, high) {
   if (sample.completion !== null) facts.append(fact(visible(sample.finish_reason || ""), `weights ${number(sample.weight_version)}`));
   const text = node("div", { className: "text" });
   if (sample.completion === null) text.append(node("span", { className: "unlearned" }, "damaged line"));
-  else text.append(visible(sample.completion));
+  else {
+    const tokens = scale && tokensOf(run, state.step), span = tokens && tokens.spans.get(index);
+    if (span) drawTokens(text, tokens, span);
+    else text.append(visible(sample.completion));
+  }
   return node("div", { className: "sample" }, facts, text);
 }
 
@@ -223,7 +326,13 @@ function show(change) {
   at("step").value = String(state.step);
   at("previous").disabled = state.step === steps[0];
   at("next").disabled = state.step === steps.at(-1);
-  at("about").textContent = `${count.toLocaleString("en")} samples of ${groups.size.toLocaleString("en")} prompts`;
+  const hasTokens = runs.some((_, run) => at(`tokens-${run}-${state.step}`));
+  scale = hasTokens && state.by in OVERLAYS ? scaleOf(state.by, state.step) : null;
+  at("by").disabled = !hasTokens;
+  at("by").value = scale ? state.by : "text";
+  at("legend").replaceChildren(...(scale ? scale.legend : []));
+  at("about").textContent = `${count.toLocaleString("en")} samples of ${groups.size.toLocaleString("en")} prompts`
+    + (scale ? `. Colour: ${OVERLAYS[state.by][2]}.` : hasTokens ? "" : ". Numbers of tokens are written where log_tokens_mib is set.");
   at("groups").replaceChildren();
   grow();
 }
@@ -235,12 +344,16 @@ function openSamples() {
   at("step").addEventListener("change", () => show({ step: Number(at("step").value) }));
   at("previous").addEventListener("click", () => show({ step: steps[steps.indexOf(state.step) - 1] }));
   at("next").addEventListener("click", () => show({ step: steps[steps.indexOf(state.step) + 1] }));
+  at("by").append(node("option", { value: "text" }, "nothing"), ...Object.entries(OVERLAYS).map(([by, [label]]) => node("option", { value: by }, label)));
+  at("by").addEventListener("change", () => show({ by: at("by").value }));
+  at("groups").addEventListener("pointerover", showTip);
+  at("groups").addEventListener("pointerleave", () => { at("tip").hidden = true; });
   addEventListener("scroll", () => {
     while (waiting.length && at("groups").getBoundingClientRect().bottom < innerHeight + 1500) grow();
   }, { passive: true });
   // An address such as view.html#step=3&by=entropy opens a view.
   const wanted = new URLSearchParams(location.hash.slice(1)), step = Number(wanted.get("step"));
-  show({ step: steps.includes(step) ? step : state.step });
+  show({ step: wanted.has("step") && steps.includes(step) ? step : state.step, by: wanted.get("by") || "text" });
 }
 
 // ---- the page ----

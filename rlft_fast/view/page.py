@@ -21,7 +21,8 @@ def write_view(runs: list[Path], output: Path, max_bytes: int = 16 * 2**20) -> N
     Args:
         runs: one or two folders of runs, finished or not.
         output: path of the page.
-        max_bytes: most bytes of the samples of a run. Older steps are left out, which the page says.
+        max_bytes: most bytes of the samples of a run, and of the numbers of its tokens. Older steps are left out,
+            which the page says.
 
     Raises:
         ValueError: a folder is missing, or holds no readable metrics.
@@ -42,9 +43,11 @@ def _page(contents: list[Contents]) -> str:
             for run in contents
         ],
     }  # fmt: skip
-    blocks = {"data": data}
+    blocks: dict[str, Any] = {"data": data}
     for i, run in enumerate(contents):
         blocks |= {f"samples-{i}-{step}": samples for step, samples in run.samples.items()}
+        blocks |= {f"tokens-{i}-{step}": columns for step, columns in run.tokens.items()}
+        blocks[f"texts-{i}"] = run.texts
     parts = {
         "style": style, "script": script, "style_hash": _hash(style), "script_hash": _hash(script),
         "data": "\n".join(_block(name, value) for name, value in blocks.items()),

@@ -7,10 +7,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlft_fast.cli import main
+from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.view import write_view
+from tests.trainer.test_tokens import columns_of_samples
+from tests.trainer.toy import toy_config
 
 # Markup, the end of a script block, separators of lines that end a JavaScript string, what moves a cursor or turns
 # text around, and half a character.
@@ -188,3 +192,56 @@ def test_without_samples_the_page_says_so(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "samples.jsonl").unlink()
     assert page_of(run).data["data"]["runs"][0]["notes"] == ["There is no samples.jsonl, so no samples are shown."]
+
+
+def run_with_tokens(folder: Path, num_samples: int = 5, steps=(1, 2)) -> Path:
+    run = write_run(folder, [sample(step) for step in steps for _ in range(num_samples)])
+    for step in steps:
+        write_tokens(run, step, columns_of_samples(), 5)
+    return run
+
+
+def test_numbers_of_tokens_are_in_the_page_with_their_texts(tiny_model, tmp_path):
+    run = run_with_tokens(tmp_path / "run")
+    (run / "config.yaml").write_text(toy_config(tiny_model("llama"), tmp_path).to_yaml())
+    page = page_of(run)
+    assert page.data["data"]["runs"][0]["notes"] == []
+    for name, column in columns_of_samples().items():
+        dtype = column.numpy().dtype.newbyteorder("<")
+        found = np.frombuffer(base64.b64decode(page.data["tokens-0-2"][name]), dtype)
+        np.testing.assert_array_equal(found, column.numpy())
+    assert page.data["texts-0"].keys() == {"4", "5", "6", "7", "8", "9"}
+    assert all(isinstance(text, str) for text in page.data["texts-0"].values())
+
+
+def test_without_the_model_tokens_are_shown_by_their_ids(tmp_path):
+    run = run_with_tokens(tmp_path / "run")
+    page = page_of(run)
+    assert page.data["texts-0"] == {}
+    assert page.data["data"]["runs"][0]["notes"] == [
+        f"Tokens are shown by their ids: there is no tokenizer in {run / 'hf'}."
+    ]
+
+
+def test_tokens_that_cannot_be_shown_are_noted(tmp_path):
+    run = run_with_tokens(tmp_path / "run")
+    (run / "tokens" / "step_00000002.safetensors").write_bytes(b"\x00" * 100)
+    page = page_of(run)
+    assert "tokens/step_00000002.safetensors is damaged: " in page.data["data"]["runs"][0]["notes"][0]
+    assert [name for name in page.data if name.startswith("tokens")] == ["tokens-0-1"]
+    other = page_of(run_with_tokens(tmp_path / "other", num_samples=4)).data
+    assert "The tokens of step 1 are left out: they are of 5 samples, samples.jsonl has 4." in str(other["data"])
+
+
+def test_tokens_of_older_steps_are_left_out_of_a_page_that_would_grow_too_large(tmp_path):
+    run = run_with_tokens(tmp_path / "run", steps=range(1, 6))
+    small = columns_of_samples()
+    columns = {name: column if name.endswith("_B") else column.repeat(1000) for name, column in small.items()}
+    columns["length_B"] = columns["length_B"] * 1000
+    for step in range(1, 6):
+        write_tokens(run, step, columns, 5)
+    size = sum(column.numpy().nbytes for column in columns.values())
+    page = page_of(run, max_bytes=3 * size)
+    assert [name for name in page.data if name.startswith("tokens")] == ["tokens-0-5", "tokens-0-4", "tokens-0-3"]
+    assert page.data["data"]["runs"][0]["steps"] == [1, 2, 3, 4, 5]
+    assert "Tokens of step 2 and before are left out: --max-mib" in page.data["data"]["runs"][0]["notes"][0]
