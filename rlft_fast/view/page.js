@@ -154,7 +154,7 @@ function drawSteps() {
 
 const steps = [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
 const state = { step: steps.at(-1), by: "text" };
-const GROUPS_AT_ONCE = 4, SAMPLES_AT_ONCE = 16;
+const SAMPLES_AT_ONCE = 16;
 let waiting = [], scale = null;
 
 const samplesOf = (run, step) => cached(`samples-${run}-${step}`, () => read(`samples-${run}-${step}`) || []);
@@ -170,19 +170,24 @@ function fact(name, value, className = "") {
 
 // ---- numbers of tokens ----
 
-// For each overlay: its name, the scale of its colours, its meaning, and its value from the columns of one token.
+// For each overlay: its name, the scale of its colours, its meaning, and its values from the columns of a step.
 const POLICY = "under the policy before the update", GENERATOR = "as the generator reported it";
+const from = (name) => (column) => column(name) || [];
+const difference = (column, more, less) => {
+  const [a, b] = [column(more), column(less)];
+  return a && b ? a.map((value, t) => value - b[t]) : [];
+};
 const OVERLAYS = {
-  logprob: ["log-prob, policy", "low", `log-probability ${POLICY}`, (c) => c("logprob_T")],
-  rollout_logprob: ["log-prob, generator", "low", `log-probability ${GENERATOR}`, (c) => c("rollout_logprob_T")],
+  logprob: ["log-prob, policy", "low", `log-probability ${POLICY}`, from("logprob_T")],
+  rollout_logprob: ["log-prob, generator", "low", `log-probability ${GENERATOR}`, from("rollout_logprob_T")],
   ratio: ["ratio", "ratio", `exp(log-probability ${POLICY} \u2212 log-probability ${GENERATOR})`,
-    (c) => Math.exp(c("logprob_T") - c("rollout_logprob_T"))],
+    (column) => difference(column, "logprob_T", "rollout_logprob_T").map(Math.exp)],
   mismatch: ["mismatch", "signed", `log-probability ${GENERATOR} \u2212 log-probability ${POLICY}`,
-    (c) => c("rollout_logprob_T") - c("logprob_T")],
-  entropy: ["entropy", "high", `entropy of the next token ${POLICY}, in nats`, (c) => c("entropy_T")],
-  advantage: ["advantage", "signed", "advantage, with the factors of corrections", (c) => c("advantage_T")],
-  mask: ["mask", "mask", "whether the update learned from the token", (c) => c("mask_T")],
-  weight_version: ["weight version", "version", "version of the weights that sampled the token", (c) => c("weight_version_T")],
+    (column) => difference(column, "rollout_logprob_T", "logprob_T")],
+  entropy: ["entropy", "high", `entropy of the next token ${POLICY}, in nats`, from("entropy_T")],
+  advantage: ["advantage", "signed", "advantage, with the factors of corrections", from("advantage_T")],
+  mask: ["mask", "mask", "whether the update learned from the token", from("mask_T")],
+  weight_version: ["weight version", "version", "version of the weights that sampled the token", from("weight_version_T")],
 };
 const TYPES = { mask_T: Uint8Array, rollout_logprob_T: Float32Array, logprob_T: Float32Array, entropy_T: Float32Array, advantage_T: Float32Array };
 
@@ -200,11 +205,13 @@ const tokensOf = (run, step) => cached(`tokens-${run}-${step}`, () => {
   const spans = new Map(), lengths = column("length_B");
   let end = 0;
   column("sample_B").forEach((sample, i) => spans.set(sample, [end, end += lengths[i]]));
-  const value = (by, t) => OVERLAYS[by][3]((name) => { const of = column(name); return of ? of[t] : NaN; });
-  const values = (by) => cached(`tokens-${run}-${step}-by-${by}`, () => Float32Array.from({ length: end }, (_, t) => value(by, t)));
-  return { spans, ids: column("token_id_T"), value, values, run };
+  const values = (by) => cached(`tokens-${run}-${step}-by-${by}`, () => OVERLAYS[by][3](column));
+  return { spans, ids: column("token_id_T"), values, run };
 });
-const tokenText = (run, id) => { const text = cached(`texts-${run}`, () => read(`texts-${run}`))[id]; return text === undefined ? `[${id}]` : text; };
+function label(tokens, t, newline) {
+  const text = cached(`texts-${tokens.run}`, () => read(`texts-${tokens.run}`))[tokens.ids[t]];
+  return text === undefined ? `[${tokens.ids[t]}]` : visible(text).replaceAll("\n", newline);
+}
 
 // Colours of the step's values: the strongest colour is that of the 99th percentile of their sizes.
 function scaleOf(by, step) {
@@ -217,7 +224,7 @@ function scaleOf(by, step) {
   sizes.sort((a, b) => a - b);
   const top = sizes[Math.floor((sizes.length - 1) * 0.99)] || 0, order = [...versions].sort((a, b) => a - b);
   const color = (value) => {
-    if (Number.isNaN(value)) return "";
+    if (value === undefined || Number.isNaN(value)) return "";
     if (kind === "version") return tint(colors[order.indexOf(value) % 6], 0.6);
     if (kind === "mask") return value ? tint(colors[2], 0.5) : "";
     const signed = kind === "ratio" ? Math.log(value) : kind === "low" ? -Math.abs(value) : value;
@@ -245,7 +252,7 @@ function scaleOf(by, step) {
 function drawTokens(text, tokens, [from, to]) {
   const values = tokens.values(state.by), mask = OVERLAYS[state.by][1] === "mask";
   for (let t = from; t < to; t++) {
-    const piece = node("span", {}, visible(tokenText(tokens.run, tokens.ids[t])).replaceAll("\n", "\u21b5\n"));
+    const piece = node("span", {}, label(tokens, t, "\u21b5\n"));
     const color = scale.color(values[t]);
     if (color) piece.style.backgroundColor = color;
     else if (mask) piece.className = "unlearned";
@@ -259,8 +266,8 @@ function showTip(event) {
   tip.hidden = !tokens;
   if (!tokens) return;
   const line = (name, value) => node("div", {}, node("span", {}, name), node("span", {}, value));
-  tip.replaceChildren(line(JSON.stringify(visible(tokenText(tokens.run, tokens.ids[t]))), `id ${tokens.ids[t]}`),
-    ...Object.keys(OVERLAYS).map((by) => line(OVERLAYS[by][0], by === "mask" ? (tokens.value(by, t) ? "learned from" : "not learned from") : number(tokens.value(by, t)))));
+  tip.replaceChildren(line(`"${label(tokens, t, "\u21b5")}"`, `id ${tokens.ids[t]}`),
+    ...Object.keys(OVERLAYS).map((by) => line(OVERLAYS[by][0], by === "mask" ? (tokens.values(by)[t] ? "learned from" : "not learned from") : number(tokens.values(by)[t]))));
   tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
 }
@@ -309,8 +316,11 @@ function drawGroup({ prompt, own }) {
   return node("div", { className: "group" }, node("div", { className: "prompt" }, prompt === null ? "\u2013" : visible(prompt)), columns);
 }
 
-function grow() {
-  at("groups").append(...waiting.splice(0, GROUPS_AT_ONCE).map(drawGroup));
+// Groups below the window are drawn when the reader comes near them.
+function fill() {
+  while (waiting.length && at("groups").getBoundingClientRect().bottom < innerHeight + 1500) {
+    at("groups").append(drawGroup(waiting.shift()));
+  }
 }
 
 function show(change) {
@@ -334,7 +344,7 @@ function show(change) {
   at("about").textContent = `${count.toLocaleString("en")} samples of ${groups.size.toLocaleString("en")} prompts`
     + (scale ? `. Colour: ${OVERLAYS[state.by][2]}.` : hasTokens ? "" : ". Numbers of tokens are written where log_tokens_mib is set.");
   at("groups").replaceChildren();
-  grow();
+  fill();
 }
 
 function openSamples() {
@@ -348,9 +358,7 @@ function openSamples() {
   at("by").addEventListener("change", () => show({ by: at("by").value }));
   at("groups").addEventListener("pointerover", showTip);
   at("groups").addEventListener("pointerleave", () => { at("tip").hidden = true; });
-  addEventListener("scroll", () => {
-    while (waiting.length && at("groups").getBoundingClientRect().bottom < innerHeight + 1500) grow();
-  }, { passive: true });
+  for (const event of ["scroll", "resize"]) addEventListener(event, fill, { passive: true });
   // An address such as view.html#step=3&by=entropy opens a view.
   const wanted = new URLSearchParams(location.hash.slice(1)), step = Number(wanted.get("step"));
   show({ step: wanted.has("step") && steps.includes(step) ? step : state.step, by: wanted.get("by") || "text" });
@@ -362,8 +370,8 @@ colors.forEach((color, i) => document.documentElement.style.setProperty(`--color
 document.title = runs.map((run) => visible(run.name)).join(" and ");
 at("title").append(...runs.map((run, i) => node("span", { className: isPair ? `name run${i}` : "" }, visible(run.name))));
 at("notes").append(...runs.flatMap((run) => run.notes.map((note) => node("li", {}, (isPair ? `${visible(run.name)}: ` : "") + visible(note)))));
-openSamples();
 drawCurves();
 drawSteps();
+openSamples();
 at("groups").getBoundingClientRect();  // the layout is done by then
-document.documentElement.dataset.ready = performance.now().toFixed(0);
+document.documentElement.dataset.readyMs = performance.now().toFixed(0);
