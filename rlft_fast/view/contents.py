@@ -88,45 +88,38 @@ def _read_samples(
         notes.append(f"There is no {path.name}, so no samples are shown.")
         return {}, {}
     lines, is_whole = _newest_lines(path, max_bytes)
-    steps: dict[int, list[dict[str, Any]]] = {}
-    sizes: dict[int, int] = {}
-    num_damaged, step = 0, None
-    for line in lines:
-        sample = _parse(line)
-        step = step if sample is None else sample["step"]
-        if step is None:
-            num_damaged += 1
-            continue
-        if sample is None:  # it keeps its place, since the files of tokens count samples
-            num_damaged += 1
-            sample = {"completion": None}
-        steps.setdefault(step, []).append({name: sample.get(name) for name in _FIELDS})
-        sizes[step] = sizes.get(step, 0) + len(line)
+    steps, num_damaged = _by_step(lines)
     if num_damaged:
         notes.append(f"{num_damaged} damaged lines of {path.name} are left out.")
     kept: dict[int, list[dict[str, Any]]] = {}
     room = max_bytes
     for step in sorted(steps, reverse=True):
-        room -= sizes[step]
-        if room < 0:
+        sizes = np.cumsum([size for size, _ in steps[step]])
+        count = int((sizes <= room).sum())
+        if count < len(sizes) and kept:
             break
-        kept[step] = steps[step]
-    if not kept and steps:
-        step = max(steps)
-        total, count = 0, 0
-        for line in lines[-len(steps[step]) :]:
-            total += len(line)
-            if total > max_bytes:
-                break
-            count += 1
-        kept = {step: steps[step][:count]}
-        notes.append(f"Step {step} has {len(steps[step]):,} samples, of which the first {count:,} are shown.")
+        kept[step] = [sample for _, sample in steps[step][:count]]
+        room -= int(sizes[-1])
+        if count < len(sizes):
+            notes.append(f"Step {step} has {len(sizes):,} samples, of which the first {count:,} are shown.")
     if kept and (not is_whole or len(kept) < len(steps)):
-        notes.append(
-            f"Samples of steps before {min(kept)} are left out: --max-mib is the limit of a page "
-            f"({max_bytes / 2**20:g} MiB)."
-        )
+        limit = f"--max-mib is the limit of a page ({max_bytes / 2**20:g} MiB)"
+        notes.append(f"Samples of steps before {min(kept)} are left out: {limit}.")
     return kept, {step: len(steps[step]) for step in kept}
+
+
+def _by_step(lines: list[bytes]) -> tuple[dict[int, list[tuple[int, dict[str, Any]]]], int]:
+    """Samples by step, each with the size of its line, and the number of damaged lines."""
+    steps: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    num_damaged, step = 0, None
+    for line in lines:
+        sample = _parse(line)
+        num_damaged += sample is None
+        step = step if sample is None else sample["step"]
+        if step is not None:  # a damaged line keeps its place, since the files of tokens count samples
+            fields = dict.fromkeys(_FIELDS) if sample is None else {name: sample[name] for name in _FIELDS}
+            steps.setdefault(step, []).append((len(line), fields))
+    return steps, num_damaged
 
 
 def _newest_lines(path: Path, max_bytes: int) -> tuple[list[bytes], bool]:
@@ -245,7 +238,8 @@ def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether it is an integer that the script can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _number(value: object) -> float | None:

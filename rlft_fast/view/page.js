@@ -289,31 +289,31 @@ function drawSample(run, sample, index, low, high) {
     if (span) drawTokens(text, tokens, span);
     else text.append(visible(sample.completion));
   }
-  return node("div", { className: "sample" }, facts, text);
+  return node("div", { className: `sample run${run}` }, facts, text);
 }
 
+// The samples of a prompt, those of two runs beside each other in two columns.
 function drawGroup({ prompt, own }) {
-  const columns = node("div", { className: "columns" });
-  own.forEach((samples, run) => {
-    const column = node("div", {});
-    if (isPair) column.append(node("span", { className: `name run${run}` }, visible(runs[run].name)));
-    const rewards = samples.map((x) => x.sample.reward).filter((x) => x !== null);
-    const low = Math.min(...rewards), high = Math.max(...rewards);
-    const left = [...samples];
-    const grow = () => left.splice(0, SAMPLES_AT_ONCE).map((x) => drawSample(run, x.sample, x.index, low, high));
-    column.append(...grow());
-    if (left.length) {
-      const button = node("button", {}, `${left.length} more samples`);
-      button.addEventListener("click", () => {
-        button.before(...grow());
-        button.textContent = `${left.length} more samples`;
-        if (!left.length) button.remove();
-      });
-      column.append(button);
+  const grid = node("div", { className: "columns" });
+  grid.style.gridTemplateColumns = `repeat(${runs.length}, minmax(0, 1fr))`;
+  if (isPair) grid.append(...runs.map((run, i) => node("div", { className: `name run${i}` }, visible(run.name))));
+  const ranges = own.map((samples) => samples.map((x) => x.sample.reward).filter((x) => x !== null))
+    .map((rewards) => [Math.min(...rewards), Math.max(...rewards)]);
+  const count = Math.max(...own.map((samples) => samples.length)), more = node("button");
+  let drawn = 0;
+  const grow = () => {
+    for (const end = Math.min(count, drawn + SAMPLES_AT_ONCE); drawn < end; drawn++) {
+      grid.append(...own.map((samples, run) => {
+        const x = samples[drawn];
+        return x ? drawSample(run, x.sample, x.index, ...ranges[run]) : node("div", { className: `sample run${run}` });
+      }));
     }
-    columns.append(column);
-  });
-  return node("div", { className: "group" }, node("div", { className: "prompt" }, prompt === null ? "\u2013" : visible(prompt)), columns);
+    more.textContent = `${count - drawn} more samples`;
+    more.hidden = drawn === count;
+  };
+  grow();
+  more.addEventListener("click", grow);
+  return node("div", { className: "group" }, node("div", { className: "prompt" }, prompt === null ? "\u2013" : visible(prompt)), grid, more);
 }
 
 // Groups below the window are drawn when the reader comes near them.
