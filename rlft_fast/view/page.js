@@ -213,6 +213,12 @@ function label(tokens, t, newline) {
   return text === undefined ? `[${tokens.ids[t]}]` : visible(text).replaceAll("\n", newline);
 }
 
+// A ratio near 1 is shown by its distance from 1.
+function ratio(value) {
+  const distance = value - 1;
+  return Math.abs(distance) < 5e-4 && distance !== 0 ? `1 ${distance < 0 ? "\u2212" : "+"} ${number(Math.abs(distance))}` : number(value);
+}
+
 // Colours of the step's values: the strongest colour is that of the 99th percentile of their sizes.
 function scaleOf(by, step) {
   const kind = OVERLAYS[by][1], sizes = [], versions = new Set();
@@ -244,7 +250,8 @@ function scaleOf(by, step) {
   else if (kind === "high") legend.push("0", swatch(clear, tint(colors[0], 1)), `\u2265 ${number(top)}`);
   else {
     const [low, high] = kind === "ratio" ? [Math.exp(-top), Math.exp(top)] : [-top, top];
-    legend.push(`\u2264 ${number(low)}`, swatch(tint(colors[1], 1), clear, tint(colors[0], 1)), `\u2265 ${number(high)}`);
+    const format = kind === "ratio" ? ratio : number;
+    legend.push(`\u2264 ${format(low)}`, swatch(tint(colors[1], 1), clear, tint(colors[0], 1)), `\u2265 ${format(high)}`);
   }
   return { color, legend };
 }
@@ -266,10 +273,12 @@ function showTip(event) {
   tip.hidden = !tokens;
   if (!tokens) return;
   const line = (name, value) => node("div", {}, node("span", {}, name), node("span", {}, value));
+  const formats = { ratio, mask: (value) => value ? "learned from" : "not learned from" };
   tip.replaceChildren(line(`"${label(tokens, t, "\u21b5")}"`, `id ${tokens.ids[t]}`),
-    ...Object.keys(OVERLAYS).map((by) => line(OVERLAYS[by][0], by === "mask" ? (tokens.values(by)[t] ? "learned from" : "not learned from") : number(tokens.values(by)[t]))));
+    ...Object.keys(OVERLAYS).map((by) => line(OVERLAYS[by][0], (formats[by] || number)(tokens.values(by)[t]))));
+  const below = event.clientY + 18;
   tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
-  tip.style.top = `${event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18}px`;
+  tip.style.top = `${below + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : below}px`;
 }
 
 // ---- groups ----

@@ -135,6 +135,10 @@ def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tiny_model, tmp_pa
     log = RunLog(run, num_steps=2, rank=0)
     log.rewind(1, {})
     assert sorted(os.listdir(run / "tokens")) == ["notes.txt", "step_00000001.safetensors"]
+    (run / "tokens" / "step_00000007.safetensors").touch()
+    train(toy_config(tiny_model("llama"), tmp_path, log_tokens_mib=1, steps=3), resume=True)
+    kept = ["notes.txt", "step_00000001.safetensors", "step_00000003.safetensors"]  # the checkpoint is of step 2
+    assert sorted(os.listdir(run / "tokens")) == kept
     train(toy_config(tiny_model("llama"), tmp_path, steps=1))  # from the beginning
     assert os.listdir(run / "tokens") == ["notes.txt"]
     assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "tokens.1"]
