@@ -165,7 +165,8 @@ function tint(color, strength) {
 }
 
 function fact(name, value, className = "") {
-  return node("div", { className }, node("span", { title: name }, name), node("span", {}, value));
+  const short = name.slice(name.lastIndexOf(":") + 1).trim() || name;  // a part of a reward is named module:function
+  return node("div", { className }, node("span", { title: name }, short), node("span", {}, value));
 }
 
 // ---- numbers of tokens ----
@@ -290,7 +291,7 @@ function drawSample(run, sample, index, low, high) {
   facts.append(reward);
   const parts = Object.entries(sample.parts || {});
   if (parts.length > 1) facts.append(...parts.map(([name, value]) => fact(visible(name), number(value))));
-  if (sample.completion !== null) facts.append(fact(visible(sample.finish_reason || ""), `weights ${number(sample.weight_version)}`));
+  if (sample.completion !== null) facts.append(fact(`end ${visible(sample.finish_reason || "?")}`, `weights ${number(sample.weight_version)}`));
   const text = node("div", { className: "text" });
   if (sample.completion === null) text.append(node("span", { className: "unlearned" }, "damaged line"));
   else {
