@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "eval": "measure a model on held-out prompts",
     "plot": "draw the curves of one or more runs",
+    "view": "write a page with the curves and samples of one run, or of two beside each other",
     "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",
     "bench": "run the benchmarks of a source checkout",

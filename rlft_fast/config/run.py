@@ -166,6 +166,8 @@ class Config(Section):
     """Trackers that get the numbers of each step. The files metrics.jsonl and samples.jsonl are always written."""
     log_texts: NonNegativeInt = 0
     """Samples per step whose texts the trackers get, too."""
+    log_tokens_mib: PositiveInt | None = None
+    """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
 
     @model_validator(mode="after")
     def _advantage_has_what_it_needs(self) -> Self:

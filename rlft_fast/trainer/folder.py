@@ -12,8 +12,8 @@ from rlft_fast.trainer.lock import NAME as LOCK
 
 MARKER = "run.json"
 _WRITTEN = (
-    MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "checkpoints", "hf", "best",
-    "tensorboard", "wandb", "mlflow", "mlflow.db",
+    MARKER, "config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "curve.png", "view.html", "tokens",
+    "checkpoints", "hf", "best", "tensorboard", "wandb", "mlflow", "mlflow.db",
 )  # fmt: skip
 
 

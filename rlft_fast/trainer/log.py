@@ -15,6 +15,8 @@ from rich.table import Table
 
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
+from rlft_fast.trainer.tokens import FOLDER as TOKENS
+from rlft_fast.trainer.tokens import remove_tokens_after
 from rlft_fast.trainer.trackers import Tracker
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
@@ -72,17 +74,24 @@ class RunLog:
         return {path.name: path.stat().st_size for path in paths}
 
     def set_aside(self) -> list[str]:
-        """Renames files that hold lines, so that a run can start from the beginning. Returns the new names."""
+        """Renames files that hold lines, and ``tokens``, so that a run can start from the beginning.
+
+        Returns:
+            The new names.
+        """
         found = [name for name in _FILES if (path := self.directory / name).is_file() and path.stat().st_size]
+        if found and (self.directory / TOKENS).is_dir():
+            found.append(TOKENS)
+        names = (*_FILES, TOKENS)
         number = next(
-            n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in _FILES)
+            n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in names)
         )
         for name in found:
             (self.directory / name).rename(self.directory / _numbered(name, number))
         return [_numbered(name, number) for name in found]
 
     def rewind(self, step: int, num_bytes: Mapping[str, int]) -> None:
-        """Removes the lines that an interrupted run wrote after its checkpoint.
+        """Removes the lines and numbers of tokens that an interrupted run wrote after its checkpoint.
 
         An incomplete last line, as after an edit or on a damaged disk, is removed, too.
 
@@ -94,6 +103,7 @@ class RunLog:
             for name in _FILES:
                 with open(self.directory / name, "a+b") as file:
                     file.truncate(_end_of_lines(file, min(num_bytes.get(name, 0), file.tell())))
+            remove_tokens_after(self.directory, step)
         self.progress.update(self.task, completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

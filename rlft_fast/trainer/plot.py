@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PANELS = {
+PANELS = {
     "reward_mean": "Reward, mean",
     "accuracy": "Held-out accuracy",
     "ref_kl": "KL from the initial model",
@@ -42,10 +42,10 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     from matplotlib.figure import Figure
 
     rows_by_run = [read_metrics(run) for run in runs]
-    series = {name: [_series(rows, name) for rows in rows_by_run] for name in _PANELS}
-    names = [name for name in _PANELS if any(steps for steps, _ in series[name])]
+    series = {name: [_series(rows, name) for rows in rows_by_run] for name in PANELS}
+    names = [name for name in PANELS if any(steps for steps, _ in series[name])]
     if not names:
-        raise ValueError(f"nothing to draw: {', '.join(map(str, runs))} hold none of {', '.join(_PANELS)}")
+        raise ValueError(f"nothing to draw: {', '.join(map(str, runs))} hold none of {', '.join(PANELS)}")
     num_columns = 2 if len(names) == 4 else min(len(names), 3)
     num_rows = -(-len(names) // num_columns)
     figure = Figure(figsize=(4.2 * num_columns, 2.9 * num_rows + 0.3), layout="constrained")
@@ -112,7 +112,7 @@ def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:
         else:
             axis.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
             axis.plot(steps, _running_mean(values, reach=len(values) // _NUM_SMOOTHED), color=color, linewidth=1.8)
-    axis.set_title(_PANELS[name], fontsize=10, loc="left")
+    axis.set_title(PANELS[name], fontsize=10, loc="left")
     axis.set_xlabel("step", fontsize=9)
     if name == "accuracy":  # from 0 to 1, or wider if the reward is no share of right answers
         every = [value for _, values in series_by_run for value in values]

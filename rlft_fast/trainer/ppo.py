@@ -40,6 +40,7 @@ from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.phases import Phases
 from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.trainer.tokens import token_columns
 from rlft_fast.world import World, init_distributed
 
 
@@ -51,6 +52,8 @@ class Step(NamedTuple):
     """Of all ranks, by the row of their prompt."""
     metrics: dict[str, float]
     """Also ``seconds`` in all, ``tokens_per_second``, prompts included, and the numbers of `Phases`."""
+    tokens: dict[str, Tensor] | None = None
+    """On the first rank: numbers of each token, see `rlft_fast.trainer.tokens`. None without ``log_tokens_mib``."""
 
 
 class PPOTrainer:
@@ -156,16 +159,30 @@ class PPOTrainer:
         batch = self._with_advantages(batch, self._seed(step))
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
-            batch = batch.select(taught.stopped_B.nonzero().squeeze(1))
+            stopped = taught.stopped_B.nonzero().squeeze(1)
+            batch, taught = batch.select(stopped), taught.select(stopped)
+        outputs: dict[Output, Tensor] = {}
         with self.phases.timed("update"):
-            metrics |= self._update(batch, self._seed(step))
+            metrics |= self._update(batch, self._seed(step), outputs)
         with self.phases.timed("sync"):
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
         num_tokens = num_prompt_tokens + len(samples.token_ids_T)
         metrics |= self.phases.metrics() | self._utilisation(batch)
         seconds = time.perf_counter() - started
-        return Step(prompts, samples, metrics | {"seconds": seconds, "tokens_per_second": num_tokens / seconds})
+        metrics |= {"seconds": seconds, "tokens_per_second": num_tokens / seconds}
+        return Step(prompts, samples, metrics, self._token_columns(samples, taught, batch, outputs))
+
+    def _token_columns(
+        self, samples: Samples, taught: Samples, batch: Batch, outputs: dict[Output, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """What `Step.tokens` holds; the outputs are of the first optimizer step."""
+        if self.config.log_tokens_mib is None or not self.world.is_first:
+            return None
+        algorithm = self.config.algorithm
+        if outputs and algorithm.epochs * algorithm.mini_batches == 1:  # otherwise they are of a part of the batch
+            batch = batch.replace(logprob_T=outputs["logprob"], entropy_T=outputs["entropy"])
+        return token_columns(samples, taught, batch, self.config.log_tokens_mib * 2**20)
 
     def _collect(self, step: int) -> tuple[Prompts, Samples]:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
@@ -292,17 +309,23 @@ class PPOTrainer:
             raise failure or AdvantageError("the advantage failed in another process, which says why")
         return batch
 
-    def _update(self, batch: Batch, seed: int) -> dict[str, float]:
-        """One optimizer step per mini-batch: first all of the critic's, then all of the policy's."""
+    def _update(self, batch: Batch, seed: int, outputs: dict[Output, Tensor]) -> dict[str, float]:
+        """One optimizer step per mini-batch: first all of the critic's, then all of the policy's.
+
+        Args:
+            batch: the rollout.
+            seed: of the mini-batches.
+            outputs: filled with the outputs of the policy's first step where no pass before gave log-probabilities.
+        """
         cut = partial(mini_batches, batch, self.config.algorithm, seed)
         metrics: dict[str, float] = {}
         if self.critic is not None:
             with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
         with self.actor.train_mode():
-            return metrics | self._actor_steps(cut())
+            return metrics | self._actor_steps(cut(), outputs)
 
-    def _actor_steps(self, cut: list[Batch]) -> dict[str, float]:
+    def _actor_steps(self, cut: list[Batch], outputs: dict[Output, Tensor]) -> dict[str, float]:
         """Metrics of the policy's optimizer steps, and the mismatch where no pass before them gave log-probabilities.
 
         The forward of the first step then gives them: in later steps the policy is no longer the one that sampled.
@@ -310,10 +333,10 @@ class PPOTrainer:
         steps: list[dict[str, float]] = []
         found: dict[str, float] = {}
         for mini_batch in cut:
-            outputs: dict[Output, Tensor] | None = None if steps or mini_batch.logprob_T is not None else {}
-            metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=outputs)
+            asked = None if steps or mini_batch.logprob_T is not None else outputs
+            metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=asked)
             steps.append(metrics | self.objective.after_optimizer_step(metrics))
-            if outputs:
+            if asked:
                 found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"]))
         return found | merge_metrics(steps)
 

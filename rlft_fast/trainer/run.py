@@ -28,6 +28,7 @@ from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
 from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.trainer.trackers import TrackedRun, Tracker, require_trackers
 from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
 
@@ -245,6 +246,8 @@ class Run:
                 parts={name: values[i] for name, values in parts.items()},
                 finish_reason="stop" if stopped[i] else "length", weight_version=versions[i],
             )  # fmt: skip
+        if step.tokens is not None:
+            write_tokens(self.directory, number, step.tokens, len(samples))
         if not samples.has_reward_B.any():
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
         elif step.metrics["reward_std"] == 0:

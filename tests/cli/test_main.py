@@ -54,7 +54,7 @@ def test_every_command_has_help(command, capsys):
 
 
 # No command; a misspelt command; commands without their arguments.
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["export"], ["plan"]])
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plot"], ["view"], ["export"], ["plan"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)

@@ -1,0 +1,174 @@
+"""The page in a real browser without a window: what a reader sees, and how soon."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlft_fast.trainer.tokens import write_tokens
+from rlft_fast.view import write_view
+from tests.trainer.test_tokens import columns_of_samples
+from tests.view.test_page import HOSTILE, sample, write_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a Chromium on the PATH (Debian: apt install chromium)")
+_EMPTY = ("meta", "line", "path", "circle", "input", "br", "img")
+
+
+class Element(HTMLParser):
+    """A part of a page: its tag, attributes, parts and texts."""
+
+    def __init__(self, tag: str = "", attributes=()) -> None:
+        super().__init__()
+        self.tag, self.attributes = tag, dict(attributes)
+        self.parts: list[Element | str] = []
+        self.path = [self]
+
+    def handle_starttag(self, tag, attributes):
+        part = Element(tag, attributes)
+        self.path[-1].parts.append(part)
+        if tag not in _EMPTY:
+            self.path.append(part)
+
+    def handle_endtag(self, tag):
+        if tag not in _EMPTY:
+            assert self.path.pop().tag == tag
+
+    def handle_data(self, text):
+        self.path[-1].parts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(part if isinstance(part, str) else part.text for part in self.parts)
+
+    def all(self, wanted: str) -> list["Element"]:
+        """Parts with this tag, ``#id`` or ``.class``."""
+        own = [self.tag, f"#{self.attributes.get('id')}", *(f".{x}" for x in self.attributes.get("class", "").split())]
+        inner = [found for part in self.parts if isinstance(part, Element) for found in part.all(wanted)]
+        return [self, *inner] if wanted in own else inner
+
+    def one(self, wanted: str) -> "Element":
+        return self.all(wanted)[0]
+
+
+def dumped(page: Path, view: str, folder: Path) -> str:
+    """The page as the browser has it after its script has run, without a word of complaint."""
+    command = [
+        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
+        "--enable-logging=stderr", "--window-size=1200,1800", "--dump-dom", f"file://{page}#{view}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    complaints = [line for line in done.stderr.decode(errors="replace").split("\n") if "CONSOLE" in line]
+    assert complaints == []
+    text = done.stdout.decode()
+    assert "data-ready-ms" in text[:500], text[:500]
+    return text
+
+
+def opened(page: Path, view: str, folder: Path) -> Element:
+    root = Element()
+    root.feed(dumped(page, view, folder))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Forty steps; the samples of the last two, with numbers of the tokens of the last."""
+    metrics = [{"step": step, "reward_mean": step / 40, "own": -step} for step in range(1, 41)]
+    samples = [sample(39, text, prompt=text, finish_reason=text, parts={text: 1.0, "b": 2}) for text in HOSTILE]
+    samples += [sample(40, f"answer {i}", prompt=f"question {i // 3}", reward=i / 4) for i in range(5)]
+    folder = write_run(tmp_path_factory.mktemp("view") / "<b>run", samples, metrics)
+    write_tokens(folder, 40, columns_of_samples(), 5)
+    return folder
+
+
+def test_curves_steps_and_samples_are_shown(run, tmp_path):
+    write_view([run], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "", tmp_path)
+    assert page.one("title").text == page.one("#title").text == str(run)
+    (figure,) = page.one("#panels").all("figure")  # the other series is drawn when it is asked for
+    assert [part.text for part in figure.one("figcaption").all("span")] == ["Reward, mean", "1"]
+    assert len(figure.all("path")) == 2  # the points and their running mean
+    assert page.one("summary").text == "1 more series"
+    assert [cell.text for cell in page.one("tbody").one("tr").all("td")] == ["40", "1"]
+    first, second = page.one("#groups").all(".group")
+    assert [first.one(".prompt").text, second.one(".prompt").text] == ["question 0", "question 1"]
+    assert [text.text for text in first.all(".text")] == ["answer 0", "answer 1", "answer 2"]
+    assert [part.text for part in second.all(".reward")] == ["reward0.75", "reward1"]
+
+
+def test_hostile_texts_are_shown_as_texts(run, tmp_path):
+    write_view([run], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "step=39", tmp_path)
+    assert page.one("#step").attributes.get("value", "39") == "39"
+    groups = page.one("#groups")
+    shown = [group.one(".prompt").text for group in groups.all(".group")]
+    expected = [
+        "<script>alert(1)</script>", "</script><!--", "<img src=x onerror=alert(1)>", "{{script}} {{data}}",
+        "\\u2028\\u2029", "\\u0000\\u001b[31mred\\u0007", "\\u202eabc", "\\ud800", "&lt;b&gt; &amp;",
+    ]  # fmt: skip
+    assert shown == expected
+    assert [text.text for text in groups.all(".text")] == shown
+    assert {part.tag for tag in ("script", "img", "b") for part in groups.all(tag)} == set()
+    assert len(page.all("script")) == len(re.findall("<script", (tmp_path / "page.html").read_text()))
+
+
+# What is coloured: all that is known; the tokens that are learned from; the larger numbers alone, 0 being white.
+@pytest.mark.parametrize(
+    ("overlay", "is_colored"),
+    [
+        ("logprob", [1, 0, 1, 0, 0, 1, 1, 1, 1]),
+        ("mask", [1, 0, 1, 0, 1, 1, 1, 1, 1]),
+        ("ratio", [1, 0, 1, 0, *[1] * 5]),
+    ],
+)
+def test_tokens_are_colored(overlay, is_colored, run, tmp_path):
+    write_view([run], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", f"by={overlay}", tmp_path)
+    tokens = [token for text in page.one("#groups").all(".text") for token in text.all("span")]
+    assert [token.text for token in tokens] == [f"[{token}]" for token in (5, 6, 9, 7, 7, 8, 4, 4, 4)]  # no tokenizer
+    strong = [
+        not re.search(r"rgba\(.*, 0\)", style := token.attributes.get("style", "")) and bool(style) for token in tokens
+    ]
+    assert strong == [bool(x) for x in is_colored]
+    assert len(page.one("#legend").parts) == 3
+
+
+def test_two_runs_are_beside_each_other(run, tmp_path):
+    samples = [sample(40, f"other {i}", prompt="question 1") for i in range(2)]
+    other = write_run(tmp_path / "other", samples, [{"step": step, "reward_mean": 0.5} for step in range(1, 11)])
+    write_view([run, other], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "", tmp_path)
+    assert [name.text for name in page.one("#title").all("span")] == [str(run), str(other)]
+    (figure,) = page.one("#panels").all("figure")
+    assert {path.attributes["class"] for path in figure.all("path")} == {"run0", "run1"}
+    first, second = page.one("#groups").all(".group")
+    assert [name.text for name in second.one(".columns").all(".name")] == [str(run), str(other)]
+    assert [text.text for text in second.all(".text")] == ["answer 3", "other 0", "answer 4", "other 1"]
+    assert [len(cell.all(".text")) for cell in first.all(".sample")] == [1, 0] * 3  # the other run has none
+
+
+def test_a_thousand_samples_open_within_a_second(tmp_path):
+    lengths, total = torch.full((1000,), 256, dtype=torch.int32), 256_000
+    generator = torch.Generator().manual_seed(0)
+    numbers = {
+        name: torch.randn(total, generator=generator) for name in ("rollout_logprob_T", "logprob_T", "entropy_T")
+    }
+    columns = {
+        "sample_B": torch.arange(1000, dtype=torch.int32), "length_B": lengths,
+        "token_id_T": torch.randint(50_000, (total,), dtype=torch.int32, generator=generator),
+        "weight_version_T": torch.ones(total, dtype=torch.int32), "mask_T": torch.ones(total, dtype=torch.bool),
+        "advantage_T": torch.zeros(total), **numbers,
+    }  # fmt: skip
+    run = write_run(tmp_path / "run", [sample(1, "word " * 256, prompt=f"question {i // 8}") for i in range(1000)])
+    write_tokens(run, 1, columns, 1000)
+    write_view([run], run / "view.html")
+    pages = [dumped(run / "view.html", "by=entropy", tmp_path) for _ in range(2)]
+    first_sample = pages[0].partition('<div class="text">')[2].partition("</div>")[0]
+    assert first_sample.count("<span") == 256
+    milliseconds = [int(re.findall(r'data-ready-ms="(\d+)"', page)[0]) for page in pages]
+    assert min(milliseconds) <= 1000, milliseconds
