@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rlft_fast.errors import printable
+from rlft_fast.errors import Interrupted, printable
 from rlft_fast.files import fsync
 from rlft_fast.trainer.tokens import FOLDER as TOKENS
 from rlft_fast.trainer.tokens import remove_tokens_after
@@ -22,6 +22,8 @@ from rlft_fast.trainer.trackers import Tracker
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
 _SECONDS_FOR_TRACKERS = 30.0
+# torchrun waits for a stopped process for 30 s in all.
+_SECONDS_OF_STOPPED: dict[type[BaseException] | None, float] = {Interrupted: 5.0, KeyboardInterrupt: 0.0}
 _SKIPPED = ("skipped_steps", "critic_skipped_steps")  # counts of the whole run, shown if they are not 0
 
 
@@ -56,8 +58,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.progress.stop()
-        is_stopped_at_once = kind is KeyboardInterrupt
-        deadline = time.monotonic() + (0 if is_stopped_at_once else _SECONDS_FOR_TRACKERS)
+        deadline = time.monotonic() + _SECONDS_OF_STOPPED.get(kind, _SECONDS_FOR_TRACKERS)
         for tracker in self.trackers:
             tracker.close(max(deadline - time.monotonic(), 0))
 

@@ -201,7 +201,8 @@ class Run:
             tracked = TrackedRun(
                 self.directory, run_id(self.directory) or "", state["step"], self.config.model_dump(mode="json")
             )
-            trackers = [Tracker(name, tracked, self.log.message) for name in self.config.log if name != "jsonl"]
+            names = [name for name in dict.fromkeys(self.config.log) if name != "jsonl"]
+            trackers = [Tracker(name, tracked, self.log.message) for name in names]
             self.log.send_to(trackers, self.config.log_texts)
         return state
 
