@@ -90,7 +90,7 @@ test-vllm: install-vllm
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
-	PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
+	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
 	  tests/integrations tests/rl tests/trainer/test_trackers.py
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.

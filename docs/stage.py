@@ -17,16 +17,16 @@ def stage(folder: Path) -> None:
         folder: for the pages; emptied first.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    tracked = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *STAGED], cwd=ROOT, text=True
-    ).splitlines()
-    for path in map(Path, tracked):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *STAGED]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    paths = [Path(name) for name in names if (ROOT / name).exists()]  # a file may be deleted and not committed yet
+    for path in paths:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
             (folder / path).write_text(_with_pages((ROOT / path).read_text(), path.parent))
         else:
             shutil.copy(ROOT / path, folder / path)
-    for each in {parent for path in map(Path, tracked) for parent in path.parents if parent != Path(".")}:
+    for each in {parent for path in paths for parent in path.parents if parent != Path(".")}:
         if not (folder / each / "README.md").exists():
             (folder / each / "README.md").write_text(_listing(folder / each))
     (folder / "api").mkdir()

@@ -95,8 +95,10 @@ class EvaluationConfig(Section):
     def _sets_and_samples(self) -> Self:
         if isinstance(self.path, dict) and not self.path:
             raise ValueError("path names no held-out set: give a file, or several by name")
-        if wrong := [name for name in self.sets if name and not name.isidentifier()]:
-            raise ValueError(f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores only")
+        if isinstance(self.path, dict) and (wrong := [name for name in self.path if not name.isidentifier()]):
+            raise ValueError(
+                f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
+            )
         if self.samples_per_prompt > 1 and not self.temperature:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but with temperature 0 all answers to a prompt are "

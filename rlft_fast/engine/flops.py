@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rlft_fast.data import Batch
 from rlft_fast.models import PolicyModel, RLModel
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets."""
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
+"""FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -2,20 +2,23 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EvaluationConfig
 from rlft_fast.data import Samples
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.models import load_tokenizer
+from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.trainer.experience import Answers
+from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.prompts import Prompts, load_prompts
-from rlft_fast.world import World, init_distributed
+from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 _STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
 
@@ -102,25 +105,45 @@ def evaluate(config: Config) -> dict[str, float]:
     if config.evaluation is None:
         raise ValueError("the configuration has no evaluation section: give the held-out prompts as evaluation.path")
     world = init_distributed(config.timeout_minutes)
-    tokenizer = load_tokenizer(config.model)
-    judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
-    with contextlib.closing(judge):
+    with naming_lost_ranks(world), contextlib.ExitStack() as stack:
+        world.require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
+        tokenizer = load_tokenizer(config.model)
+        judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
+        stack.callback(judge.close)
         held_out = load_held_out(config, tokenizer)
         for prompts in held_out.values():
             judge.check(prompts, "the held-out data")
+            world.require_agreement("held-out data", prompts.description)
         judge.load_model()
         frozen = config.actor.model_copy(update={"lora": None})
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
+        check_tokens("model", engine, *held_out.values())
+        check_finite("model", engine)
         longest = config.rollout.max_prompt_tokens + config.evaluation.max_new_tokens
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
-        with contextlib.closing(rollout):
-            rollout.sync()
+        stack.callback(rollout.close)
+        rollout.sync()
+        answer = partial(own_answers, rollout, world)
+        return Evaluator(config.evaluation, held_out, judge, answer, config.rollout.stop, config.seed).evaluate()[0]
 
-            def answer(prompts: Prompts, params: SamplingParams, seeds: Seeds | None) -> Answers:
-                return own_answers(rollout, world, prompts, params, seeds)
 
-            evaluator = Evaluator(config.evaluation, held_out, judge, answer, config.rollout.stop, config.seed)
-            return evaluator.evaluate()[0]
+def check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:
+    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
+    num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
+    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
+    if highest >= num_rows:
+        raise ValueError(
+            f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
+            "the policy's folder is of another model, or knows tokens that were added without new embeddings"
+        )
+
+
+def check_finite(key: str, engine: FSDPEngine) -> None:
+    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
+    if bad := engine.non_finite_weights():
+        raise ValueError(
+            f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
+        )
 
 
 def own_answers(

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rlft_fast.errors import Interrupted, printable
+from rlft_fast.errors import printable
 from rlft_fast.files import fsync
 from rlft_fast.trainer.tokens import FOLDER as TOKENS
 from rlft_fast.trainer.tokens import remove_tokens_after
@@ -21,9 +21,8 @@ from rlft_fast.trainer.trackers import Tracker
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
-_SECONDS_FOR_TRACKERS = 30.0
-# torchrun waits for a stopped process for 30 s in all.
-_SECONDS_OF_STOPPED: dict[type[BaseException] | None, float] = {Interrupted: 5.0, KeyboardInterrupt: 0.0}
+# For trackers. torchrun waits for a process 30 s in all after a signal and after the failure of another process.
+_SECONDS_AT_THE_END, _SECONDS_AFTER_A_FAILURE = 30.0, 5.0
 _SKIPPED = ("skipped_steps", "critic_skipped_steps")  # counts of the whole run, shown if they are not 0
 
 
@@ -58,9 +57,10 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.progress.stop()
-        deadline = time.monotonic() + _SECONDS_OF_STOPPED.get(kind, _SECONDS_FOR_TRACKERS)
+        seconds = _SECONDS_AT_THE_END if kind is None else 0 if kind is KeyboardInterrupt else _SECONDS_AFTER_A_FAILURE
+        deadline = time.monotonic() + seconds
         for tracker in self.trackers:
-            tracker.close(max(deadline - time.monotonic(), 0))
+            tracker.close(max(deadline - time.monotonic(), 0), failed=kind is not None)
 
     def send_to(self, trackers: list[Tracker], num_texts: int) -> None:
         """Sends numbers to trackers from here on, and the texts of the first so many samples of each step."""
@@ -117,7 +117,6 @@ class RunLog:
         self._texts = []
         names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
         shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
-        shown = printable(shown)  # the name of a reward part may be a path
         self.progress.update(self.task, completed=step, numbers=shown)
         if self.active and not self.console.is_terminal:
             self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)

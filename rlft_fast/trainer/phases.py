@@ -27,6 +27,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.busy_seconds: dict[str, float] = {}
+        self._restarts = True
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -46,7 +47,7 @@ class Phases:
         """Numbers of all ranks; all ranks must call it together.
 
         ``seconds_*``: this rank's time in a phase [s]. ``memory_gib_*``: the peak of the rank with the highest peak
-        [GiB]. ``idle_share_*``: the share of a phase's work that ranks wait for the slowest rank, on average.
+        [GiB]. ``idle_share_*``: the share of the slowest rank's work in which the other ranks, on average, wait.
         """
         own = {f"{name}.peak_max": float(peak) for name, peak in self.peak_bytes.items()}
         for name, seconds in self.busy_seconds.items():
@@ -63,13 +64,17 @@ class Phases:
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
         else:
-            with contextlib.suppress(OSError):  # no Linux
+            try:
                 _RESET.write_text("5")
+            except OSError:  # no Linux, or a container that forbids it
+                self._restarts = False
 
     def _peak(self) -> int | None:
         """[bytes]; None where the system does not tell."""
         if self.world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.world.device)
+        if not self._restarts:
+            return None
         try:
             (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         except (OSError, ValueError):

@@ -83,7 +83,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is no JSON: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError(f"{place} must be a JSON object with an integer step, got {line[:80]}")

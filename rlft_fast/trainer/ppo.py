@@ -10,20 +10,20 @@ import contextlib
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Samples, cat_samples
 from rlft_fast.engine import FSDPEngine, Output, model_flops, peak_flops
-from rlft_fast.models import load_tokenizer, name_some
+from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, build_rollout, sample_seeds, with_ties
-from rlft_fast.trainer.evaluation import Evaluator, load_held_out, own_answers, own_rows
+from rlft_fast.trainer.evaluation import Evaluator, check_finite, check_tokens, load_held_out, own_answers, own_rows
 from rlft_fast.trainer.experience import (
     Answers,
     build_batch,
@@ -95,8 +95,8 @@ class PPOTrainer:
             config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature, world=world
         ).initialize()
         self._check_support()
-        _check_tokens("model", self.actor, self.prompts, *self.held_out.values())
-        _check_finite("model", self.actor)
+        check_tokens("model", self.actor, self.prompts, *self.held_out.values())
+        check_finite("model", self.actor)
         self.engines = {"actor": self.actor}
         self.critic: FSDPEngine | None = None
         if config.critic is not None:
@@ -106,8 +106,8 @@ class PPOTrainer:
                 config.critic.model or config.model, config.critic,
                 head="value", num_training_steps=num_training_steps, world=world,
             ).initialize()  # fmt: skip
-            _check_tokens("critic.model", self.critic, self.prompts)
-            _check_finite("critic.model", self.critic)
+            check_tokens("critic.model", self.critic, self.prompts)
+            check_finite("critic.model", self.critic)
             self.value_loss = ValueLoss(
                 clip=config.critic.value_clip, aggregation=algorithm.aggregation,
                 max_response_tokens=config.rollout.max_new_tokens,
@@ -206,7 +206,7 @@ class PPOTrainer:
         return self.prompts.select(rows), samples
 
     def _utilisation(self, batch: Batch) -> dict[str, float]:
-        """How much of its arithmetic a device did per second of the update, and of its peak where that is known."""
+        """FLOP/s of a device in the update, and their share of the device's peak where the peak is known."""
         trained = [engine for engine in (self.actor, self.critic) if engine is not None]
         flops = self.config.algorithm.epochs * sum(model_flops(engine.model, batch) for engine in trained)
         flops_per_second = flops / self.phases.seconds["update"] / self.world.size
@@ -376,25 +376,6 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
         ValueError: they cannot be used, see `load_prompts`.
     """
     return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens), load_held_out(config, tokenizer)
-
-
-def _check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:
-    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
-    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
-    if highest >= num_rows:
-        raise ValueError(
-            f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
-            "the policy's folder is of another model, or knows tokens that were added without new embeddings"
-        )
-
-
-def _check_finite(key: str, engine: FSDPEngine) -> None:
-    """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
-    if bad := engine.non_finite_weights():
-        raise ValueError(
-            f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
-        )
 
 
 def _check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import stat
 import warnings
@@ -145,7 +146,7 @@ class Run:
             yield
 
     def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
-        with STOP.listening(self._announce_stop), self.log, self.checkpoints:
+        with self.log, STOP.listening(self._announce_stop), self.checkpoints:
             return self._run_or_save(state)
 
     def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +183,8 @@ class Run:
                 self.log.message(f"logs of a run that saved no checkpoint are kept as {' and '.join(kept)}")
             if not resume:
                 self.checkpoints.clear()
+                if (self.directory / "best" / ".export.json").is_file():
+                    shutil.rmtree(self.directory / "best")
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
             (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         self.world.barrier()
@@ -189,11 +192,13 @@ class Run:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         beginning: dict[str, Any] = {
             "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "before": None, "examples_before": None,
-            "log_bytes": {}, "objective": {}, "best": None,
+            "after": None, "examples_after": None, "num_scored": 0, "log_bytes": {}, "objective": {}, "best": None,
         }  # fmt: skip
         state = beginning | (state or {})
         if state["before"] is None and state.get("accuracy_before") is not None:  # a checkpoint of an early version
             state["before"] = {"accuracy": state["accuracy_before"]}
+        if state["best"] is not None and not self._measure_of_best().items() <= state["best"].items():
+            state["best"] = None
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
@@ -229,7 +234,7 @@ class Run:
             state["tokens"] += round(metrics["tokens_per_second"] * metrics["seconds"])
             self.log.metrics(state["step"], metrics)
             step, done = state["step"], state["step"] == config.steps
-            self._evaluate_if_due(state)
+            self._evaluate_if_due(state)  # before the checkpoint, which then knows of the best policy
             if done or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 self._save(state, asynchronous=config.checkpoint.asynchronous and not done)
         return self._finish(state)
@@ -248,7 +253,10 @@ class Run:
                 finish_reason="stop" if stopped[i] else "length", weight_version=versions[i],
             )  # fmt: skip
         if step.tokens is not None:
-            write_tokens(self.directory, number, step.tokens, len(samples))
+            try:
+                write_tokens(self.directory, number, step.tokens, len(samples))
+            except OSError as error:
+                self.log.message(f"warning: step {number}: numbers of its tokens are not kept: {error}")
         if not samples.has_reward_B.any():
             self.log.message(f"warning: step {number}: the reward function left out every sample; nothing is learned")
         elif step.metrics["reward_std"] == 0:
@@ -290,11 +298,14 @@ class Run:
         return f"step {self.saved_step} is saved in {self.directory}, continue with --resume"
 
     def _evaluate_if_due(self, state: dict[str, Any]) -> None:
-        """Every so many steps, each of them once; the last one has its evaluation at the end of the run."""
+        """Every so many steps, and at the last step; each of them once."""
         evaluation, step = self.config.evaluation, state["step"]
-        due = evaluation is not None and evaluation.every and step % evaluation.every == 0
-        if due and state["evaluated"] < step < self.config.steps:
-            self._evaluate_and_log(state)
+        is_last = step == self.config.steps
+        due = evaluation is not None and (is_last or (evaluation.every and step % evaluation.every == 0))
+        if due and (state["evaluated"] < step or (is_last and state["after"] is None)):
+            state["after"], samples = self._evaluate_and_log(state)
+            state["examples_after"] = self._examples(samples)
+            state["num_scored"] = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
 
     def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[dict[str, float], dict[str, Samples]]:
         metrics, samples = self.trainer.evaluate()
@@ -302,9 +313,18 @@ class Run:
         state["evaluated"] = state["step"]
         name = self.config.checkpoint.best
         if name is not None and (state["best"] is None or metrics[name] > state["best"]["value"]):
-            export_hf(self.trainer.actor, self.directory / "best", overwrite=True)
-            state["best"] = {"step": state["step"], "value": metrics[name]}
+            try:
+                export_hf(self.trainer.actor, self.directory / "best", overwrite=True)
+                state["best"] = {"step": state["step"], "value": metrics[name], **self._measure_of_best()}
+            except CheckpointError as error:  # on all ranks; a copy is no reason to end a run
+                self.log.message(f"warning: the best policy so far, of step {state['step']}, is not kept: {error}")
         return metrics, samples
+
+    def _measure_of_best(self) -> dict[str, Any]:
+        """The number that decides, and how it is measured. Values of another measure are not compared."""
+        evaluation = self.config.evaluation
+        measured = None if evaluation is None else evaluation.model_dump(mode="json", exclude={"every"})
+        return {"name": self.config.checkpoint.best, "measured": measured}
 
     def _examples(self, samples: dict[str, Samples]) -> list[str]:
         """The first answers to the first prompts of the first set."""
@@ -320,18 +340,17 @@ class Run:
             "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
         }
         if self.trainer.held_out:
-            before, (after, samples) = state["before"], self._evaluate_and_log(state)
+            before, after = state["before"], state["after"]
             both = {"before": before, "after": after}
             summary = {f"{name}_{when}": found.get(name) for name in after for when, found in both.items()} | summary
             if (best := state["best"]) is not None:
-                summary |= {"best_step": best["step"], f"{self.config.checkpoint.best}_best": best["value"]}
+                summary |= {"best_step": best["step"], f"{best['name']}_best": best["value"]}
             prompts = next(iter(self.trainer.held_out.values()))
-            rows = zip(prompts.texts, state["examples_before"], self._examples(samples), strict=False)
+            rows = zip(prompts.texts, state["examples_before"], state["examples_after"], strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-            num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
             self.log.message(
                 f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f} "
-                f"on {num_scored} problems, {summary['minutes']:.1f} minutes of training"
+                f"on {state['num_scored']} problems, {summary['minutes']:.1f} minutes of training"
             )
         if self.world.is_first:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -16,6 +16,7 @@ Unknown numbers are NaN. A column without a known number is left out.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def read_tokens(run: Path, step: int) -> tuple[dict[str, np.ndarray], int] | Non
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             num_samples = int((file.metadata() or {})["num_samples"])
         _check(columns, num_samples)
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{path.relative_to(run)} is damaged: {error}") from error
     return columns, num_samples
 
@@ -134,8 +135,8 @@ def _check(columns: Mapping[str, np.ndarray], num_samples: int) -> None:
 def remove_tokens_after(run: Path, step: int) -> None:
     """Removes the files of later steps, and what a kill left incomplete."""
     for path in (run / FOLDER).glob("step_*"):
-        number = path.name.removeprefix("step_").removesuffix(".safetensors")
-        if not number.isdecimal() or int(number) > step:
+        found = re.fullmatch(rf"step_(\d+)\.safetensors({re.escape(TEMPORARY)})?", path.name)
+        if found and (found[2] or int(found[1]) > step):
             path.unlink()
 
 

@@ -45,7 +45,7 @@ class TrackedRun(NamedTuple):
 def _tensorboard(run: TrackedRun) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(run.directory / "tensorboard", purge_step=run.first_step + 1) as writer:
+    with SummaryWriter(run.directory / "tensorboard", purge_step=run.first_step + bool(run.first_step)) as writer:
         writer.add_text("config", _as_code(run.config), run.first_step)
 
         def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
@@ -116,23 +116,32 @@ def _mlflow(run: TrackedRun) -> Iterator[Send]:
         number, run_name=run.directory.name, tags={"rlft_fast.run_id": run.id}
     )  # fmt: skip
     tracked_id = tracked.info.run_id
-    if not found:
-        settings = [Param(name, str(value)) for name, value in flat(run.config)]
+    if found:
+        client.update_run(tracked_id, "RUNNING")
+    else:
+        settings = [Param(_mlflow_name(name), str(value)) for name, value in flat(run.config)]
         for start in range(0, len(settings), 100):  # MLflow takes so many at once
             client.log_batch(tracked_id, params=settings[start : start + 100])
 
     def send(step: int, numbers: Mapping[str, float], texts: Texts) -> None:
         now = round(time.time() * 1000)
-        allowed = {re.sub(r"[^\w\-. /:]", "_", name): value for name, value in numbers.items()}
-        client.log_batch(tracked_id, metrics=[Metric(name, value, now, step) for name, value in allowed.items()])
+        metrics = [Metric(_mlflow_name(name), value, now, step) for name, value in numbers.items()]
+        client.log_batch(tracked_id, metrics=metrics)
         if texts:
             lines = "".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
             client.log_text(tracked_id, lines, f"samples/step_{step:08d}.jsonl")
 
     try:
         yield send
-    finally:
-        client.set_terminated(tracked_id)
+    except BaseException:
+        client.set_terminated(tracked_id, "FAILED")
+        raise
+    client.set_terminated(tracked_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """A name as MLflow admits it: names of rewards may be paths."""
+    return re.sub(r"[^\w\-. /:]", "_", name)
 
 
 _TRACKERS: dict[str, Callable[[TrackedRun], AbstractContextManager[Send]]] = {
@@ -147,10 +156,14 @@ def require_trackers(names: Sequence[str]) -> None:
         ModuleNotFoundError: a package is missing. The message says how it is installed.
     """
     for name in names:
-        if name in _TRACKERS and importlib.util.find_spec(name) is None:
+        if name in _TRACKERS and not _is_installed(name):
             raise ModuleNotFoundError(
                 f"log names {name}, which is not installed: pip install {name}, or leave it out", name=name
             )
+
+
+class _RunFailedError(Exception):
+    """The run ends before its last step."""
 
 
 class Tracker:
@@ -166,7 +179,8 @@ class Tracker:
 
     def __init__(self, name: str, run: TrackedRun, warn: Callable[[str], None]) -> None:
         self.name, self.run, self.warn = name, run, warn
-        self._steps: queue.SimpleQueue[tuple[int, Mapping[str, float], Texts] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[int, Mapping[str, float], Texts] | _RunFailedError | None]
+        self._steps = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -182,9 +196,14 @@ class Tracker:
         if self._thread.is_alive():
             self._steps.put((step, finite, texts))
 
-    def close(self, timeout_s: float) -> None:
-        """Waits until everything is sent, but not longer than the timeout [s]."""
-        self._steps.put(None)
+    def close(self, timeout_s: float, *, failed: bool = False) -> None:
+        """Waits until everything is sent, but not longer than the timeout [s].
+
+        Args:
+            timeout_s: most seconds to wait.
+            failed: the run ends before its last step, which the tracker shows.
+        """
+        self._steps.put(_RunFailedError() if failed else None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self.warn(f"warning: {self.name} has not taken all steps yet, and is left")
@@ -194,9 +213,19 @@ class Tracker:
         try:
             with _TRACKERS[self.name](self.run) as send:
                 while (step := self._steps.get()) is not None:
+                    if isinstance(step, _RunFailedError):
+                        raise step
                     send(*step)
+        except _RunFailedError:
+            pass
         except Exception as error:  # whatever a tracker raises, the run goes on
             self.warn(f"warning: {self.name} gets no numbers from here on: {type(error).__name__}: {error}")
+
+
+def _is_installed(name: str) -> bool:
+    """A folder of this name in the working directory is no package: W&B makes such a folder."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _table(texts: Texts) -> tuple[list[str], list[list[str]]]:

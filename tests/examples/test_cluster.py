@@ -16,7 +16,8 @@ SCRIPT = ROOT / "examples" / "cluster" / "slurm.sh"
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & nodes[$node]=$!; done
-for node in "${nodes[@]}"; do wait "$node"; done
+for node in "${nodes[@]}"; do wait "$node" || failed=1; done
+exit "${failed:-0}"
 """
 SCONTROL = """#!/usr/bin/env bash
 [[ $* == "show hostnames node[0-1]" ]] && printf '127.0.0.1\\nnode1\\n'

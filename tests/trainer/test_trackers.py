@@ -73,21 +73,20 @@ def of_mlflow(run: Path, run_id: str) -> Numbers:
 
 @pytest.fixture(scope="session")
 def trackio_dir(tmp_path_factory):
-    """One folder, because Trackio reads the variable once."""
-    return tmp_path_factory.mktemp("trackio")
+    """One folder, because Trackio reads the variable once: `make test-peers` sets it before TRL imports Trackio."""
+    return Path(os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio"))))
 
 
 @pytest.fixture(autouse=True)
 def offline(trackio_dir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(trackio_dir))  # else in the home folder
     for name in ("WANDB_PROJECT", "TRACKIO_PROJECT", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_has_the_numbers_of_an_interrupted_run(name, tiny_model, tmp_path):
+def test_a_tracker_has_the_numbers_of_a_resumed_run(name, tiny_model, tmp_path):
     model, run = tiny_model("llama"), tmp_path / "run"
     train(toy_config(model, tmp_path, log=["jsonl", name], steps=2))
     run_id = json.loads((run / "run.json").read_text())["id"]
