@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 # A busy machine makes single examples slow, which is no failure.
 hypothesis.settings.register_profile("rlft_fast", deadline=None)
 hypothesis.settings.load_profile("rlft_fast")
+
+# Under nohup a process ignores SIGHUP, and so do the runs that it starts. Tests send them this signal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Without a GPU, Triton kernels run in Triton's interpreter. Triton reads the variable on import, and transformers
 # imports Triton.

@@ -153,7 +153,6 @@ def test_a_terminal_that_is_closed_loses_no_step(model, tmp_path):
     log.touch()
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-m", "rlft_fast", "train", str(config)])
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(comparable(tmp_path / "run")) > 5, log)
