@@ -118,7 +118,7 @@ def _header(unit: str) -> tuple[str, ...]:
 
 
 def _ratios(ours: float, theirs: float, floor: float) -> tuple[str, str]:
-    """Of the whole pass, and of what is possible."""
+    """Our pass beside the pass with their own head, and the lowest ratio that a head can reach."""
     return f"{ours / theirs:.2f}", f"{floor / theirs:.2f}"
 
 

@@ -72,8 +72,8 @@ def check_request(
 def completion_of(sample: Any, weight_version: int) -> Completion:
     """Converts a sample of vLLM to a completion.
 
-    For each token vLLM returns the id and log-probability of the sampled token, then those of the most likely tokens if
-    they were requested. Tokens that the sampler has cut off have log-probability -inf.
+    For each token vLLM returns the id and log-probability of the sampled token. If the most likely tokens were
+    requested, their ids and log-probabilities follow. Tokens that the sampler has cut off have log-probability -inf.
     """
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up a sample: {sample.finish_reason}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import Config, EvaluationConfig
+from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer, name_some
@@ -26,58 +26,51 @@ Answer = Callable[[Prompts, SamplingParams, Seeds | None], Answers]
 """This rank's answers to its share of the prompts."""
 
 
-class Evaluator:
-    """Answers the held-out sets of a run, and scores the answers.
+def evaluate_sets(
+    config: Config, held_out: Mapping[str, Prompts], judge: Judge, answer: Answer
+) -> tuple[dict[str, float], dict[str, Samples]]:
+    """Answers the held-out sets, and scores the answers. All ranks must call it together.
+
+    Answers that are not greedy have the same seeds in each evaluation.
 
     Args:
-        config: the settings of the evaluation.
+        config: of the run.
         held_out: prompts of each set by its name.
         judge: scores the answers.
         answer: samples the answers.
-        stop: texts that end an answer.
-        seed: of answers that are not greedy. Each evaluation has the same seeds.
+
+    Returns:
+        The numbers by the names of `EvaluationConfig.metrics`, and the answers to each set.
+
+    Raises:
+        RewardError: a reward function failed.
+        RolloutError: the generator failed.
     """
+    settings = config.evaluation
+    assert settings is not None
+    params = SamplingParams(
+        n=settings.samples_per_prompt, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature,
+        stop=config.rollout.stop,
+    )  # fmt: skip
+    samples: dict[str, Samples] = {}
+    for i, (name, prompts) in enumerate(held_out.items()):
+        seeds = sample_seeds(config.seed, _STEP_OF_SEEDS + i, own_rows(judge.world, prompts), params.n)
+        samples[name] = judge.score(prompts, answer(prompts, params, seeds))
+    by_set = {name: _metrics(found, params.n) for name, found in samples.items()}
+    named = {f"{key}_{name}": value for name, found in by_set.items() if name for key, value in found.items()}
+    means = {key: sum(found[key] for found in by_set.values()) / len(by_set) for key in next(iter(by_set.values()))}
+    return means | named, samples
 
-    def __init__(
-        self, config: EvaluationConfig, held_out: Mapping[str, Prompts], judge: Judge, answer: Answer,
-        stop: tuple[str, ...], seed: int,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.held_out = held_out
-        self.judge = judge
-        self.answer = answer
-        self.params = SamplingParams(
-            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop=stop
-        )
-        self.seed = seed
 
-    def evaluate(self) -> tuple[dict[str, float], dict[str, Samples]]:
-        """The metrics by the names of `EvaluationConfig.metrics`, and the answers to each set; all ranks together.
-
-        Raises:
-            RewardError: a reward function failed.
-            RolloutError: the generator failed.
-        """
-        samples = {name: self._answers(i, prompts) for i, (name, prompts) in enumerate(self.held_out.items())}
-        by_set = {name: self._metrics(found) for name, found in samples.items()}
-        metrics = {f"{key}_{name}": value for name, found in by_set.items() if name for key, value in found.items()}
-        means = {key: sum(found[key] for found in by_set.values()) / len(by_set) for key in next(iter(by_set.values()))}
-        return means | metrics, samples
-
-    def _answers(self, number: int, prompts: Prompts) -> Samples:
-        rows = own_rows(self.judge.world, prompts)
-        seeds = sample_seeds(self.seed, _STEP_OF_SEEDS + number, rows, self.params.n)
-        return self.judge.score(prompts, self.answer(prompts, self.params, seeds))
-
-    def _metrics(self, samples: Samples) -> dict[str, float]:
-        scored_B = samples.has_reward_B
-        reward_B, row_B = samples.reward_B[scored_B], samples.row_B[scored_B]
-        metrics = {"accuracy": _mean(reward_B)}
-        if self.params.n > 1:
-            rows, place_B = row_B.unique(return_inverse=True)
-            best = reward_B.new_full((len(rows),), -torch.inf).scatter_reduce(0, place_B, reward_B, "amax")
-            metrics[f"pass_at_{self.params.n}"] = _mean(best)
-        return metrics
+def _metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
+    scored_B = samples.has_reward_B
+    reward_B, row_B = samples.reward_B[scored_B], samples.row_B[scored_B]
+    metrics = {"accuracy": _mean(reward_B)}
+    if samples_per_prompt > 1:
+        rows, place_B = row_B.unique(return_inverse=True)
+        best = reward_B.new_full((len(rows),), -torch.inf).scatter_reduce(0, place_B, reward_B, "amax")
+        metrics[f"pass_at_{samples_per_prompt}"] = _mean(best)
+    return metrics
 
 
 def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
@@ -111,9 +104,7 @@ def evaluate(config: Config) -> dict[str, float]:
         judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
         stack.callback(judge.close)
         held_out = load_held_out(config, tokenizer)
-        for prompts in held_out.values():
-            judge.check(prompts, "the held-out data")
-            world.require_agreement("held-out data", prompts.description)
+        check_held_out(held_out, judge)
         judge.load_model()
         frozen = config.actor.model_copy(update={"lora": None})
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
@@ -123,8 +114,14 @@ def evaluate(config: Config) -> dict[str, float]:
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()
-        answer = partial(own_answers, rollout, world)
-        return Evaluator(config.evaluation, held_out, judge, answer, config.rollout.stop, config.seed).evaluate()[0]
+        return evaluate_sets(config, held_out, judge, partial(own_answers, rollout, world))[0]
+
+
+def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
+    """Raises ValueError for prompts that the judge cannot score, or that differ between ranks."""
+    for prompts in held_out.values():
+        judge.check(prompts, "the held-out data")
+        judge.world.require_agreement("held-out data", prompts.description)
 
 
 def check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:

@@ -23,7 +23,15 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, build_rollout, sample_seeds, with_ties
-from rlft_fast.trainer.evaluation import Evaluator, check_finite, check_tokens, load_held_out, own_answers, own_rows
+from rlft_fast.trainer.evaluation import (
+    check_finite,
+    check_held_out,
+    check_tokens,
+    evaluate_sets,
+    load_held_out,
+    own_answers,
+    own_rows,
+)
 from rlft_fast.trainer.experience import (
     Answers,
     build_batch,
@@ -86,9 +94,7 @@ class PPOTrainer:
         self.prompts, self.held_out = load_data(config, self.tokenizer)
         self.judge.check(self.prompts, "the training data")
         world.require_agreement("training data", self.prompts.description)
-        for held_out in self.held_out.values():
-            (self.evaluation_judge or self.judge).check(held_out, "the held-out data")
-            world.require_agreement("held-out data", held_out.description)
+        check_held_out(self.held_out, self.evaluation_judge or self.judge)
         self.judge.load_model()
         num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
         self.actor = FSDPEngine(
@@ -355,12 +361,8 @@ class PPOTrainer:
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[dict[str, float], dict[str, Samples]]:
-        """The numbers of the held-out sets, and the answers to each set by its name, see `Evaluator.evaluate`."""
-        config = self.config
-        assert config.evaluation is not None
-        judge = self.evaluation_judge or self.judge
-        stop = config.rollout.stop
-        return Evaluator(config.evaluation, self.held_out, judge, self._generate, stop, config.seed).evaluate()
+        """The numbers of the held-out sets, and the answers to each set by its name, see `evaluate_sets`."""
+        return evaluate_sets(self.config, self.held_out, self.evaluation_judge or self.judge, self._generate)
 
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""
