@@ -55,6 +55,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   // additions is fixed.
   m.def("multi_tensor_norm_pow(Tensor[] tensors, int[] group_sizes, float norm_type) -> Tensor");
   m.def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
+  m.def("scale_(Tensor(a!) x, Tensor coefficient) -> ()");
 
   // adamw: one pass over all parameters of a (device, dtype, gradient dtype) group. The formula is in csrc/adamw.h.
   // Gradients are only read. lr_tensor replaces lr if it is given. Nothing changes if found_inf is not 0.

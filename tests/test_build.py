@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import rlft_fast
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = sorted(Path(rlft_fast.__file__).parent.glob("_C*.so"))
-PTXAS_LOGS = sorted(ROOT.glob("build/temp*/_C_cuda/**/*.ptxas"))
+CUDA_LIBRARIES = [path for path in LIBRARIES if "_C_cuda" in path.name]
 requires_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm (binutils)")
 
 
@@ -28,22 +29,53 @@ def test_only_the_stable_abi_is_used(library):
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
-@pytest.mark.parametrize("library", [p for p in LIBRARIES if "_C_cuda" in p.name], ids=lambda path: path.name)
+@pytest.mark.parametrize("library", CUDA_LIBRARIES, ids=lambda path: path.name)
 def test_cuda_library_finds_torchs_cuda_symbols(library):
     # libtorch.so is what pulls in libtorch_cuda. The linker drops it unless told not to, for nothing here names it.
     output = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
     assert re.search(r"NEEDED.*\[libtorch\.so\]", output), "link _C_cuda with -Wl,--no-as-needed"
 
 
-@pytest.mark.skipif(not PTXAS_LOGS, reason="the CUDA kernels were not compiled in this tree")
-@pytest.mark.parametrize("log", PTXAS_LOGS, ids=lambda path: path.name)
-def test_no_kernel_spills_registers(log):
-    function, spilling = "", []
-    for line in log.read_text().splitlines():
-        function = line if "Function properties" in line or "Compiling entry" in line else function
-        if any(int(count) for count in re.findall(r"(\d+) bytes spill", line)):
-            spilling.append((function, line.strip()))
-    assert spilling == []
+def find_cuobjdump() -> str | None:
+    """Of the CUDA toolkit, or of Triton, which comes with its own."""
+    triton = find_spec("triton")
+    own = Path(str(triton and triton.origin)).parent / "backends/nvidia/bin/cuobjdump"
+    return shutil.which("cuobjdump") or (str(own) if own.is_file() else None)
+
+
+CUOBJDUMP = find_cuobjdump()
+
+
+def machine_code(library: Path, *options: str) -> str:
+    command = [str(CUOBJDUMP), *options, str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump, of the CUDA toolkit or of Triton")
+@pytest.mark.parametrize("library", CUDA_LIBRARIES, ids=lambda path: path.name)
+def test_no_kernel_spills_registers(library):
+    """Registers that are spilled lie on the stack, which no kernel uses otherwise."""
+    usage = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) ", machine_code(library, "-res-usage"))
+    assert len(usage) > 100
+    assert [name for name, stack in usage if stack != "0"] == []
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump, of the CUDA toolkit or of Triton")
+@pytest.mark.parametrize("library", CUDA_LIBRARIES, ids=lambda path: path.name)
+def test_rows_are_stored_in_vectors(library):
+    """Four elements at a time, and single elements only at a row's end."""
+    listing = machine_code(library, "-arch", "sm_90a", "-sass")
+    found = {}
+    for function in listing.split("Function : ")[1:]:
+        name = function.split(maxsplit=1)[0]
+        # grad_kernel<entropy, aligned, Out> and frozen_kernel<aligned, Out>
+        if kernel := re.search(r"(grad_kernelILb[01]E|frozen_kernelI)Lb1E(f|6__half|13__nv_bfloat16)E", name):
+            found[kernel[0]] = re.findall(r"STG\.E(?:\.(\w+))? ", function), kernel[2] == "f"
+    assert len(found) == 9
+    for name, (stores, is_float) in found.items():
+        num_vectors = 2 if "grad" in name else 8  # of 8 and of 32 elements
+        assert stores.count("128" if is_float else "64") == num_vectors, name
+        assert is_float or stores.count("U16") == 4 * num_vectors, name
 
 
 def build_error(path: str, python_path: str, **environment: str) -> str:
@@ -82,7 +114,7 @@ def test_missing_torch_is_one_sentence(tmp_path):
     assert re.fullmatch(r"rlft_fast needs torch >= 2\.11 installed before it is built: .*\.", message)
 
 
-@pytest.mark.skipif(not PTXAS_LOGS, reason="the CUDA kernels were not compiled in this tree")
+@pytest.mark.skipif(not CUDA_LIBRARIES, reason="the CUDA kernels were not compiled")
 def test_a_wrong_compute_capability_is_one_sentence(tmp_path):
     """`make gpu-rehearsal` builds for a right one."""
     message = build_error(os.environ["PATH"], str(tmp_path), RLFT_FAST_CUDA_ARCHS="90a sm_80")
@@ -111,7 +143,7 @@ def test_links_of_a_release_lead_into_its_repository(tmp_path):
     assert f"Project-URL: Source, {repository}" in text
 
 
-@pytest.mark.skipif(not PTXAS_LOGS, reason="the CUDA kernels were not compiled in this tree")
+@pytest.mark.skipif(not CUDA_LIBRARIES, reason="the CUDA kernels were not compiled")
 def test_the_cuda_distribution_needs_the_other_of_its_version(tmp_path):
     lines = package_metadata(tmp_path, RLFT_FAST_CUDA_ONLY="1").splitlines()
     assert "Name: rlft_fast-cuda" in lines

@@ -111,7 +111,7 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[st
         synchronise()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[2:])
-    flops, peak = model_flops(engine.model, batch), peak_flops(DEVICE)
+    flops, peak = model_flops(engine.model).of(batch), peak_flops(DEVICE)
     return {
         "shape": shape, "compiled": compiled, "layers": f"{num_layers} of {SHAPES[shape][2]}",
         "tokens": batch.num_tokens,

@@ -133,14 +133,14 @@ def sweep_tasks(shape: tuple[int, int, int]) -> Iterator[Task]:
 def _with_tiles(rows: int | None, columns: int | None, run: Callable[[], object]) -> object:
     with ExitStack() as stack:
         if rows is not None:
-            stack.enter_context(_set(workspace, "GPU_LOGIT_ROWS", rows))
+            stack.enter_context(_set(workspace, "gpu_logit_rows", lambda dim: rows))
         if columns is not None:
             stack.enter_context(_set(tiles, "GPU_TILE_COLUMNS", columns))
         return run()
 
 
 @contextmanager
-def _set(module: Any, name: str, value: int) -> Iterator[None]:
+def _set(module: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(module, name)
     setattr(module, name, value)
     try:

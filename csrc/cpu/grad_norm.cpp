@@ -3,6 +3,7 @@
 //   multi_tensor_norm_pow   one float64 for each group of neighbours in the list: sum_i |g_i|^p, or max_i |g_i| if
 //                           p = inf (NaN wins)
 //   multi_tensor_scale_     g_i <- g_i * coefficient, in place; no element is touched if the coefficient is exactly 1
+//   scale_                  the same for one tensor
 //
 // Tensors are cut into pieces of fixed size. Each piece has one partial sum, and the partial sums are added in order,
 // so the result does not depend on the number of threads. The norm reads every element once. Scaling reads and writes
@@ -123,10 +124,13 @@ void multi_tensor_scale_(const std::vector<Tensor>& tensors, const Tensor& coeff
   });
 }
 
+void scale_(const Tensor& x, const Tensor& coefficient) { multi_tensor_scale_({x}, coefficient); }
+
 }  // namespace
 }  // namespace rlft
 
 STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CPU, m) {
   m.impl("multi_tensor_norm_pow", TORCH_BOX(&rlft::multi_tensor_norm_pow));
   m.impl("multi_tensor_scale_", TORCH_BOX(&rlft::multi_tensor_scale_));
+  m.impl("scale_", TORCH_BOX(&rlft::scale_));
 }

@@ -9,6 +9,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
+#include "checks.h"
 #include "memory.h"
 #include "stable.h"
 
@@ -26,13 +27,12 @@ float* mutable_float(const Tensor& t) { return static_cast<float*>(t.mutable_dat
 float* mutable_float_or_null(const std::optional<Tensor>& t) { return t.has_value() ? mutable_float(*t) : nullptr; }
 
 double* mutable_double_or_null(const std::optional<Tensor>& t) {
-  if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Double, "sum_logits must be float64");
-  return static_cast<double*>(t->mutable_data_ptr());
+  return t.has_value() ? static_cast<double*>(t->mutable_data_ptr()) : nullptr;
 }
 
-Upstream make_upstream(const Tensor& max, const Tensor& log_sum, const std::optional<Tensor>& entropy,
+Upstream make_upstream(int64_t rows, const Tensor& max, const Tensor& log_sum, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprob, const std::optional<Tensor>& grad_entropy) {
+  check_upstream(rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   return {static_cast<const float*>(max.const_data_ptr()), static_cast<const float*>(log_sum.const_data_ptr()),
           float_or_null(entropy), static_cast<const float*>(grad_logprob.const_data_ptr()),
           float_or_null(grad_entropy)};
@@ -67,11 +67,6 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
                int64_t vocab_start, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
                double scale) {
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float, "logits must be float32");
-  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.size(0) == rows && target.is_contiguous(),
-                  "target must be a contiguous int64 tensor with one entry per row of logits");
-  STD_TORCH_CHECK(inv_temperature.size(0) == 1 || inv_temperature.size(0) == rows,
-                  "inv_temperature must hold one value, or one per row of logits");
-  STD_TORCH_CHECK(!bias.has_value() || bias->is_contiguous(), "bias must be contiguous");
   return {
       .logits = static_cast<const float*>(logits.const_data_ptr()),
       .out = static_cast<float*>(logits.mutable_data_ptr()),
@@ -89,8 +84,10 @@ Tile make_tile(const Tensor& logits, int64_t rows, int64_t columns, int64_t stri
 // `out` receives results of the tile's shape. It may be the memory of the logits.
 Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
                const Tensor& inv_temperature, double softcap, double scale, const Tensor& out) {
-  STD_TORCH_CHECK(logits.dim() == 2 && (logits.size(1) == 1 || logits.stride(1) == 1),
-                  "logits must be a (rows, columns) tile with contiguous rows");
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must be a (rows, columns) tile");
+  check_matrix("logits", logits, logits.size(0), logits.size(1));
+  check_matrix("results", out, logits.size(0), logits.size(1));
+  check_problem(logits.size(0), logits.size(1), target, bias, inv_temperature);
   STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.stride(0) == logits.stride(0),
                   "results of the tile must be float32 and lie as the logits do");
   Tile tile = make_tile(logits, logits.size(0), logits.size(1), logits.stride(0), target, vocab_start, bias,
@@ -104,6 +101,7 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
                     std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
                     std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, logits);
+  check_stats(tile.rows, max, sum_exp, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
   const StatsOut out{mutable_float(max),
                      mutable_float(sum_exp),
                      mutable_float_or_null(sum_exp_shift),
@@ -118,6 +116,8 @@ void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::opt
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
                      Tensor exp_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, exp_logits);
+  check_stats(tile.rows, max, sum_exp, std::nullopt, std::nullopt, target_logit, std::nullopt);
+  check_frozen(tile.rows, sum_others, target_slope, accumulator);
   const FrozenOut out{
       .stats = {mutable_float(max), mutable_float(sum_exp), nullptr, nullptr, mutable_float(target_logit)},
       .sum_others = mutable_float(sum_others),
@@ -132,7 +132,7 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
                    std::optional<Tensor> entropy, Tensor grad_logprob, std::optional<Tensor> grad_entropy,
                    Tensor grad_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, grad_logits);
-  const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
+  const Upstream upstream = make_upstream(tile.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   torch::stable::parallel_for(0, tile.rows, 1,
                               [&](int64_t begin, int64_t end) { grad_rows(tile, upstream, begin, end); });
 }
@@ -174,9 +174,15 @@ struct Chunk {
 Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logits, int64_t tile_columns,
                  const Tensor& target, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
                  double scale) {
+  STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) &&
+                      hidden.scalar_type() == ScalarType::Float,
+                  "hidden must be a float32 matrix, and weight must have as many columns");
   const int64_t rows = hidden.size(0);
-  STD_TORCH_CHECK(logits.numel() >= rows * weight.size(0), "logits must have room for rows x vocabulary");
-  STD_TORCH_CHECK(tile_columns % kBlock == 0, "tiles must be multiples of ", kBlock, " columns, got ", tile_columns);
+  check_problem(rows, weight.size(0), target, bias, inv_temperature);
+  STD_TORCH_CHECK(logits.dim() == 1 && logits.is_contiguous() && logits.numel() >= rows * weight.size(0),
+                  "logits must have room for rows x vocabulary");
+  STD_TORCH_CHECK(tile_columns > 0 && tile_columns % kBlock == 0, "tiles must be multiples of ", kBlock,
+                  " columns, got ", tile_columns);
   return {hidden, weight, logits, tile_columns,
           make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
 }
@@ -186,6 +192,7 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
                           Tensor sum_exp, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
+  check_stats(rows, max, sum_exp, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
   std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // (blocks, kNumStats, rows)
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
@@ -223,7 +230,10 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
                          std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
                          std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
-  const Upstream upstream = make_upstream(max, log_sum, entropy, grad_logprob, grad_entropy);
+  const Upstream upstream = make_upstream(chunk.whole.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
+  if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
+  if (grad_weight) check_contiguous("grad_weight", *grad_weight, weight.size(0), weight.size(1));
+  check_vector("grad_bias", grad_bias, weight.size(0));
   const int64_t tiles = chunk.num_tiles();
   const int64_t parts = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
   Tensor part_hidden = torch::stable::new_zeros(hidden, {grad_hidden ? parts : 0, hidden.size(0), hidden.size(1)});

@@ -4,6 +4,7 @@
 //                           p = inf (nan wins). Every element is read once, in two launches.
 //   multi_tensor_scale_     g_i <- g_i * coefficient, in place; no element is touched if the coefficient on the device
 //                           is exactly 1. Every element is read and written once, in one launch.
+//   scale_                  the same for one tensor. It needs no table, so that a CUDA graph can record it.
 //
 // The tensors are cut into chunks by chunks.cuh.
 //
@@ -121,28 +122,43 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
 
+// Scales a chunk. All threads of the block take part.
+template <class T>
+__device__ void scale_chunk(T* data, int64_t numel, Compute<T> factor) {
+  using C = Compute<T>;
+  constexpr int kSize = Vector<T>::kSize;
+  const int64_t head = unaligned_head(data, numel);
+  const int64_t vectors = (numel - head) / kSize;
+  const int64_t tail = head + vectors * kSize;
+  auto* vector = reinterpret_cast<Vector<T>*>(data + head);
+  for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
+    Vector<T> x = vector[v];
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) x.element[k] = static_cast<T>(static_cast<C>(x.element[k]) * factor);
+    vector[v] = x;
+  }
+  const int64_t edge = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;
+  if (edge < numel) data[edge] = static_cast<T>(static_cast<C>(data[edge]) * factor);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     scale_chunks(Table table, const float* __restrict__ coefficient) {
-  using C = Compute<T>;
-  constexpr int kSize = Vector<T>::kSize;
-  const C factor = *coefficient;
-  if (factor == C(1)) return;
+  const Compute<T> factor = *coefficient;
+  if (factor == 1) return;
   for (int64_t index = blockIdx.x; index < table.chunks; index += gridDim.x) {
     const Chunk chunk = table.find(index);
-    T* data = table.at<T>(0, chunk);
-    const int64_t head = unaligned_head(data, chunk.numel);
-    const int64_t vectors = (chunk.numel - head) / kSize;
-    const int64_t tail = head + vectors * kSize;
-    auto* vector = reinterpret_cast<Vector<T>*>(data + head);
-    for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
-      Vector<T> x = vector[v];
-#pragma unroll
-      for (int k = 0; k < kSize; ++k) x.element[k] = static_cast<T>(static_cast<C>(x.element[k]) * factor);
-      vector[v] = x;
-    }
-    const int64_t edge = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;
-    if (edge < chunk.numel) data[edge] = static_cast<T>(static_cast<C>(data[edge]) * factor);
+    scale_chunk(table.at<T>(0, chunk), chunk.numel, factor);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    scale_one(T* data, int64_t numel, const float* __restrict__ coefficient) {
+  const Compute<T> factor = *coefficient;
+  if (factor == 1) return;
+  for (int64_t begin = blockIdx.x * kChunk; begin < numel; begin += gridDim.x * kChunk) {
+    scale_chunk(data + begin, min(kChunk, numel - begin), factor);
   }
 }
 
@@ -203,11 +219,15 @@ Tensor multi_tensor_norm_pow(const std::vector<Tensor>& tensors, const std::vect
   return out;
 }
 
+void check_coefficient(const Tensor& coefficient, const Tensor& of) {
+  STD_TORCH_CHECK(
+      coefficient.device() == of.device() && coefficient.numel() == 1 && coefficient.scalar_type() == ScalarType::Float,
+      "coefficient must be one float32 on the tensors' device");
+}
+
 void multi_tensor_scale_(const std::vector<Tensor>& tensors, const Tensor& coefficient) {
   if (tensors.empty()) return;
-  STD_TORCH_CHECK(coefficient.device() == tensors[0].device() && coefficient.numel() == 1 &&
-                      coefficient.scalar_type() == ScalarType::Float,
-                  "coefficient must be one float32 on the tensors' device");
+  check_coefficient(coefficient, tensors[0]);
   check_same(tensors);
   const Launcher launch(tensors[0]);
   const OwnedTable owned = make_table({&tensors});
@@ -218,10 +238,23 @@ void multi_tensor_scale_(const std::vector<Tensor>& tensors, const Tensor& coeff
   });
 }
 
+void scale_(const Tensor& x, const Tensor& coefficient) {
+  check_coefficient(coefficient, x);
+  check_same({x});
+  if (x.numel() == 0) return;
+  const Launcher launch(x);
+  const int64_t blocks = std::min(blocks_for(x.numel(), kChunk), device_blocks(kBlocksPerMultiprocessor));
+  dispatch(x.scalar_type(), [&]<class T>(T*) {
+    launch(scale_one<T>, blocks, kThreads, static_cast<T*>(x.mutable_data_ptr()), x.numel(),
+           static_cast<const float*>(coefficient.const_data_ptr()));
+  });
+}
+
 }  // namespace
 }  // namespace rlft
 
 STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CUDA, m) {
   m.impl("multi_tensor_norm_pow", TORCH_BOX(&rlft::multi_tensor_norm_pow));
   m.impl("multi_tensor_scale_", TORCH_BOX(&rlft::multi_tensor_scale_));
+  m.impl("scale_", TORCH_BOX(&rlft::scale_));
 }

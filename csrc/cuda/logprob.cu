@@ -16,8 +16,10 @@
 // left to right. A row therefore has the same bits in one launch and in several tiles, if the tiles are multiples of
 // kBlock. There are no atomics and no host syncs.
 #include <cmath>
+#include <cstring>
 #include <optional>
 
+#include "checks.h"
 #include "cuda/dtypes.cuh"
 #include "cuda/launch.cuh"
 #include "row_stats.h"
@@ -131,6 +133,25 @@ __device__ void convert(float value, float& out) { out = value; }
 __device__ void convert(float value, __nv_bfloat16& out) { out = __float2bfloat16_rn(value); }
 __device__ void convert(float value, __half& out) { out = __float2half_rn(value); }
 
+// Stores a vector of elements at an aligned address as one access. nvcc makes one store per element of a plain
+// assignment beside the guarded stores of a row's end.
+template <class Out>
+__device__ void store_vector(const Word<Out>& word, Out* at) {
+#ifdef __CUDA_ARCH__
+  unsigned bits[sizeof(word) / 4];
+  memcpy(bits, &word, sizeof(word));
+  if constexpr (sizeof(word) == 16)
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(bits[0]),
+                 "r"(bits[1]), "r"(bits[2]), "r"(bits[3])
+                 : "memory");
+  else
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(bits[0]), "r"(bits[1])
+                 : "memory");
+#else
+  *reinterpret_cast<Word<Out>*>(at) = word;
+#endif
+}
+
 template <bool kAligned, int kCount, class Out>
 __device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t columns, Out* row) {
 #pragma unroll
@@ -140,7 +161,7 @@ __device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t
 #pragma unroll
     for (int i = 0; i < kVector; ++i) convert(value[k + i], word.element[i]);
     if (kAligned && column + kVector <= columns) {
-      *reinterpret_cast<Word<Out>*>(row + column) = word;
+      store_vector(word, row + column);
     } else {
 #pragma unroll
       for (int i = 0; i < kVector; ++i)
@@ -327,17 +348,14 @@ const float* floats(const std::optional<Tensor>& t) { return t.has_value() ? flo
 float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 float* mutable_floats(const std::optional<Tensor>& t) { return t.has_value() ? mutable_floats(*t) : nullptr; }
 double* mutable_doubles(const std::optional<Tensor>& t) {
-  if (!t.has_value()) return nullptr;
-  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Double, "sum_logits must be float64");
-  return static_cast<double*>(t->mutable_data_ptr());
+  return t.has_value() ? static_cast<double*>(t->mutable_data_ptr()) : nullptr;
 }
 
 Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, const std::optional<Tensor>& bias,
                const Tensor& inv_temperature, double softcap, double scale) {
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2, "logits must be a float32 tile");
-  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long && target.is_contiguous(),
-                  "target must be a contiguous int64 tensor");
-  STD_TORCH_CHECK(!bias.has_value() || bias->is_contiguous(), "bias must be contiguous");
+  check_matrix("logits", logits, logits.size(0), logits.size(1));
+  check_problem(logits.size(0), logits.size(1), target, bias, inv_temperature);
   return {
       .logits = floats(logits),
       .rows = logits.size(0),
@@ -364,6 +382,7 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
                     std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
                     std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  check_stats(tile.rows, max, sum_exp, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
   const StatsOut out{mutable_floats(max),           mutable_floats(sum_exp),
@@ -386,6 +405,8 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
                    std::optional<Tensor> entropy, Tensor grad_logprob, std::optional<Tensor> grad_entropy,
                    Tensor grad_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  check_upstream(tile.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
+  check_matrix("grad_logits", grad_logits, tile.rows, tile.columns);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
   const Upstream upstream{floats(max), floats(log_sum), floats(entropy), floats(grad_logprob), floats(grad_entropy)};
@@ -406,6 +427,9 @@ void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::opt
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
                      Tensor exp_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
+  check_stats(tile.rows, max, sum_exp, std::nullopt, std::nullopt, target_logit, std::nullopt);
+  check_frozen(tile.rows, sum_others, target_slope, accumulator);
+  check_matrix("exp_logits", exp_logits, tile.rows, tile.columns);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
   const FrozenOut frozen{

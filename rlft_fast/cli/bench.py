@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,13 +17,20 @@ _OPTIONS = ("--benchmark-only", "--benchmark-columns=median,iqr,rounds", "--disa
 def run(arguments: list[str]) -> int:
     parser = Parser(
         prog="rlft-fast bench",
-        usage="rlft-fast bench [PYTEST OPTIONS]",
+        usage="rlft-fast bench [PYTEST OPTIONS]\n       rlft-fast bench --predict h200 [T,D,V ...] [--output FOLDER]",
         description="Run the benchmarks of a source checkout with pytest-benchmark: time, and peak memory beyond "
-        "inputs and outputs. Options go to pytest: -k planning picks some, --benchmark-json=FILE keeps the numbers.",
+        "inputs and outputs. Options go to pytest: -k planning picks some, --benchmark-json=FILE keeps the numbers. "
+        "--predict counts what the head's ways do on a GPU that is not here, and predicts their time.",
         allow_abbrev=False,
     )
-    _, pytest_options = parser.parse_known_args(arguments)
+    parser.add_argument("--predict", metavar="DEVICE", help="such as h200")
+    args, pytest_options = parser.parse_known_args(arguments)
     files = benchmark_files()
+    if args.predict is not None:
+        folder = next(file.parent for file in files[0].parents if file.name == "benchmarks")
+        command = [sys.executable, "-m", "benchmarks.ops.predict", args.predict, *pytest_options]
+        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     if find_spec("pytest") is None or find_spec("pytest_benchmark") is None:
         raise ImportError("the benchmarks need pytest and pytest-benchmark: pip install 'rlft_fast[dev]'")
     import pytest

@@ -145,6 +145,8 @@ def list_results() -> list[Tensor]:
     steps = [torch.zeros(()) for _ in sizes]
     norms = [KERNELS.multi_tensor_norm_pow(lists[0], [2, 3, 1], p) for p in (2.0, 3.0, torch.inf)]
     KERNELS.multi_tensor_scale_(lists[1], torch.tensor(0.3))
+    for x in lists[2]:
+        KERNELS.scale_(x, torch.tensor(0.3))
     KERNELS.multi_tensor_adamw_(*lists, [], steps, 1e-3, None, 0.9, 0.99, 0.1, 1e-8, torch.tensor(0.5), None)
     return [*norms, *(x for tensors in lists for x in tensors), *steps]
 

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.support import fake_gpu
+from benchmarks.support import fake_gpu
 
 fake_gpu.install()  # before the tests' modules look for a GPU
 fake_gpu.interpret_triton()

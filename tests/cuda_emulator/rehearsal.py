@@ -27,7 +27,7 @@ class Event:
 
 
 def install_device() -> None:
-    from tests.support import fake_gpu  # before torch, which asks once whether there is a GPU
+    from benchmarks.support import fake_gpu  # before torch, which asks once whether there is a GPU
 
     import torch  # isort: skip
 

@@ -41,7 +41,7 @@ def test_too_few_gpus_are_refused():
 def test_a_process_beside_one_of_torchrun_has_a_store_of_its_own(monkeypatch):
     """Processes of torchrun use a store that torchrun keeps. vLLM's processes would wait for it forever."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with _environment(_process_environment(World(), VLLMConfig(process="separate"), "shared_memory")):
+    with _environment(_process_environment(World(), VLLMConfig(process="separate"), "socket")):
         store, rank, world_size = next(dist.rendezvous("tcp://127.0.0.1:0", 0, 1, timeout=timedelta(seconds=5)))
         store.set("own", "yes")
         assert (store.get("own"), rank, world_size) == (b"yes", 0, 1)

@@ -21,10 +21,10 @@ _RANGE = f"from {_SMALLEST:.1e} to {1 / _SMALLEST:.1e}"
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Raises ValueError for what is no plain tensor; None stands for an optional one that is not given."""
+    """Raises TypeError if an argument is no tensor, and ValueError if it is a DTensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor. Under FSDP2 call "
@@ -110,11 +110,11 @@ def check_number(name: str, value: Any, kind: type = Real) -> None:
 
 
 def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
-    """Raises ValueError unless every argument is a tensor of one value per token."""
+    """Raises TypeError for what is no tensor, and ValueError for a tensor that is not one value per token."""
     for i, values in enumerate(per_token):
         expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
         if not isinstance(values, Tensor):
-            raise ValueError(f"{expected}, got {type(values).__name__}")
+            raise TypeError(f"{expected}, got {type(values).__name__}")
         if values.shape != target_T.shape or values.device != target_T.device:
             raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
 

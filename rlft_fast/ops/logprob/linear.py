@@ -71,7 +71,7 @@ def linear_logprob(
             ``threshold_T`` or ``vocab_group``.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
             vocabulary raises on the CPU; on a device, which would have to be waited for, its row gives nan, and raises
-            with the environment variable ``RLFT_FAST_DEBUG=1``.
+            with the environment variable ``RLFT_FAST_DEBUG=1``. Under ``torch.compile`` its row gives nan.
         bias_V: (V,) projection bias.
         temperature: sampling temperature, one number or a (T,) tensor (not differentiated).
         softcap: logit soft-capping (Gemma), None for none.
@@ -100,7 +100,7 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes, devices or option values that do not fit.
-        TypeError: unsupported or mixed dtypes.
+        TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
@@ -195,7 +195,7 @@ def linear_logprob_loss(
 
     Raises:
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
-        TypeError: unsupported or mixed dtypes.
+        TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
@@ -236,6 +236,11 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
 
 
 def _group_name(group: ProcessGroup | None) -> str:
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"vocab_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}: take it from "
+            "torch.distributed.new_group, or from a mesh by get_group"
+        )
     return "" if group is None else group.group_name
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlft_fast.ops import library
 from rlft_fast.ops.logprob.checks import check_losses, check_row_fits, check_shards
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import LossFunction
@@ -134,7 +135,7 @@ class _LargeGemms:
         self.weight = operand(problem.weight_VD)
         hidden, num_rows, device_type = problem.hidden_TD, problem.num_active, problem.device_type
         distance = padded_columns(problem.vocab)
-        limit, group_limit = group_limits(widest, self.weight.dtype, device_type, workspace_mib)
+        limit, group_limit = group_limits(hidden.shape[1], widest, self.weight.dtype, device_type, workspace_mib)
         self.groups = [
             [
                 _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
@@ -258,12 +259,25 @@ class Loss(Way):
         grad_loss = grads[0]
         if grad_loss is None:
             return None, None, None
-        # A CPU multiplies by a () tensor in float32. A GPU rounds it to bfloat16 first, but not a (1,) tensor, which
-        # would cost a CPU float32 copies.
-        scale = grad_loss.reshape(1) if grad_loss.is_cuda else grad_loss
         # In place: a second dweight would be the largest tensor of the step. A second backward through the same graph
         # therefore raises autograd's "modified by an inplace operation".
-        return wanted(tuple(grad.mul_(scale) for grad in ctx.saved_tensors), ctx.computed)
+        return wanted(tuple(_scaled_(grad, grad_loss) for grad in ctx.saved_tensors), ctx.computed)
+
+
+def _scaled_(x: Tensor, factor: Tensor) -> Tensor:
+    """The tensor itself, multiplied by a () float32; nothing is read where that is 1, which the host need not know."""
+    is_differentiated = torch.is_grad_enabled() and factor.requires_grad  # which autograd has to see, and to refuse
+    if is_differentiated or (x.is_cuda and not library.has_cuda_kernels):
+        return x.mul_(factor.reshape(1) if x.is_cuda else factor)  # a () factor would be rounded to bfloat16 first
+    torch.ops.rlft_fast.scale_(x, factor)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(x)
+    return x
+
+
+@torch.library.register_fake("rlft_fast::scale_")
+def _(x, coefficient):
+    return None
 
 
 def _divide(problem: Problem, grads: Gradients, widest: int) -> _ThreadTiles | _LargeGemms:

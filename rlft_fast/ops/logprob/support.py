@@ -81,8 +81,8 @@ def support_logprob(
 
     Raises:
         ValueError: not one of support and threshold; shapes, devices or option values that do not fit; (on the CPU) ids
-            outside the vocabulary; or a workspace too small for one row's support.
-        TypeError: unsupported or mixed dtypes.
+            outside the vocabulary or twice in a row; or a workspace too small for one row's support.
+        TypeError: unsupported or mixed dtypes, or no tensors.
     """
     if (support_TK is None) == (threshold_T is None):
         got = "neither" if support_TK is None else "both"
@@ -171,6 +171,14 @@ def _check_support(support: Tensor, problem: Problem) -> None:
             f"support_TK holds ids from {int(support.min())} to {int(support.max())}, outside the vocabulary of "
             f"{weight.shape[0]} tokens; -1 fills up"
         )
+    if looks_at(support):
+        ids = support.sort(dim=1).values
+        twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).nonzero()
+        if len(twice):
+            row, column = twice[0].tolist()
+            raise ValueError(
+                f"support_TK holds the id {int(ids[row, column])} twice in row {row}: its probability would count twice"
+            )
 
 
 # ---- logits of gathered weight rows ---------------------------------------------------------------------------------

@@ -31,8 +31,10 @@ _ALIGNED_COLUMNS = 64  # 128 bytes of bfloat16: a line of the cache, and more th
 # Rows of logits at a time in the loss. On a CPU a GEMM of 128 rows takes a quarter longer per row than a GEMM of all
 # rows, 336 rows a tenth, 416 rows a twentieth; more rows gain little. At (1024, 896, 151936) and (2048, 576, 49152).
 CPU_LOGIT_ROWS = 480
-# On a GPU these rows fill a GEMM over the vocabulary, and are few beside the dlogits of all rows.
+# On a GPU these rows fill a GEMM over the vocabulary, and are few beside the dlogits of all rows. Where hidden states
+# are narrow, a chunk's GEMM is short beside its launches, and a chunk has twice the rows.
 GPU_LOGIT_ROWS = 512
+_NARROW_HIDDEN = 2048
 ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
 
 
@@ -130,6 +132,11 @@ def tile_shape(num_rows: int, like: Tensor, workspace_mib: int) -> tuple[int, in
         return rounded_rows(logits // TILE_COLUMNS, "cpu"), TILE_COLUMNS
     columns = min(max(logits // max(num_rows, 1) // _GPU_BLOCK * _GPU_BLOCK, _GPU_BLOCK), GPU_TILE_COLUMNS)
     return rounded_rows(logits // columns, "cuda"), columns
+
+
+def gpu_logit_rows(dim: int) -> int:
+    """Most rows of logits at a time in the loss on a GPU."""
+    return 2 * GPU_LOGIT_ROWS if dim < _NARROW_HIDDEN else GPU_LOGIT_ROWS
 
 
 def rounded_columns(limit: int, like: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, GPU_LOGIT_ROWS, ROW_MULTIPLE, padded_columns, rounded_rows
+from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, ROW_MULTIPLE, gpu_logit_rows, padded_columns, rounded_rows
 
 
 def default_workspace_mib(num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
@@ -16,18 +16,18 @@ def default_workspace_mib(num_rows: int, dim: int, vocab: int, dtype: torch.dtyp
     if device_type == "cpu":
         return max(-(-4 * CPU_LOGIT_ROWS * vocab // 2**20), 64)
     distance, multiple = padded_columns(vocab), ROW_MULTIPLE[device_type]
-    chunk_bytes = 4 * GPU_LOGIT_ROWS * distance
+    chunk_bytes = 4 * gpu_logit_rows(dim) * distance
     grad_bytes = dtype.itemsize * -(-num_rows // multiple) * multiple * distance
     return -(-(chunk_bytes + min(grad_bytes, max(4 * vocab * dim, 2**30))) // 2**20)
 
 
-def group_limits(vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int) -> tuple[int, int]:
+def group_limits(dim: int, vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int) -> tuple[int, int]:
     """Most rows of a chunk and of a group of `_LargeGemms`, whose operands have that dtype."""
     column_bytes = workspace_mib * 2**20 // padded_columns(vocab)
     if dtype == torch.float32:
         limit = rounded_rows(column_bytes // 4, device_type)
         return limit, limit
-    limit = rounded_rows(min(column_bytes // (4 + dtype.itemsize), GPU_LOGIT_ROWS), device_type)
+    limit = rounded_rows(min(column_bytes // (4 + dtype.itemsize), gpu_logit_rows(dim)), device_type)
     return limit, rounded_rows((column_bytes - 4 * limit) // dtype.itemsize, device_type)
 
 
@@ -51,7 +51,7 @@ def scratch_bytes(
     if device_type == "cpu":
         most_rows, operand_bytes = rounded_rows(workspace_mib * 2**20 // (4 * vocab), "cpu"), 4
     else:
-        _, most_rows = group_limits(vocab, dtype, device_type, workspace_mib)
+        _, most_rows = group_limits(dim, vocab, dtype, device_type, workspace_mib)
         operand_bytes = dtype.itemsize
     copies = 2 * min(num_rows, most_rows) * dim * operand_bytes  # of hidden states, and their gradients
     adds_up = needs_dweight and dtype != torch.float32 and (device_type == "cpu" or num_rows > most_rows)

@@ -1,14 +1,14 @@
 """Runs an engine's passes on a CUDA device without a GPU, and prints the operators and copies that it saw.
 
-`python -m tests.engine.fake_gpu.passes FOLDER` writes the models into FOLDER; tests/support/fake_gpu.py documents the
-environment. Tensors on the device have shapes but no elements.
+`python -m tests.engine.fake_gpu.passes FOLDER` writes the models into FOLDER; benchmarks/support/fake_gpu.py documents
+the environment. Tensors on the device have shapes but no elements.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from tests.support import fake_gpu  # before torch, which asks once whether there is a GPU
+from benchmarks.support import fake_gpu  # before torch, which asks once whether there is a GPU
 
 import torch  # isort: skip
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.support.device_library import device_library
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch itself has the device that is pretended here"),
@@ -21,13 +23,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("fake_gpu")
-    library, torch_folder = folder / "device.so", Path(torch.__file__).parent
-    subprocess.run(
-        ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{torch_folder / 'include'}",
-         str(ROOT / "tests/cuda_emulator/device.cpp"), "-o", str(library),
-         f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"],
-        check=True,
-    )  # fmt: skip
+    library = device_library(folder)
     command = [sys.executable, "-m", "tests.engine.fake_gpu.passes", str(folder)]
     environment = os.environ | {"RLFT_EMULATED_KERNELS": str(library)}  # which holds no kernels here
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

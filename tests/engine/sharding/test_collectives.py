@@ -46,7 +46,7 @@ def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str,
     """Micro-batches of a step, its collectives by kind, and its metrics."""
     with CollectiveCounter() as counter:
         metrics = engine.train_step(batch, policy_loss())
-    return engine._plan(batch).num_micro_batches, counter.counts, metrics
+    return len(engine._work(batch).micro_batches), counter.counts, metrics
 
 
 def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:

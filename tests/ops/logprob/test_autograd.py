@@ -87,6 +87,16 @@ def test_double_backward_is_an_error_not_a_wrong_number(way):
         torch.autograd.grad(grad.square().sum(), hidden)
 
 
+def test_double_backward_beside_other_terms_is_an_error():
+    """The other term keeps the gradient differentiable. Without the error, its derivative would lack the loss."""
+    hidden, weight, target, _ = make_inputs(4, 8, 10)
+    hidden.requires_grad_()
+    value = linear_logprob_loss(hidden, weight, target, lambda x, _: -x).loss.exp() + hidden.pow(3).sum()
+    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(grad.sum(), hidden)
+
+
 @each_backend
 def test_tied_embedding(backend):
     """A weight that is embedding and head gets the sum of both gradients."""

@@ -36,9 +36,15 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W, Y), {"logit_scale": None}, ValueError, "logit_scale must be a number, got None"),
         ((H, W, Y), {"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
         ((H, W, Y), {"workspace_mib": 2.0}, ValueError, "workspace_mib must be an int, got 2.0"),
-        ((H, W, Y.numpy()), {}, ValueError, "target_T must be a torch.Tensor, got ndarray"),
-        ((H, W, None), {}, ValueError, "target_T must be a torch.Tensor, got NoneType"),
-        ((H, W, Y), {"active_index": [0, 1]}, ValueError, "active_index must be a torch.Tensor, got list"),
+        ((H, W, Y.numpy()), {}, TypeError, "target_T must be a torch.Tensor, got ndarray"),
+        (
+            (H, W, Y),
+            {"vocab_group": "world"},
+            TypeError,
+            "vocab_group must be a torch.distributed.ProcessGroup or None",
+        ),
+        ((H, W, None), {}, TypeError, "target_T must be a torch.Tensor, got NoneType"),
+        ((H, W, Y), {"active_index": [0, 1]}, TypeError, "active_index must be a torch.Tensor, got list"),
         ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
         ((H, W, Y), {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, ValueError, "positive.* got 0.0 in row 2"),
         ((H, W, Y), {"softcap": torch.inf}, ValueError, "softcap"),
@@ -132,7 +138,7 @@ def test_bad_loss_function(loss, got, backend):
 
 @pytest.mark.parametrize("values", [None, [0.0] * 4])
 def test_bad_values_per_token(values):
-    with pytest.raises(ValueError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
+    with pytest.raises(TypeError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, values)
     with pytest.raises(ValueError, match=r"per_token\[0\]"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
@@ -142,3 +148,40 @@ def test_a_row_of_logits_must_fit_the_workspace():
     hidden, weight, target = torch.randn(2, 1), torch.randn(300_000, 1), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"cannot hold one row.*at least 2"):
         linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, workspace_mib=1)
+
+
+# ---- the operators below the public face ----------------------------------------------------------------------------
+
+R, C, D = 6, 40, 8
+
+
+def operator_arguments() -> dict[str, tuple[Any, ...]]:
+    """Arguments that fit, of the operators that write where they are told to."""
+    logits, out = torch.randn(R, C), torch.empty(R, C)
+    target, inv_temperature, bias = torch.zeros(R, dtype=torch.int64), torch.ones(R), torch.zeros(C)
+    tile = (logits, target, 0, bias, inv_temperature, 0.0, 1.0)
+    rows = [torch.zeros(R) for _ in range(8)]
+    chunk = (torch.randn(R, D), torch.randn(C, D), torch.empty(R * C), 496, target, bias, inv_temperature, 0.0, 1.0)
+    gradients = (torch.empty(R, D), torch.empty(C, D), torch.empty(C), False)
+    return {
+        "logprob_stats_": (*tile, *rows[:5], torch.zeros(R, dtype=torch.float64)),
+        "logprob_grad_": (*tile, *rows[:5], out),
+        "logprob_frozen_": (*tile, *rows[:5], torch.zeros(R, D), out),
+        "logprob_chunk_stats_": (*chunk, *rows[:4]),
+        "logprob_chunk_grad_": (*chunk, *rows[:5], *gradients),
+    }
+
+
+@pytest.mark.parametrize("name", operator_arguments())
+def test_operators_refuse_tensors_of_another_size(name):
+    """They would write behind a tensor that is too small."""
+    operator, arguments = getattr(torch.ops.rlft_fast, name), operator_arguments()[name]
+    operator(*arguments)
+    for i, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            sizes = (x[:-1], x.unsqueeze(0))
+            dtypes = (x.long() if x.is_floating_point() else x.float(),)
+            is_weight = name.startswith("logprob_chunk") and i == 1  # which may have any dtype
+            for wrong in sizes if is_weight else sizes + dtypes:
+                with pytest.raises(RuntimeError, match="must"):
+                    operator(*arguments[:i], wrong, *arguments[i + 1 :])

@@ -159,7 +159,7 @@ def test_threads_share_a_loss_function():
 def test_on_a_gpu_rows_whose_dlogits_spare_the_accumulator_are_one_group(num_rows, dim, vocab):
     """Packing gives any number of rows. Two groups of rows would need an accumulator, and read and write it twice."""
     workspace_mib = default_workspace_mib(num_rows, dim, vocab, BF16, "cuda")
-    limit, group_limit = group_limits(vocab, BF16, "cuda", workspace_mib)
+    limit, group_limit = group_limits(dim, vocab, BF16, "cuda", workspace_mib)
     assert (4 * limit + 2 * group_limit) * padded_columns(vocab) <= workspace_mib * 2**20
     dlogits = 2 * (num_rows + 127) * padded_columns(vocab)
     if dlogits <= max(4 * vocab * dim, 2**30):

@@ -355,6 +355,7 @@ def test_opcheck_and_compile():
     ("change", "error", "message"),
     [
         ({"support_TK": torch.full((T, 3), V)}, ValueError, "outside the vocabulary of 200"),
+        ({"support_TK": torch.tensor([[5, -1, 5, -1]]).expand(T, 4)}, ValueError, "holds the id 5 twice in row 0"),
         ({"support_TK": torch.full((T, 3), -2)}, ValueError, "ids from -2 to -2"),
         ({"support_TK": torch.zeros(T - 1, 3, dtype=torch.int64)}, ValueError, r"support_TK \(30, K\)"),
         ({"support_TK": torch.zeros(T, 3)}, TypeError, "int64"),

@@ -269,6 +269,21 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_norm_pow.default, (gradients, [1, 0, 1], 2.0))
     coefficient = torch.tensor(0.5, device=device)
     torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_scale_.default, (gradients, coefficient))
+    torch.library.opcheck(torch.ops.rlft_fast.scale_.default, (gradients[1], coefficient))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0, 5, 40_001])
+def test_scale_of_one_tensor(size, dtype, device):
+    (x,) = random_gradients([(size + 1,)], dtype, device)
+    x = x[1:]  # not aligned for vectors
+    expected = (x.double() * 0.3).to(dtype)
+    torch.ops.rlft_fast.scale_(x, torch.tensor(0.3, device=device))
+    torch.testing.assert_close(x, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    before = x.clone()
+    torch.ops.rlft_fast.scale_(x, torch.tensor(1.0, device=device))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize(

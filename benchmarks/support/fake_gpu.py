@@ -20,7 +20,8 @@ from typing import Any
 
 # Before torch asks, once and for all, whether there is a GPU.
 ctypes.CDLL(str(Path(find_spec("torch").origin).parent / "lib/libtorch_cpu.so"))
-ctypes.CDLL(os.environ["RLFT_EMULATED_KERNELS"])
+if library := os.environ.get("RLFT_EMULATED_KERNELS"):
+    ctypes.CDLL(library)
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -96,7 +97,7 @@ class Generator(torch.Generator):
     """Of any device, on the CPU."""
 
     def __new__(cls, device: torch.device | str = "cpu") -> "Generator":
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # pyrefly: ignore[bad-argument-count]
 
 
 class CudaDevice(TorchDispatchMode):
@@ -113,7 +114,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     asked_for = _asked_for(kwargs)
     if not on_device and asked_for != "cuda":
         return func(*args, **kwargs)
-    if func.namespace == "rlft_fast" and (python := _python_implementation(func)) is not None:
+    if func.namespace == "rlft_fast" and (python := python_implementation(func)) is not None:
         with CudaDevice():
             return python(*args, **kwargs)
     if func.namespace == "aten" and func._can_decompose():  # inside of a custom operator nothing has taken it apart
@@ -124,7 +125,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result_on_device = isinstance(args[0], CudaTensor)
     if func not in _COPIES and any(x.dim() and not isinstance(x, CudaTensor) for x in tensors):
         raise RuntimeError(f"{func}: expected all tensors to be on one device, got cuda:0 and cpu")
-    if _raise_on_sync and _waits(func, args, kwargs, len(on_device) == len(tensors) and result_on_device):
+    if _raise_on_sync and waits(func, args, kwargs, len(on_device) == len(tensors) and result_on_device):
         raise RuntimeError(f"{func} waits for the device")
 
     owner = {id(x.elements): x for x in on_device}
@@ -147,13 +148,14 @@ def _elements(values: Any) -> Any:
     return tree_map(lambda x: x.elements if isinstance(x, CudaTensor) else x, values)
 
 
-def _python_implementation(func: Any) -> Any:
+def python_implementation(func: Any) -> Any:
     """Of an operator that `torch.library.custom_op` made; its body runs operators of its own."""
     definition = torch._library.custom_ops.OPDEFS.get(f"{func.namespace}::{func._schema.name.split('::')[-1]}")
     return None if definition is None else definition._init_fn
 
 
-def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool) -> bool:
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool = True) -> bool:
+    """Whether an operator waits for a value; ``stays``: it copies nothing from the device."""
     if func in _COPIES:
         non_blocking = kwargs.get("non_blocking", args[2] if func is aten.copy_.default and len(args) > 2 else False)
         return not stays and not non_blocking
@@ -216,7 +218,7 @@ class DeviceOfShapes(TorchDispatchMode):
         self.pinned: list[Tensor] = []
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is aten._pin_memory.default:
