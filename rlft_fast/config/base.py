@@ -3,6 +3,7 @@
 import difflib
 import os.path
 import re
+import reprlib
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -96,6 +97,11 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
+_MAX_LINES = 20
+_SHORT = reprlib.Repr()  # aliases make a value of a few lines whose whole text has gigabytes
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
+
+
 def explain(config: type[BaseModel], values: dict[str, Any], problems: Iterable[Any]) -> str:
     """Error message with one line per wrong key: the whole key, what was expected, and what was got.
 
@@ -107,8 +113,11 @@ def explain(config: type[BaseModel], values: dict[str, Any], problems: Iterable[
     by_key: dict[str, list[Any]] = {}
     for problem in problems:
         by_key.setdefault(_key(problem, values), []).append(problem)
-    innermost = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
-    return "\n".join(_line(config, key, by_key[key]) for key in innermost)
+    outer = {key[:i] for key in by_key for i, letter in enumerate(key) if letter == "."}
+    innermost = [key for key in by_key if key not in outer]
+    lines = [_line(config, key, by_key[key]) for key in innermost[:_MAX_LINES]]
+    more = len(innermost) - _MAX_LINES
+    return "\n".join(lines + ([f"and {more} more wrong keys"] if more > 0 else []))
 
 
 def _key(problem: Any, values: Any) -> str:
@@ -136,7 +145,7 @@ def _line(config: type[BaseModel], key: str, problems: list[Any]) -> str:
         return f"{key} is missing: it has no default"
     first, *others = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
     message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-    return f"{key}: {message}, got {problems[0]['input']!r}" if key else message
+    return f"{key}: {message}, got {_SHORT.repr(problems[0]['input'])}" if key else message
 
 
 def _in_words_of_yaml(message: str) -> str:

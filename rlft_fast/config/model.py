@@ -39,7 +39,7 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters. The model's own weights stay as they are."""
 
-    rank: PositiveInt = 16
+    rank: Annotated[PositiveInt, Field(le=16384)] = 16
     """Rank of the update of each matrix."""
     alpha: PositiveInt = 32
     """The update is scaled by alpha / rank."""

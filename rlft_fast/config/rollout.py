@@ -12,8 +12,8 @@ class VLLMConfig(Section):
 
     process: Literal["colocated", "separate"] = "colocated"
     """Run vLLM inside each training process, or in a separate process beside it, which receives the weights."""
-    transfer: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
-    """How a separate process receives the weights; auto: ipc on GPUs, shared_memory on CPUs."""
+    transfer: Literal["auto", "socket", "ipc", "nccl"] = "auto"
+    """How a separate process or servers receive the weights; auto: a process on GPUs by ipc, all others by socket."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one copy of the generator."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
@@ -31,6 +31,8 @@ class RolloutConfig(Section):
     """Generator: transformers with the policy itself, or vLLM with a copy of the weights."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of backend vllm."""
+    servers: tuple[str, ...] = ()
+    """vLLM servers that generate, as URLs, or as files with one URL per line, read before each sync. Backend vllm."""
     prompts_per_step: PositiveInt = 8
     """Prompts sampled per step, over all processes."""
     samples_per_prompt: PositiveInt = 8
@@ -52,6 +54,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
+        if self.servers and self.backend != "vllm":
+            raise ValueError("servers are vLLM's, and backend is hf: set backend to vllm, or leave servers out")
         if self.top_p < 1 and self.top_k is None:
             raise ValueError(
                 f"top_p is {self.top_p} without a top_k, but training stores the candidates of each token: bound their "

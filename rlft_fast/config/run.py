@@ -1,7 +1,7 @@
 """The whole configuration of a training run, and the rules that connect its sections."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -18,6 +18,7 @@ from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Loader, LocalPath, Section, explain, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.rollout import RolloutConfig
+from rlft_fast.files import read_text
 
 
 class DataConfig(Section):
@@ -133,6 +134,45 @@ class CheckpointConfig(Section):
     """Number of the evaluation, such as accuracy, at whose highest value the policy is exported to the folder best."""
 
 
+class WorkersConfig(Section):
+    """Worker processes of a group."""
+
+    num_workers: PositiveInt = 1
+    """Worker processes."""
+    gpus: int = Field(default=0, ge=0, le=1)
+    """GPUs of each worker."""
+    cpus: PositiveInt = 1
+    """Logical CPUs of each worker, which are also the threads of its kernels."""
+
+
+class GeneratorsConfig(Section):
+    """vLLM servers that generate."""
+
+    num_workers: PositiveInt = 1
+    """Servers."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each server, as many as rollout.vllm.tensor_parallel; 0: it generates on CPUs."""
+    cpus: PositiveInt = 1
+    """Logical CPUs of each server."""
+
+
+class ClusterConfig(Section):
+    """Models and generators live in workers on a Ray cluster, and this process drives them."""
+
+    address: str | None = None
+    """Address of a running cluster, such as auto or 10.0.0.1:6379; null: start one on this machine, on loopback."""
+    actor: WorkersConfig = WorkersConfig()
+    """Workers that hold the policy, and with it every model that has no workers of its own."""
+    critic: WorkersConfig | None = None
+    """Workers of the critic; null: the actor's workers."""
+    reference: WorkersConfig | None = None
+    """Workers of the reference; null: the actor's workers."""
+    reward: WorkersConfig | None = None
+    """Workers of the reward model; null: the actor's workers."""
+    generators: GeneratorsConfig | None = None
+    """vLLM servers that generate, on any machine of the cluster; null: the workers of the actor generate."""
+
+
 class Config(Section):
     """A training run."""
 
@@ -144,7 +184,7 @@ class Config(Section):
     """Training steps. Each step samples a rollout and learns from it."""
     seed: NonNegativeInt = 0
     """Seed of sampling, data order and mini-batches."""
-    timeout_minutes: PositiveFloat = 30
+    timeout_minutes: Annotated[PositiveFloat, Field(le=525_600)] = 30
     """Minutes that a process waits for another before the run ends with an error that names the missing process."""
     data: DataConfig
     """Prompts to train on."""
@@ -164,12 +204,38 @@ class Config(Section):
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
+    cluster: ClusterConfig | None = None
+    """Workers on a Ray cluster; null: the processes that torchrun has started, or this process alone."""
     log: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...] = ("jsonl",)
     """Trackers that get the numbers of each step. The files metrics.jsonl and samples.jsonl are always written."""
     log_texts: NonNegativeInt = 0
     """Samples per step whose texts the trackers get, too."""
     log_tokens_mib: PositiveInt | None = None
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
+
+    @model_validator(mode="after")
+    def _clusters_fit(self) -> Self:
+        if self.cluster is not None:
+            has_reference = self.algorithm.kl_coef and self.actor.lora is None
+            roles = {"critic": self.critic, "reference": has_reference, "reward": self.reward.model}
+            for name, role in roles.items():
+                if getattr(self.cluster, name) is not None and not (role if name != "critic" else role is not None):
+                    what = {"reward": "reward model"}.get(name, name)
+                    raise ValueError(f"cluster.{name} is given, but the run has no {what} of its own: leave it out")
+        generators = None if self.cluster is None else self.cluster.generators
+        if generators is None:
+            return self
+        if self.rollout.backend != "vllm" or self.rollout.servers:
+            raise ValueError(
+                "cluster.generators are vLLM servers of the run's own: set rollout.backend to vllm, and leave out "
+                "rollout.servers"
+            )
+        if max(generators.gpus, 1) != self.rollout.vllm.tensor_parallel:
+            raise ValueError(
+                f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "
+                f"{self.rollout.vllm.tensor_parallel}: set both to the same number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _advantage_has_what_it_needs(self) -> Self:
@@ -271,6 +337,12 @@ class Config(Section):
         return self
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and an answer, in training or evaluation."""
+        evaluated = self.evaluation.max_new_tokens if self.evaluation else 0
+        return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, evaluated)
+
+    @property
     def function_weights(self) -> dict[str, float]:
         """Weights of reward functions by name. The task's own scoring counts if neither function nor model is given."""
         function = self.reward.function
@@ -292,8 +364,10 @@ class Config(Section):
             ConfigError: unreadable file, unknown key (with a suggestion), or a value of the wrong type or range.
         """
         try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            values = yaml.load(read_text(Path(path)), Loader)
+        except RecursionError as error:
+            raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")

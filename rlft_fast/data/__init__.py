@@ -6,6 +6,7 @@ with needing_train():
     from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
+    from rlft_fast.data.shares import Share, cut_shares, join_outputs
     from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
 __all__ = [
@@ -14,9 +15,12 @@ __all__ = [
     "MicroBatchPlan",
     "PackedLayout",
     "Samples",
+    "Share",
     "cat_samples",
     "cat_supports",
+    "cut_shares",
     "flat",
+    "join_outputs",
     "plan_batch",
     "plan_micro_batches",
     "share_prompts",

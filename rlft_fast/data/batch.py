@@ -47,7 +47,8 @@ class Batch:
         value_T: (T,) float32, the critic's value of the state before the next token is chosen.
         advantage_T: (T,) float32, advantage of the next token.
         return_T: (T,) float32, regression target of `value_T`.
-        loss_weight_T: (T,) float32, weight of each token in a sum-loss.
+        loss_weight_T: (T,) float32, weight of each token in a sum-loss. Tokens of weight 0 have no output, and do not
+            run unless an output depends on them.
         reward_T: (T,) float32, reward of choosing the next token, penalties included.
         sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
@@ -249,10 +250,15 @@ class Batch:
         return self.input_ids_T.roll(-1).where(self.loss_mask_T, IGNORE_INDEX)
 
     @property
+    def active_T(self) -> Tensor:
+        """(T,) bool, the positions that need the head: `loss_mask_T` without the tokens whose weight is 0."""
+        return self.loss_mask_T if self.loss_weight_T is None else self.loss_mask_T & (self.loss_weight_T != 0)
+
+    @property
     def active_index_T(self) -> Tensor:
-        """int64 indices of the positions where `loss_mask_T` is True: the rows that need the head. CPU only."""
+        """int64 indices of the positions where `active_T` is True. CPU only."""
         self._require_cpu("active_index_T")
-        return self.loss_mask_T.nonzero().squeeze(1)
+        return self.active_T.nonzero().squeeze(1)
 
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
         """Packs the named sequences, in that order, into a new batch.

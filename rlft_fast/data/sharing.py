@@ -46,7 +46,7 @@ class PackedLayout:
 def share_prompts(batch: Batch) -> PackedLayout:
     """The layout in which equal prompts run once, and only tokens that an active position depends on run at all.
 
-    A prompt ends with the first active position of its sequence.
+    A prompt ends with the first position of `Batch.loss_mask_T` in its sequence.
 
     Args:
         batch: on the CPU.
@@ -143,17 +143,26 @@ def _check_units(unit_B: np.ndarray, num_rows: np.ndarray, max_tokens: int) -> N
 
 
 def _prompt_and_used_lengths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """(B,) each: tokens up to the first active position, and up to the last one; 0 without any."""
-    active_T, boundaries = batch.loss_mask_T.numpy(), batch.cu_seqlens.numpy()
-    # Active positions come in runs, which end within their sequence, because its last position is never active. The
-    # runs are few, so that no array of positions is as long as the batch.
-    changes = np.flatnonzero(np.diff(active_T, prepend=False)).reshape(-1, 2)
+    """(B,) each: tokens up to the first masked position, and up to the last active one; 0 without an active one."""
+    prompt_B, used_B = np.zeros((2, batch.num_sequences), np.int64)
+    sequence, last = _runs(batch.active_T, batch)[::2]
+    used_B[sequence] = last  # of several assignments the last one stays
+    sequence, first = _runs(batch.loss_mask_T, batch)[:2]
+    prompt_B[sequence[::-1]] = first[::-1]
+    return np.where(used_B > 0, prompt_B, 0), used_B
+
+
+def _runs(mask_T: Tensor, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The runs of True: their sequences, and the tokens of the sequence up to the first position and up to the last.
+
+    A run ends within its sequence, because the last position of a sequence is never True. The runs are few, so that no
+    array of positions is as long as the batch.
+    """
+    boundaries = batch.cu_seqlens.numpy()
+    changes = np.flatnonzero(np.diff(mask_T.numpy(), prepend=False)).reshape(-1, 2)
     sequence = np.searchsorted(boundaries, changes[:, 0], side="right") - 1
     first, last = (changes - boundaries[sequence, None] + [1, 0]).T
-    prompt_B, used_B = np.zeros((2, batch.num_sequences), np.int64)
-    prompt_B[sequence[::-1]] = first[::-1]  # of several assignments the last one stays
-    used_B[sequence] = last
-    return prompt_B, used_B
+    return sequence, first, last
 
 
 def _prompt_numbers(batch: Batch, prompt_B: np.ndarray) -> np.ndarray:

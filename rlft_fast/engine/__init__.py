@@ -4,24 +4,34 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
-    from rlft_fast.engine.flops import model_flops, peak_flops
+    from rlft_fast.engine.facts import EngineFacts
+    from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
-    from rlft_fast.engine.loss import Output
+    from rlft_fast.engine.loss import Loss, Output, weighted
+    from rlft_fast.engine.roles import actor_engine, critic_engine, reference_engine, reward_engine
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
     "BUCKET_BYTES",
     "CheckpointError",
     "CheckpointManager",
+    "EngineFacts",
     "FSDPEngine",
+    "Loss",
+    "ModelFlops",
     "Output",
     "Piece",
     "PieceJoiner",
     "WeightMetadata",
     "WeightStream",
+    "actor_engine",
     "checksum",
+    "critic_engine",
     "export_hf",
     "export_run",
     "model_flops",
     "peak_flops",
+    "reference_engine",
+    "reward_engine",
+    "weighted",
 ]

@@ -5,7 +5,7 @@ product. Attention counts as causal over whole sequences, also where a model's l
 """
 
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlft_fast.data import Batch
 from rlft_fast.models import PolicyModel, RLModel
+from rlft_fast.ops.packing import segment_sum
 
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 """FLOP/s of dense bfloat16 by a part of the GPU's name, from the vendor's data sheets; the first that fits counts."""
@@ -24,8 +25,29 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def model_flops(model: RLModel, batch: Batch, *, backward: bool = True) -> float:
-    """FLOPs of a forward, or of a forward and a backward, on all tokens of a batch.
+class ModelFlops(NamedTuple):
+    """What a model's FLOPs grow with."""
+
+    per_token: float
+    """FLOPs of every token."""
+    per_active: float
+    """FLOPs of the head for every sampled token."""
+    per_pair: float
+    """FLOPs of attention for every pair of a token and a token before it."""
+
+    def of(self, batch: Batch) -> float:
+        """FLOPs of the sequences of a batch with an active token.
+
+        Prompts count as often as they stand in the batch, although equal ones run once.
+        """
+        active_T = batch.active_T
+        lengths = batch.lengths[segment_sum(active_T, batch.cu_seqlens).numpy() > 0].astype(float)
+        pairs = float((lengths**2).sum()) / 2
+        return self.per_token * lengths.sum() + self.per_active * int(active_T.sum()) + self.per_pair * pairs
+
+
+def model_flops(model: RLModel, *, backward: bool = True) -> ModelFlops:
+    """FLOPs of a forward, or of a forward and a backward.
 
     A weight W takes 2 numel(W) FLOPs per token in the forward, the same for the gradient of its input, and the same for
     its own gradient if it is trained. The head runs for the sampled tokens alone. Experts count by the share of them
@@ -33,18 +55,17 @@ def model_flops(model: RLModel, batch: Batch, *, backward: bool = True) -> float
 
     Args:
         model: with all weights or with its shards.
-        batch: prompts count as often as they stand in it, although equal prompts run once.
         backward: count the backward, too.
     """
-    shares = [_per_token(weight, backward) * share for weight, share in _matrices(model)]
-    total = sum(shares) * batch.num_tokens
-    if isinstance(model, PolicyModel):
-        total += _per_token(model.head.weight, backward) * len(batch.active_index_T)
+    per_active = _per_token(model.head.weight, backward) if isinstance(model, PolicyModel) else 0.0
     config = model.pretrained.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    pairs = float((batch.lengths.astype(float) ** 2).sum()) / 2
-    return total + 4 * config.num_hidden_layers * heads * head_dim * pairs * (3 if backward else 1)
+    return ModelFlops(
+        per_token=sum(_per_token(weight, backward) * share for weight, share in _matrices(model)),
+        per_active=per_active,
+        per_pair=4 * config.num_hidden_layers * heads * head_dim * (3 if backward else 1),
+    )
 
 
 def _per_token(weight: Tensor, backward: bool) -> float:

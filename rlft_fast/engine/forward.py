@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, share_prompts
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, share_prompts
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -125,11 +125,14 @@ def active_fields(
     return {name: _move(values, device) for name, values in found.items()}
 
 
-def positional(per_token: Callable[[Mapping[str, Tensor]], Tensor], names: Sequence[str]) -> Callable[..., Tensor]:
-    """A loss of named tensors as the ops call it: with its tensors in the order of these names."""
+def positional(
+    per_token: Callable[[Mapping[str, Tensor]], Tensor], names: Sequence[str], factor: float
+) -> Callable[..., Tensor]:
+    """A loss of named tensors as the ops call it: with its tensors in the order of these names, times a factor."""
 
     def loss_fn(*tensors: Tensor | None) -> Tensor:
-        return per_token({name: x for name, x in zip(names, tensors, strict=True) if x is not None})
+        losses = per_token({name: x for name, x in zip(names, tensors, strict=True) if x is not None})
+        return losses if factor == 1 else factor * losses
 
     return loss_fn
 
@@ -152,16 +155,26 @@ def prepare_model_outputs(values_A: Tensor, micro_batch: Batch, output_index_A: 
 def gather_outputs(
     own_T: Tensor, batch: Batch, plan: MicroBatchPlan, world: World, sequence_group: ProcessGroup | None
 ) -> Tensor:
-    """The ranks' outputs together, on the CPU, in the order of the batch instead of the plan's."""
-    share = 1
-    if sequence_group is not None:
-        share = sequence_group.size()
-        all_reduce(own_T, group=sequence_group)  # each has its own rows' results, and zeros
+    """The ranks' outputs together, on the CPU, in the order of the batch instead of the plan's.
+
+    Args:
+        own_T: of this rank, the same on all ranks of its sequence group, see `sum_over_rows`.
+        batch: the whole batch.
+        plan: of this batch.
+        world: the ranks.
+        sequence_group: the ranks that share this rank's micro-batches.
+    """
+    share = 1 if sequence_group is None else sequence_group.size()
     sizes = [int(batch.lengths[plan.rank_indices(rank)].sum()) for rank in range(plan.world_size)]
     parts = world.all_gather_ragged(own_T, [size for size in sizes for _ in range(share)])
-    outputs_T = torch.empty(batch.num_tokens)
-    outputs_T[batch.token_index(plan.indices)] = torch.cat([part.cpu() for part in parts[::share]])
-    return outputs_T
+    return join_outputs([part.cpu() for part in parts[::share]], batch, plan)
+
+
+def sum_over_rows(own_T: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
+    """Outputs of all rows of a sequence group on each of its ranks: each has its own rows' results, and zeros."""
+    if sequence_group is not None:
+        all_reduce(own_T, group=sequence_group)
+    return own_T
 
 
 def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -170,7 +183,7 @@ def sequence_mean(micro_batch: Batch, inputs: ModelInputs, device: torch.device)
     The means are over whole sequences, also where the ranks of a sequence group have parts of them.
     """
     boundaries = torch.searchsorted(inputs.output_index_A, micro_batch.cu_seqlens.long()).int()  # outputs are in order
-    length_B = segment_sum(micro_batch.loss_mask_T, micro_batch.cu_seqlens)
+    length_B = segment_sum(micro_batch.active_T, micro_batch.cu_seqlens)
     boundaries, length_B = _move(boundaries, device), _move(length_B, device)
 
     def mean(values_A: Tensor) -> Tensor:

@@ -1,19 +1,23 @@
 """``FSDPEngine``: one class for actor, reference, critic and reward model: a model, a head, an optimizer if it trains.
 
 Every rank is given the same whole batch on the CPU; ranks split only the compute. Each plans the batch alone (the plan
-is a pure function), runs its own micro-batches, and results are gathered. Losses are plain sums of weighted tokens, so
-the gradient does not depend on micro-batches, their order, or the number of ranks.
+is a pure function), runs its own micro-batches, and results are gathered. Or a driver has planned the batch, and every
+rank is given its `Share`. Losses are plain sums of weighted tokens, so the gradient does not depend on micro-batches,
+their order, or the number of ranks.
 """
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlft_fast.data import Batch, MicroBatchPlan, plan_batch
+from rlft_fast.data import Batch, Share, plan_batch
+from rlft_fast.engine.facts import EngineFacts, facts_of
 from rlft_fast.engine.forward import (
     active_fields,
     check_batch,
@@ -23,15 +27,15 @@ from rlft_fast.engine.forward import (
     prepare_model_inputs,
     prepare_model_outputs,
     sequence_mean,
+    sum_over_rows,
 )
-from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples
+from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples, weighted
 from rlft_fast.engine.optimizer import learning_rate_factor
 from rlft_fast.engine.sharding import discard_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
-from rlft_fast.engine.step import Done, OpenStep
+from rlft_fast.engine.step import Done, OpenStep, Work
 from rlft_fast.models import ModelInputs
 from rlft_fast.ops import clip_coefficient, grad_norm
-from rlft_fast.rl import loss_scale, loss_weights
 from rlft_fast.world import STOP, accumulate
 
 
@@ -55,39 +59,47 @@ class FSDPEngine(EngineState):
 
     _open: OpenStep | None = None  # begun by `forward_backward`
 
+    @cached_property
+    def facts(self) -> EngineFacts:
+        """What stays as it is while the engine works."""
+        return facts_of(self)
+
     # ---- inference ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def infer(self, batch: Batch, outputs: Sequence[Output]) -> dict[Output, Tensor]:
+    def infer(self, batch: Batch | Share, outputs: Sequence[Output]) -> dict[Output, Tensor]:
         """Runs the model over the batch without gradients.
 
         Args:
-            batch: the whole batch, the same on every rank, on the CPU.
+            batch: the whole batch, the same on every rank, on the CPU; or this rank's share. Its ``loss_weight_T`` does
+                not matter.
             outputs: "logprob", "entropy" and "sum_prob_squared" of a policy, "value" of a critic, "score" of a reward
                 model.
 
         Returns:
-            For each output a (T,) float32 tensor on the CPU in the order of the batch, 0 outside ``loss_mask_T``.
+            For each output a (T,) float32 tensor on the CPU in the order of the batch or the share, 0 outside
+            ``loss_mask_T``.
 
         Raises:
             ValueError: a sequence is longer than the token cap, the batch has images that the model cannot take (see
                 `check_batch`), or the head does not give an output.
         """
         self._check_outputs(outputs)
-        plan = self._plan(batch)
+        work = self._work(_unweighted(batch))
         done: list[Done] = []
         with self.eval_mode():
-            for micro_batch in prepare_micro_batches(batch, plan, self._data_rank):
+            for micro_batch in work.micro_batches:
                 STOP.leave_together(self.world)
                 inputs = self._inputs(micro_batch)
                 done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             reshard(self.model)
-        return {name: self._gather(done, name, batch, plan) for name in outputs}
+        return {name: self._gather(done, name, work) for name in outputs}
 
-    def _gather(self, done: list[Done], name: Output, batch: Batch, plan: MicroBatchPlan) -> Tensor:
+    def _gather(self, done: list[Done], name: Output, work: Work) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
         own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
-        return gather_outputs(torch.cat(own), batch, plan, self.world, self.sequence_group)
+        own_T = sum_over_rows(torch.cat(own), self.sequence_group)
+        return own_T if work.whole is None else gather_outputs(own_T, *work.whole, self.world, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
         if self.head == "logprob":
@@ -95,11 +107,11 @@ class FSDPEngine(EngineState):
             return self.model(inputs, temperature=self.temperature, **asked)._asdict()
         return {self.head: self.model(inputs)}
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: Batch | Share) -> Tensor:
         """Rewards of whole sequences by a reward model: what it says at each sequence's last token.
 
         Args:
-            batch: the whole batch, the same on every rank, on the CPU; its masks do not matter.
+            batch: the whole batch, the same on every rank, on the CPU; or this rank's share. Its masks do not matter.
 
         Returns:
             (B,) float32 on the CPU.
@@ -107,13 +119,18 @@ class FSDPEngine(EngineState):
         Raises:
             ValueError: the head is not "score", or a sequence does not fit under the token cap with one token more.
         """
-        asking = batch.asking_at_the_end()
-        scores_T = self.infer(asking, ("score",))["score"]
+        is_share = isinstance(batch, Share)
+        asking = (batch.batch if is_share else batch).asking_at_the_end()
+        scores_T = self.infer(Share(asking, batch.offsets) if is_share else asking, ("score",))["score"]
         return scores_T[asking.loss_mask_T]
 
-    def _plan(self, batch: Batch) -> MicroBatchPlan:
+    def _work(self, batch: Batch | Share) -> Work:
+        if isinstance(batch, Share):
+            check_batch(batch.batch, self.model.backbone)
+            return Work(batch.micro_batches(), None)
         check_batch(batch, self.model.backbone)
-        return plan_batch(batch, self.config.max_tokens, self.world.size // self.config.sequence_parallel)
+        plan = plan_batch(batch, self.config.max_tokens, self.world.size // self.config.sequence_parallel)
+        return Work(prepare_micro_batches(batch, plan, self._data_rank), (batch, plan))
 
     @property
     def _data_rank(self) -> int:
@@ -134,7 +151,9 @@ class FSDPEngine(EngineState):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None) -> dict[str, float]:
+    def train_step(
+        self, batch: Batch | Share, loss: Loss, *, outputs: dict[Output, Tensor] | None = None
+    ) -> dict[str, float]:
         """One optimizer step on the whole batch: `zero_grad`, `forward_backward` and `optimizer_step`.
 
         plan -> forward and backward per micro-batch, gradients reduced with the last -> global norm -> AdamW, which
@@ -166,7 +185,7 @@ class FSDPEngine(EngineState):
         step.phase.close()
 
     def forward_backward(
-        self, batch: Batch, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None
+        self, batch: Batch | Share, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """Forward and backward over a batch, in micro-batches. Gradients of several calls add up until the step.
 
@@ -177,12 +196,13 @@ class FSDPEngine(EngineState):
             batch: the same on every rank, on the CPU, with the fields that the loss reads. Without ``loss_weight_T``
                 the denominators are those of this batch. With it the batch is a piece of a larger whole: the loss is
                 the sum of weighted tokens as it stands, so the weights are `rlft_fast.rl.loss_weights` of the whole,
-                times its `loss_scale`.
+                times its `loss_scale`. A share always has the weights of the whole.
             loss: per-token loss; it may be another one in every call.
             is_last: whether to reduce gradients over the ranks. A call before the last one saves the communication
                 with False.
             outputs: filled by `optimizer_step` with the outputs of the forward passes, as `infer` returns them:
-                "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model.
+                "logprob" and "entropy" of a policy, "value" of a critic, "score" of a reward model. Tokens of weight 0
+                have 0, as have tokens without an advantage where the loss `needs_advantage`.
 
         Returns:
             Sums over this rank's tokens, 0-d tensors on the device: the loss's metrics, and ``loss``.
@@ -198,11 +218,11 @@ class FSDPEngine(EngineState):
         with self._dropping():
             self._check_couples(loss)
             batch, scale = _with_weights(batch, loss)
-            plan = self._plan(batch)
-            metrics, done = self._accumulate_gradients(batch, plan, loss, scale, is_last)
+            work = self._work(batch)
+            metrics, done = self._accumulate_gradients(work.micro_batches, loss, scale, is_last)
             self._open.add(metrics, is_last)
             if outputs is not None:
-                self._open.outputs.append((outputs, done, batch, plan))
+                self._open.outputs.append((outputs, done, work))
         return metrics
 
     def optimizer_step(self) -> dict[str, float]:
@@ -230,8 +250,8 @@ class FSDPEngine(EngineState):
         totals = self.world.all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
-        for outputs, done, batch, plan in step.outputs:
-            outputs |= {name: self._gather(done, name, batch, plan) for name in TRAINED[self.head]}
+        for outputs, done, work in step.outputs:
+            outputs |= {name: self._gather(done, name, work) for name in TRAINED[self.head]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _check_couples(self, loss: Loss) -> None:
@@ -255,10 +275,9 @@ class FSDPEngine(EngineState):
             raise
 
     def _accumulate_gradients(
-        self, batch: Batch, plan: MicroBatchPlan, loss: Loss, scale: float, is_last: bool
+        self, micro_batches: list[Batch], loss: Loss, scale: float, is_last: bool
     ) -> tuple[dict[str, Tensor], list[Done]]:
         """Forward and backward of this rank's micro-batches: its sums of the metrics, and its outputs."""
-        micro_batches = prepare_micro_batches(batch, plan, self._data_rank)
         totals: dict[str, Tensor] = {}
         done: list[Done] = []
         for i, micro_batch in enumerate(micro_batches):
@@ -275,17 +294,18 @@ class FSDPEngine(EngineState):
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.head]
         whole: dict[str, Any] = {}
+        factor = scale * self.world.size  # FSDP averages gradients over ranks; the loss is a sum
         if self.head != "logprob":
             outputs = (self.model(inputs),)
-            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
+            total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
         elif loss.needs_sequences or couples(loss):  # a chunk of rows may hold a part of a sequence only
             if loss.needs_sequences:
                 whole = {"sequence_mean": sequence_mean(micro_batch, inputs, self.device)}
             result = self.model(inputs, temperature=self.temperature, return_entropy=True)
             outputs = (result.logprob, result.entropy)
-            total = loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
+            total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields, **whole).sum()
         else:
-            loss_fn = positional(loss.per_token, (*names, *fields))
+            loss_fn = positional(loss.per_token, (*names, *fields), factor)  # in it, so that backward scales nothing
             total, *outputs = self.model(
                 inputs,
                 temperature=self.temperature,
@@ -293,10 +313,10 @@ class FSDPEngine(EngineState):
                 loss_fn=loss_fn,
                 per_token=(*fields.values(),),
             )
-        total = total * scale
-        (total * self.world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum
+        total.backward()
         results = [x.detach() for x in outputs]
-        metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole) | {"loss": total.detach()}
+        metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole)
+        metrics["loss"] = total.detach() / self.world.size
         done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
         return metrics, Done(done, micro_batch, inputs.output_index_A)
 
@@ -320,10 +340,16 @@ class FSDPEngine(EngineState):
             self.skipped_steps += 1
 
 
-def _with_weights(batch: Batch, loss: Loss) -> tuple[Batch, float]:
-    """The batch with ``loss_weight_T``, and the factor on its weighted sum; weights that it has are final."""
-    if batch.loss_weight_T is not None:
-        return batch, 1.0
-    weight_T = loss_weights(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation)
-    scale = loss_scale(batch.loss_mask_T, batch.cu_seqlens, loss.aggregation, loss.max_response_tokens)
-    return batch.replace(loss_weight_T=weight_T), scale
+def _unweighted(batch: Batch | Share) -> Batch | Share:
+    """With all tokens of ``loss_mask_T`` active."""
+    if isinstance(batch, Share):
+        return replace(batch, batch=batch.batch.replace(loss_weight_T=None))
+    return batch.replace(loss_weight_T=None)
+
+
+def _with_weights(batch: Batch | Share, loss: Loss) -> tuple[Batch | Share, float]:
+    if not isinstance(batch, Share):
+        return weighted(batch, loss)
+    if batch.batch.loss_weight_T is None:
+        raise ValueError("a share needs loss_weight_T of the whole batch: cut what `rlft_fast.engine.weighted` returns")
+    return batch, batch.scale

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from rlft_fast.data import Batch
 from rlft_fast.engine.sharding import HeadKind
-from rlft_fast.rl import Aggregation
+from rlft_fast.ops.packing import segment_expand, segment_sum
+from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 
 Output = Literal["logprob", "entropy", "sum_prob_squared", "value", "score"]
 
@@ -22,6 +25,35 @@ LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
+    """The batch with the weights of its tokens, and the factor on the weighted sum; weights that it has are final.
+
+    A loss may say that it `needs_advantage`. Tokens without an advantage then have weight 0, and the weights of the
+    others sum to 1: sums of weighted metrics are means over the tokens that run. The factor makes up for it, so that
+    loss and gradient are those of all tokens. A loss that also `needs_sequences` reads all tokens of a sequence if one
+    of them has an advantage. In a batch with images every token runs.
+
+    Args:
+        batch: the whole batch of an optimizer step, on the CPU.
+        loss: its aggregation decides the weights.
+    """
+    if batch.loss_weight_T is not None:
+        return batch, 1.0
+    mask_T, cu_seqlens = batch.loss_mask_T, batch.cu_seqlens
+    weight_T = loss_weights(mask_T, cu_seqlens, loss.aggregation)
+    scale = loss_scale(mask_T, cu_seqlens, loss.aggregation, loss.max_response_tokens)
+    has_images = batch.multi_modal_inputs is not None  # which the vision tower would run for, all the same
+    if getattr(loss, "needs_advantage", False) and batch.advantage_T is not None and not has_images:
+        has_one_T = (batch.advantage_T != 0) & mask_T
+        if loss.needs_sequences:
+            has_one_T = segment_expand(segment_sum(has_one_T, cu_seqlens) > 0, cu_seqlens, num_tokens=len(mask_T))
+        weight_T *= has_one_T
+        share = weight_T.sum(dtype=torch.float64).item()
+        if share > 0:
+            weight_T, scale = weight_T / share, scale * share
+    return batch.replace(loss_weight_T=weight_T), scale
+
+
 def couples(loss: "Loss") -> bool:
     """Whether the loss looks at several sequences at once."""
     return any(name == "sequence_T" or name.endswith("_B") for name in loss.fields)
@@ -35,6 +67,9 @@ class Loss(Protocol):
     `fields` names. `per_token` returns the weighted loss of each token, `metrics` 0-d tensors that are added over
     micro-batches and ranks; names that end in "_max" are reduced by max. Where `needs_sequences`, both are also given
     `sequence_mean`, from (T,) values to the detached mean over each token's sequence.
+
+    A loss may have a property `needs_advantage`. If it is True, tokens whose `Batch.advantage_T` is 0 add nothing to
+    the loss and to its gradient, and do not run.
 
     A loss that couples sequences also names fields of sequences, (B,), and "sequence_T", the number of each token's
     sequence: both count in the micro-batch. `Batch.unit_B` says which sequences stay together.

@@ -20,6 +20,14 @@ class Done(NamedTuple):
     output_index_A: Tensor
 
 
+class Work(NamedTuple):
+    """What this rank has to run."""
+
+    micro_batches: list[Batch]
+    whole: tuple[Batch, MicroBatchPlan] | None
+    """The batch of all ranks and its plan; None for a `Share`, whose outputs stay on its rank."""
+
+
 @dataclass
 class OpenStep:
     """The calls of `forward_backward` since the last optimizer step."""
@@ -28,7 +36,7 @@ class OpenStep:
     """Holds `train_mode` open."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """This rank's sums of the metrics, on the device."""
-    outputs: list[tuple[dict[Output, Tensor], list[Done], Batch, MicroBatchPlan]] = field(default_factory=list)
+    outputs: list[tuple[dict[Output, Tensor], list[Done], Work]] = field(default_factory=list)
     """Outputs that a caller asked for, which are gathered after the step."""
     is_reduced: bool = False
     """Whether the last call reduced its gradients, and with them those of the calls before."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
-from rlft_fast.rewards.scoring import RewardError, compute_rewards
+from rlft_fast.rewards.scoring import RewardError, compute_rewards, is_reward
 
 _START_S = 120.0  # imports at the start of a worker do not count as time of the function
 _LONGEST_ERROR = 1000  # characters
@@ -134,12 +134,12 @@ class _Worker:
                 self.connection.send(sample)
             if self.connection.poll(timeout_s):
                 answer = json.loads(self._read(timeout_s))
-                if isinstance(answer, dict):
+                if _is_answer(answer):
                     return answer
                 failure = _NO_ANSWER
             else:
                 failure = f"no answer within {timeout_s:g} s"
-        except ValueError:
+        except (ValueError, RecursionError):
             failure = _NO_ANSWER
         except (EOFError, OSError):  # the pipe has ended, or the message is too long
             self.process.join(1.0)
@@ -167,6 +167,14 @@ class _Worker:
         GUARD.forget(self.pid)
         self.process.join()
         self.connection.close()
+
+
+def _is_answer(answer: Any) -> bool:
+    """Whether `_serve` can have sent it: the function can write to the connection, too."""
+    if not isinstance(answer, dict) or len(answer) > 1 or not answer.keys() <= {"reward", "failure"}:
+        return False
+    reward, failure = answer.get("reward"), answer.get("failure", "")
+    return (reward is None or is_reward(reward)) and isinstance(failure, str)
 
 
 def _serve(spec: str, connection: Connection) -> None:

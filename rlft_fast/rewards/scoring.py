@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
+LARGEST = 1e30
+"""Of a reward: float32 holds it, and float64 its square."""
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -36,12 +37,12 @@ def compute_rewards(
             collects the rest in `**columns`.
 
     Returns:
-        B rewards, finite numbers. None leaves the sample out.
+        B rewards, numbers up to `LARGEST` in size. None leaves the sample out.
 
     Raises:
         ValueError: The arguments differ in length, or a column is named like an argument.
         RewardError: The function raised an error, returned another number of rewards, or returned a value that is
-            neither a finite number nor None. The message names the function and the sample.
+            neither such a number nor None. The message names the function and the sample.
     """
     _check_arguments(prompts, completions, completion_ids, columns)
     name = _name(function)
@@ -59,10 +60,11 @@ def compute_rewards(
         ) from error
     values = _as_list(result, name, len(prompts))
     for i, value in enumerate(values):
-        if value is not None and not _is_finite(value):
+        if value is not None and not is_reward(value):
             raise RewardError(
                 f"reward function {name} returned {value!r} for sample {i} (prompt {_shorten(prompts[i])}, completion "
-                f"{_shorten(completions[i])}), expected a finite number, or None to leave the sample out"
+                f"{_shorten(completions[i])}), expected a number of at most {LARGEST:g} in size, or None to leave the "
+                "sample out"
             )
     return [None if value is None else float(value) for value in values]
 
@@ -130,9 +132,10 @@ def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
     return list(values)
 
 
-def _is_finite(value: Any) -> bool:
+def is_reward(value: Any) -> bool:
+    """Whether the value is a number whose square is still finite."""
     try:
-        return isinstance(value, Real) and math.isfinite(value)
+        return isinstance(value, Real) and abs(float(value)) <= LARGEST
     except OverflowError:  # an integer larger than any float
         return False
 

@@ -11,6 +11,7 @@ from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
 from rlft_fast.rl.kl import KLEstimator, check_kl_estimator, kl_estimate, policy_ratio
+from rlft_fast.rl.methods import needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 
 _FIELDS = ("advantage_T", "loss_weight_T")
@@ -40,6 +41,7 @@ class PolicyLoss:
         max_response_tokens: the constant of aggregation "constant".
         on_policy: The policy has made no step since the rollout, so log π_old is its own log-probability, detached, and
             the batch needs no old_logprob_T.
+        every_token: Tokens that add nothing to the loss run, too, so that the metrics are over all tokens.
 
     Raises:
         ValueError: An option is out of range or unknown, or the loss does not return one number per token.
@@ -55,6 +57,7 @@ class PolicyLoss:
     aggregation: Aggregation = "token-mean"
     max_response_tokens: int | None = None
     on_policy: bool = False
+    every_token: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_low is not None and not 0.0 <= self.clip_low <= 1.0:
@@ -76,6 +79,12 @@ class PolicyLoss:
         fields = (*old, *_FIELDS, *(("ref_logprob_T",) if self.kl_coef else ()))
         known = (*fields, "logprob_T", "entropy_T", "old_logprob_T")
         return (*fields, *(name for name in self._tensors if name not in known))
+
+    @property
+    def needs_advantage(self) -> bool:
+        """Whether tokens without an advantage add nothing, neither to the loss nor to the gradient, and do not run."""
+        reads_all = self.entropy_coef or self.kl_coef or self.every_token
+        return needs_of(self._function).advantage and not reads_all
 
     @property
     def needs_sequences(self) -> bool:
@@ -179,6 +188,9 @@ class PolicyLoss:
         with torch.enable_grad():
             logprob_T = tensors["logprob_T"].detach().requires_grad_()
             loss_T = self._policy_loss({**tensors, "logprob_T": logprob_T}, sequence_mean)
+            if not isinstance(loss_T, Tensor):
+                name, got = function_name(self._function), type(loss_T).__name__
+                raise ValueError(f"policy loss {name} returned {got}, expected one number per token")
             (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprob_T)
         return loss_T.detach(), gradient_T
 

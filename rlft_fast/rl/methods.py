@@ -1,7 +1,8 @@
 """How a method (an advantage, a policy loss, a choice of tokens) says what it reads, and how it is given that.
 
 The parameters of a method name the fields of the `Batch` and the settings that it reads. Two fields cost something and
-are made only for a method that declares its need with `needs`: ``baseline_B`` and ``selected_T``.
+are made only for a method that declares its need with `needs`: ``baseline_B`` and ``selected_T``. A policy loss that
+declares its need of an advantage does not run for tokens without one.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,31 +21,41 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Needs(NamedTuple):
-    """What is made for a method alone."""
+    """What a method declares, see `needs`."""
 
+    advantage: bool = False
     greedy: bool = False
     selection: TokenSelection | None = None
 
 
-def needs(*, greedy: bool = False, selection: TokenSelection | None = None) -> Callable[[_Method], _Method]:
-    """A decorator that declares what has to be made for a method.
+def needs(
+    *, advantage: bool = False, greedy: bool = False, selection: TokenSelection | None = None
+) -> Callable[[_Method], _Method]:
+    """A decorator that declares what a method needs.
 
     Args:
+        advantage: for a policy loss: the loss of a token and its gradient are 0 where the token's advantage is 0, so
+            that such tokens need not run.
         greedy: for an advantage: sample a greedy answer to every prompt; its reward is ``baseline_B``.
         selection: for a policy loss: a function that chooses ``selected_T`` when the update starts. Its parameters name
             fields of the `Batch`; ``seed`` is another number in every step.
     """
 
     def declare(method: _Method) -> _Method:
-        setattr(method, _ATTRIBUTE, Needs(greedy, selection))
+        setattr(method, _ATTRIBUTE, (method, Needs(advantage, greedy, selection)))
         return method
 
     return declare
 
 
 def needs_of(method: Callable[..., Any]) -> Needs:
-    """What the method declares; nothing where it declares nothing."""
-    return getattr(method, _ATTRIBUTE, Needs())
+    """What the method declares; nothing where it declares nothing.
+
+    A wrapper made by `functools.wraps` has what the function inside declares, but for the promise about its advantage,
+    which the wrapper may break.
+    """
+    owner, found = getattr(method, _ATTRIBUTE, (method, Needs()))
+    return found if owner is method else found._replace(advantage=False)
 
 
 def arguments_of(what: str, method: Callable[..., Any], batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:

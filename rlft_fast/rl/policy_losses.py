@@ -22,6 +22,7 @@ PolicyLossFunction = Callable[..., Tensor]
 SequenceMean = Callable[[Tensor], Tensor]
 
 
+@needs(advantage=True)
 def ppo(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:
@@ -29,6 +30,7 @@ def ppo(
     return _clipped(policy_ratio(logprob_T, old_logprob_T), advantage_T, clip_low, clip_high)
 
 
+@needs(advantage=True)
 def dual_clip(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -44,6 +46,7 @@ def dual_clip(
     return torch.where(advantage_T < 0, torch.minimum(loss_T, -max_ratio * advantage_T), loss_T)
 
 
+@needs(advantage=True)
 def two_sided(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -63,6 +66,7 @@ def two_sided(
     return -torch.minimum(ratio_T.clamp(max=max_ratio) * advantage_T, clipped_T * advantage_T)
 
 
+@needs(advantage=True)
 def gspo(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -82,6 +86,7 @@ def gspo(
     return _clipped(log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantage_T, clip_low, clip_high)
 
 
+@needs(advantage=True)
 def gmpo(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -104,6 +109,7 @@ def gmpo(
     return -advantage_T * (mean_T + (clipped_T - clipped_T.detach())).exp()
 
 
+@needs(advantage=True)
 def cispo(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:
@@ -115,6 +121,7 @@ def cispo(
     return -ratio_T * advantage_T * logprob_T
 
 
+@needs(advantage=True)
 def sapo(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -133,6 +140,7 @@ def sapo(
     return -advantage_T * 4.0 / temperature_T * gate_T
 
 
+@needs(advantage=True)
 def dppo_tv(
     logprob_T: Tensor,
     old_logprob_T: Tensor,
@@ -152,12 +160,13 @@ def dppo_tv(
     return torch.where(keep_T, -advantage_T * ratio_T * logprob_T, 0.0)
 
 
+@needs(advantage=True)
 def reinforce(logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
     """-A·log π: plain policy gradient, right where each rollout is used for one step (GPG, arXiv 2504.02546)."""
     return -advantage_T * logprob_T
 
 
-@needs(selection=clip_cov_tokens)
+@needs(advantage=True, selection=clip_cov_tokens)
 def clip_cov(
     logprob_T: Tensor,
     old_logprob_T: Tensor,

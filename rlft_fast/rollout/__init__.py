@@ -2,12 +2,18 @@
 
 types            requests to a generator, its completions, and the methods of every generator
 together         `Rollout`: a generator on every rank, with the coordination of the ranks around it
+columns          completions as columns of samples
 build            the rollout that a configuration names
 hf               generates with transformers and the policy itself
 vllm             generates with vLLM inside the training process
 vllm_separate    generates with vLLM in a process beside the training
 vllm_requests    vLLM's form of requests, and completions from its outputs
-shared_memory    passes weights to a separate vLLM on a CPU
+vllm_served      generates with vLLM servers, on this machine or on others
+scheduling       which server samples what
+vllm_server      one vLLM server: its start, its guard, its state
+weight_sender    sends weights through sockets, once for any number of vLLMs
+nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
+vllm_worker      the receiving side of it, which vLLM's workers import
 ends             end tokens and stop texts
 """
 
@@ -15,6 +21,7 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.rollout.build import build_rollout
+    from rlft_fast.rollout.columns import to_samples
     from rlft_fast.rollout.hf import HFGenerator
     from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
     from rlft_fast.rollout.types import (
@@ -25,11 +32,21 @@ with needing_train():
         SamplingParams,
         Seeds,
         Span,
+        draw_seeds,
         sample_seeds,
         with_ties,
     )
+    from rlft_fast.rollout.vllm_served import server_urls
+    from rlft_fast.rollout.vllm_server import (
+        TOKEN_VARIABLE,
+        VLLMServer,
+        server_command,
+        server_environment,
+        token_from_environment,
+    )
 
 __all__ = [
+    "TOKEN_VARIABLE",
     "Completion",
     "Generator",
     "HFGenerator",
@@ -41,7 +58,14 @@ __all__ = [
     "SamplingParams",
     "Seeds",
     "Span",
+    "VLLMServer",
     "build_rollout",
+    "draw_seeds",
     "sample_seeds",
+    "server_command",
+    "server_environment",
+    "server_urls",
+    "to_samples",
+    "token_from_environment",
     "with_ties",
 ]

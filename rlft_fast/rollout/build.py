@@ -1,7 +1,9 @@
 """Builds the rollout that a configuration names."""
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,15 +14,19 @@ from rlft_fast.engine.sharding import gathered
 from rlft_fast.models import PolicyModel
 from rlft_fast.rollout.ends import end_token_ids, split_stop
 from rlft_fast.rollout.hf import HFGenerator
+from rlft_fast.rollout.scheduling import ServerError
 from rlft_fast.rollout.together import Rollout, RolloutError
 from rlft_fast.rollout.types import Generator, SampledModel
 from rlft_fast.rollout.vllm import ColocatedVLLM, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateVLLM
+from rlft_fast.rollout.vllm_served import ServedVLLM, server_urls
+from rlft_fast.rollout.vllm_server import model_fingerprint, weight_backend
 
 
 def build_rollout(
-    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int
-) -> Rollout:
+    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int,
+    urls: Callable[[], Sequence[str]] | None = None,
+) -> Rollout:  # fmt: skip
     """Builds the rollout that ``config.backend`` names.
 
     Args:
@@ -28,13 +34,17 @@ def build_rollout(
         tokenizer: names the end tokens.
         config: settings of the rollout.
         max_sequence_tokens: most tokens of a prompt and its completion together.
+        urls: of vLLM servers that generate, asked before each sync; None: ``config.servers``.
 
     Raises:
         ValueError: a stop text is wrong, vLLM is missing, vLLM lacks a needed interface, or the settings do not fit the
             device.
-        RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance.
+        RolloutError: vLLM could not start: it does not know the model, or memory does not suffice, for instance; or no
+            server answers.
     """
     split_stop(config.stop, tokenizer)  # refuses wrong stop texts before anything runs
+    if urls is not None or config.servers:
+        return _served_rollout(engine, tokenizer, config, max_sequence_tokens, urls)
     if config.backend == "vllm":
         return _vllm_rollout(engine, tokenizer, config, max_sequence_tokens)
     model = engine.model
@@ -66,18 +76,47 @@ def _vllm_rollout(
                 "rollout.vllm.gpu_memory_utilization or set actor.offload_between_phases"
             ) from error
 
-    @contextmanager
-    def weights() -> Iterator[WeightStream]:
-        with engine.eval_mode():
-            yield engine.weight_stream(model.dtype)
-
     return Rollout(
         start,
         engine.world,
-        weights=weights,
+        weights=partial(_weights, engine, model.dtype),
         check_weights=config.vllm.check_weights,
         group_size=config.vllm.tensor_parallel if is_colocated else 1,
     )
+
+
+def _served_rollout(
+    engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, max_sequence_tokens: int,
+    urls: Callable[[], Sequence[str]] | None,
+) -> Rollout:  # fmt: skip
+    """All ranks gather the weights, and the first rank sends them."""
+    world = engine.world
+    if weight_backend(config) == "nccl" and (world.device.type != "cuda" or config.vllm.check_weights):
+        raise ValueError(
+            "rollout.vllm.transfer nccl needs GPUs, and shows no weights to rollout.vllm.check_weights: leave it out, "
+            "for sockets"
+        )
+    model = _sampled_model(engine, tokenizer)
+    own = torch.tensor(float(secrets.randbits(24)) if world.is_first else 0.0)  # float32 has as many bits
+    run = f"{int(world.all_reduce({'run': own})['run'].item()):06x}"
+
+    def start() -> Generator:
+        try:
+            return ServedVLLM(
+                model, model_fingerprint(engine.model.pretrained.config), tokenizer, config, max_sequence_tokens,
+                urls=urls or partial(server_urls, config.servers), run=run, world=world,
+            )  # fmt: skip
+        except ServerError as error:
+            raise RolloutError(str(error)) from error
+
+    weights = partial(_weights, engine, model.dtype)
+    return Rollout(start, world, weights=weights, check_weights=config.vllm.check_weights)
+
+
+@contextmanager
+def _weights(engine: FSDPEngine, dtype: torch.dtype) -> Iterator[WeightStream]:
+    with engine.eval_mode():
+        yield engine.weight_stream(dtype)
 
 
 def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> SampledModel:

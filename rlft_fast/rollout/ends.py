@@ -11,7 +11,12 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    known = {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    if other := [i for i in ids if i is not None and not isinstance(i, int)]:
+        raise ValueError(
+            f"eos_token_id in the generation settings of the model has {other[0]!r}, expected a token id or a list of "
+            "token ids"
+        )
+    known = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
     if not known:
         raise ValueError("neither the model nor its tokenizer names an end token: set eos_token_id in one of them")
     return sorted(known)

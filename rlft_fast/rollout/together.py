@@ -10,9 +10,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from rlft_fast.data import flat
+from rlft_fast.data import Samples, flat
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError
+from rlft_fast.rollout.columns import to_samples
 from rlft_fast.rollout.types import Completion, Generator, RequestError, SamplingParams, Seeds, draw_seeds
 from rlft_fast.world import STOP, World
 
@@ -108,6 +109,11 @@ class Rollout:
         assert groups is not None
         self._require_finite(groups)
         return groups
+
+    def samples(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None) -> Samples:
+        """The completions of `generate` as columns; ``row_B`` counts this rank's prompts."""
+        groups = self.generate(prompts, params, seeds)
+        return to_samples([(row, completion) for row, group in enumerate(groups) for completion in group])
 
     def sleep(self) -> None:
         """Frees device memory for the training until the next `sync`."""

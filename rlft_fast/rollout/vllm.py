@@ -2,6 +2,7 @@
 
 colocated: one vLLM inside each training process. It takes whole weights from the policy's stream.
 separate: one vLLM in a process beside each training process. It takes weights by vLLM's weight-transfer interface.
+servers: see `vllm_served`.
 
 A vLLM inside the training process changes settings of the process when it starts: the number of threads, and torch's
 random state. They are restored after the start.
@@ -56,6 +57,8 @@ def check_vllm(config: VLLMConfig, world: World) -> None:
             f"rollout.vllm.tensor_parallel is {config.tensor_parallel}, which does not divide the "
             f"{world.size} processes: start a multiple of it, or lower it"
         )
+    if config.transfer == "socket" and config.process == "separate" and device.type == "cuda":
+        raise ValueError("rollout.vllm.transfer socket is for CPUs: leave it out, or name ipc or nccl")
     if config.transfer in ("ipc", "nccl") and device.type != "cuda":
         raise ValueError(f"rollout.vllm.transfer {config.transfer} needs GPUs: leave it out")
     if config.process == "separate" and device.type == "cuda":
@@ -76,7 +79,7 @@ def transfer_backend(config: VLLMConfig, device: torch.device) -> str:
     """How weights are sent to a separate process."""
     if config.transfer != "auto":
         return config.transfer
-    return "ipc" if device.type == "cuda" else "shared_memory"
+    return "ipc" if device.type == "cuda" else "socket"
 
 
 def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int, trainers: int) -> None:

@@ -22,27 +22,38 @@ def vllm_requests(
     """
     import vllm
 
-    end_ids, stop = split_stop(params.stop, tokenizer)
+    fields = request_fields(params, model, *split_stop(params.stop, tokenizer))
+    samples = [(prompt, seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
+    return [{"prompt_token_ids": list(prompt)} for prompt, _ in samples], [
+        vllm.SamplingParams(**fields, max_tokens=params.max_new_tokens, seed=seed, flat_logprobs=True)
+        for _, seed in samples
+    ]
+
+
+def request_fields(
+    params: SamplingParams, model: SampledModel, end_ids: Sequence[int], stop: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of vLLM's sampling parameters that all samples share.
+
+    Args:
+        params: how to sample.
+        model: that is sampled from.
+        end_ids: tokens that end a completion, beside the model's own.
+        stop: texts that end a completion.
+    """
     num_logprobs = 0  # besides the sampled token's
     if params.support_size is not None:
         num_logprobs = min(with_ties(params.support_size), model.vocab_size)  # of all tokens that are kept
-    samples = [(prompt, seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
-    return [{"prompt_token_ids": list(prompt)} for prompt, _ in samples], [
-        vllm.SamplingParams(
-            n=1,
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k or 0,
-            top_p=params.top_p,
-            seed=seed,
-            logprobs=num_logprobs,
-            flat_logprobs=True,
-            stop_token_ids=[*model.eos_token_ids, *end_ids],
-            stop=list(stop),
-            detokenize=bool(stop),
-        )
-        for _, seed in samples
-    ]
+    return {
+        "n": 1,
+        "temperature": params.temperature,
+        "top_k": params.top_k or 0,
+        "top_p": params.top_p,
+        "logprobs": num_logprobs,
+        "stop_token_ids": [*model.eos_token_ids, *end_ids],
+        "stop": list(stop),
+        "detokenize": bool(stop),
+    }
 
 
 def check_request(

@@ -3,17 +3,20 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
-from rlft_fast.engine import WeightStream
+from rlft_fast.engine import WeightMetadata, WeightStream
+from rlft_fast.integrations.vllm import BACKEND
 from rlft_fast.rollout.types import SampledModel
 from rlft_fast.rollout.vllm import VLLMGenerator, start_llm, transfer_backend
+from rlft_fast.rollout.weight_sender import send_weights
 from rlft_fast.world import World
 
 
@@ -27,29 +30,34 @@ class SeparateVLLM(VLLMGenerator):
         super().__init__(model, tokenizer, config, max_sequence_tokens)
         self.config = config.vllm
         self.backend = transfer_backend(config.vllm, model.device)
+        self.is_socket = self.backend == "socket"
         with _environment(_process_environment(world, config.vllm, self.backend)):
             from vllm.config import WeightTransferConfig
 
             self.llm = start_llm(
                 model, config, max_sequence_tokens,
-                weight_transfer_config=WeightTransferConfig(backend=self.backend), enable_sleep_mode=self.sleeps,
-                worker_extension_cls="rlft_fast.rollout.shared_memory.WorkerExtension",
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND if self.is_socket else self.backend),
+                enable_sleep_mode=self.sleeps, worker_extension_cls="rlft_fast.rollout.vllm_worker.WorkerExtension",
             )  # fmt: skip
         _raise_when_it_dies(self.llm.llm_engine.engine_core)
         self.client = _Client(self.llm)
+        if self.is_socket:
+            self.client.init_weight_transfer_engine({"check": self.check_weights})
         self.trainer: Any = None
 
     def _connect(self, weights: WeightStream) -> Any:
         """Each training process is rank 0, the sender, towards the vLLM beside it."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from rlft_fast.rollout.shared_memory import StreamSource
-
-        self.source = StreamSource(weights)
+        self.source = stream_source(weights)
         info = _init_info(self.backend, self.config)
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
     def _load(self, weights: WeightStream, version: int) -> None:
+        if self.is_socket:
+            for failure in send_weights(weights.pieces(), [self.client], str(version)).values():
+                raise failure
+            return
         self.trainer = self.trainer or self._connect(weights)
         self.source.stream = weights
         self.client.version = version
@@ -80,7 +88,10 @@ def _raise_when_it_dies(core: Any) -> None:
 
 
 class _Client:
-    """The four methods through which vLLM's trainers speak to their vLLM."""
+    """The four methods through which vLLM's trainers, and `send_weights`, speak to a vLLM."""
+
+    local_address = "127.0.0.1"
+    num_workers = 1
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -95,6 +106,9 @@ class _Client:
     def update_weights(self, update_info: Any) -> None:
         self.llm.update_weights({"update_info": update_info})
 
+    def abort(self) -> None:
+        """Does nothing: the process is closed with this one, which ends all calls."""
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update(weight_version or str(self.version))
 
@@ -104,14 +118,31 @@ def _init_info(backend: str, config: VLLMConfig) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=0, packed=True)
-    if backend == "nccl":
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.utils.network_utils import get_ip, get_open_port
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.utils.network_utils import get_ip, get_open_port
 
-        return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel, rank=0)
-    from rlft_fast.rollout import shared_memory
+    return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel, rank=0)
 
-    return shared_memory.SharedMemoryTrainerInitInfo(check=config.check_weights)
+
+def stream_source(stream: WeightStream) -> Any:
+    """A stream in the form that vLLM's trainers take. The attribute ``stream`` is the stream to send now.
+
+    ``known`` is its metadata, if it is known: asking for it is a collective.
+    """
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class StreamSource(WeightSource):
+        def __init__(self) -> None:
+            self.stream = stream
+            self.known: Sequence[WeightMetadata] | None = None
+
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(*fields) for fields in self.known or self.stream.metadata()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return self.stream.tensors()
+
+    return StreamSource()
 
 
 def _process_environment(world: World, config: VLLMConfig, backend: str) -> dict[str, str]:

@@ -3,18 +3,17 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlft_fast.cluster import RemoteEngine, RemoteRollout
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
-from rlft_fast.trainer.experience import Answers
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.prompts import Prompts, load_prompts
@@ -22,7 +21,7 @@ from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 _STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
 
-Answer = Callable[[Prompts, SamplingParams, Seeds | None], Answers]
+Answer = Callable[[Prompts, SamplingParams, Seeds | None], Samples]
 """This rank's answers to its share of the prompts."""
 
 
@@ -114,7 +113,7 @@ def evaluate(config: Config) -> dict[str, float]:
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()
-        return evaluate_sets(config, held_out, judge, partial(own_answers, rollout, world))[0]
+        return evaluate_sets(config, held_out, judge, partial(own_samples, rollout, world))[0]
 
 
 def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
@@ -124,9 +123,9 @@ def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
         judge.world.require_agreement("held-out data", prompts.description)
 
 
-def check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:
+def check_tokens(key: str, engine: FSDPEngine | RemoteEngine, *given: Prompts) -> None:
     """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    num_rows = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings()).num_embeddings
+    num_rows = engine.facts.num_embeddings
     highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
     if highest >= num_rows:
         raise ValueError(
@@ -135,17 +134,17 @@ def check_tokens(key: str, engine: FSDPEngine, *given: Prompts) -> None:
         )
 
 
-def check_finite(key: str, engine: FSDPEngine) -> None:
+def check_finite(key: str, engine: FSDPEngine | RemoteEngine) -> None:
     """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
     if bad := engine.non_finite_weights():
         raise ValueError(
-            f"{key} is {engine.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
+            f"{key} is {engine.facts.path}, whose weights are not finite ({name_some(bad)}): save or download it again"
         )
 
 
-def own_answers(
-    rollout: Rollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
-) -> Answers:
+def own_samples(
+    rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
+) -> Samples:
     """This rank's answers to its share of the prompts. All ranks must call it together.
 
     Args:
@@ -156,8 +155,8 @@ def own_answers(
         seeds: of this rank's answers; None: torch's random state gives them.
     """
     rows = own_rows(world, prompts)
-    groups = rollout.generate(prompts.select(rows).token_ids, params, seeds)
-    return [(row, completion) for row, group in zip(rows, groups, strict=True) for completion in group]
+    samples = rollout.samples(prompts.select(rows).token_ids, params, seeds)
+    return samples.replace(row_B=samples.row_B * rows.step + rows.start)
 
 
 def own_rows(world: World, prompts: Prompts) -> range:

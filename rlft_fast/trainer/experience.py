@@ -1,70 +1,35 @@
 """From completions to a batch with rewards: columns of samples. Pure functions."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
-from rlft_fast.data import Batch, Samples, cat_supports, flat
+from rlft_fast.data import Batch, Samples
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
-from rlft_fast.rollout import Completion, Span
-
-Answers = list[tuple[int, Completion]]
-"""Completions, each with the row of its prompt. The completions of a row stand in the order of their numbers."""
 
 
-def to_samples(
-    answers: Answers, rewards: Sequence[float | None], parts: Sequence[Parts] = (), names: Sequence[str] = ()
+def with_rewards(
+    samples: Samples, rewards: Sequence[float | None], parts: Sequence[Parts] = (), names: Sequence[str] = ()
 ) -> Samples:
-    """The columns of completions that this process has scored.
+    """The samples with their rewards.
 
     Args:
-        answers: completions of this process.
+        samples: of this process.
         rewards: of each; None where there is none.
         parts: the parts of each reward by name, None where a part is missing.
         names: names of the parts, the same on every rank, also where a rank has no completion.
     """
-    rows = [row for row, _ in answers]
-    completions = [completion for _, completion in answers]
-    numbering: defaultdict[int, count[int]] = defaultdict(count)
-    return Samples(
-        row_B=torch.tensor(rows, dtype=torch.int64),
-        number_B=torch.tensor([next(numbering[row]) for row in rows], dtype=torch.int64),
-        length_B=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
-        stopped_B=torch.tensor([completion.finish_reason == "stop" for completion in completions], dtype=torch.bool),
-        reward_B=_numbers(rewards),
-        parts={name: _numbers([own[name] for own in parts]) for name in names},
-        token_ids_T=flat([completion.token_ids for completion in completions], np.int32),
-        logprob_T=flat([completion.logprobs for completion in completions], np.float32),
-        is_sampled_T=flat([c.mask or [True] * len(c.token_ids) for c in completions], np.bool_),
-        weight_version_T=_weight_versions(completions),
-        support_TK=_supports(completions),
-    )
+    columns = {name: _numbers([own[name] for own in parts]) for name in names}
+    return samples.replace(reward_B=_numbers(rewards), parts=columns)
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-
-
-def _weight_versions(completions: Sequence[Completion]) -> Tensor:
-    """(T,) int32"""
-    spans = [span for c in completions for span in c.spans or [Span(len(c.token_ids), 0)]]
-    versions, counts = [span.weight_version for span in spans], [span.num_tokens for span in spans]
-    return torch.from_numpy(np.repeat(np.array(versions, np.int32), np.array(counts, np.int64)))
-
-
-def _supports(completions: Sequence[Completion]) -> Tensor | None:
-    given = [completion.support for completion in completions if completion.support is not None]
-    if not given:
-        return None
-    assert len(given) == len(completions), "samples of one rollout are sampled alike"
-    return cat_supports(given)
 
 
 def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int) -> Samples:
@@ -149,10 +114,13 @@ def mismatch(batch: Batch) -> dict[str, float]:
 
 
 def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a rollout from those of its optimizer steps: means, but maxima and counts as they stand at the end."""
+    """Metrics of a rollout from those of its optimizer steps: means, but maxima and counts as they stand at the end.
+
+    A step may lack a metric.
+    """
     merged = {}
-    for name in steps[0] if steps else ():
-        values = [metrics[name] for metrics in steps]
+    for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        values = [metrics[name] for metrics in steps if name in metrics]
         merged[name] = max(values) if name.endswith(("_max", "skipped_steps")) else sum(values) / len(values)
     return merged
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Samples
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import reward_engine
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -24,7 +25,7 @@ from rlft_fast.rewards import (
     reasoning_gym_reward,
     weighted_sum,
 )
-from rlft_fast.trainer.experience import Answers, to_samples
+from rlft_fast.trainer.experience import with_rewards
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import STOP, LeftEarlyError, World
 
@@ -65,12 +66,12 @@ class Judge:
         reward = config.reward.model_copy(update={"function": config.evaluation.function, "model": None})
         return cls(config.model_copy(update={"reward": reward}), tokenizer, world)
 
-    def score(self, prompts: Prompts, own: Answers) -> Samples:
+    def score(self, prompts: Prompts, own: Samples) -> Samples:
         """The samples of all ranks, each scored by the rank that made it, and by the model of all.
 
         Args:
             prompts: of the rollout.
-            own: the completions of this rank.
+            own: the samples of this rank.
 
         Raises:
             RewardError: a function failed, here or in another process.
@@ -89,7 +90,7 @@ class Judge:
             raise failure or RewardError("the reward function failed in another process, which says why")
         weights = self.functions.weights
         rewards = [weighted_sum(parts, weights) for parts in scored]
-        samples = to_samples(own, rewards, scored, [*weights]).gather(self.world)
+        samples = with_rewards(own, rewards, scored, [*weights]).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
 
     def check(self, prompts: Prompts, what: str) -> None:
@@ -97,14 +98,19 @@ class Judge:
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
 
-    def load_model(self) -> None:
+    def load_model(self, engine: RemoteEngine | None = None) -> None:
         """Loads the reward model, if there is one. It takes long: data is checked before.
+
+        Args:
+            engine: that has the model; None: make one.
 
         Raises:
             ValueError: it cannot be used.
         """
         if self.config.reward.model is not None:
-            self.model = RewardModelScorer(self.config.reward.model, self.config.actor, self.tokenizer, self.world)
+            self.model = RewardModelScorer(
+                self.config.reward.model, self.config.actor, self.tokenizer, self.world, engine
+            )
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""
@@ -112,11 +118,10 @@ class Judge:
             if isinstance(function, IsolatedReward):
                 function.close()
 
-    def _score_own(self, prompts: Prompts, own: Answers) -> list[Parts]:
-        if not own:  # there are fewer prompts than processes: functions need not know what to do with nothing
+    def _score_own(self, prompts: Prompts, own: Samples) -> list[Parts]:
+        if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return []
-        asked = prompts.select([row for row, _ in own])
-        ids = [completion.token_ids for _, completion in own]
+        asked, ids = prompts.select(own.row_B.tolist()), own.token_ids()
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return self.functions.score(asked.texts, texts, ids, asked.columns)
 
@@ -136,17 +141,20 @@ class RewardModelScorer:
         config: of the policy's engine; the model runs the same way, without adapters.
         tokenizer: of the policy.
         world: the processes that score together.
+        engine: that has the model; None: make one.
 
     Raises:
         ValueError: the folder cannot be used.
     """
 
-    def __init__(self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, world: World) -> None:
+    def __init__(
+        self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, world: World,
+        engine: RemoteEngine | None = None,
+    ) -> None:  # fmt: skip
         own = load_tokenizer(path)
         self.policy_tokenizer = tokenizer
         self.tokenizer = None if own.get_vocab() == tokenizer.get_vocab() else own
-        own_config = config.model_copy(update={"lora": None})
-        self.engine = FSDPEngine(path, own_config, head="score", world=world).initialize()
+        self.engine = engine or reward_engine(path, config, world)
 
     def score(self, prompts: Prompts, rows: Sequence[int], token_ids: list[list[int]]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.

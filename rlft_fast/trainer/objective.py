@@ -61,7 +61,7 @@ class Objective:
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
-            on_policy=self.on_policy,
+            on_policy=self.on_policy, every_token=config.entropy_target is not None,
         )  # fmt: skip
         self._kl: AdaptiveKL | None = None
         if config.kl_target is not None:

@@ -10,30 +10,35 @@ import contextlib
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import Config, EngineConfig
+from rlft_fast.config import Config
 from rlft_fast.data import Batch, Samples, cat_samples
-from rlft_fast.engine import FSDPEngine, Output, model_flops, peak_flops
+from rlft_fast.engine import Output, weighted
 from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
-from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, build_rollout, sample_seeds, with_ties
+from rlft_fast.rollout import (
+    NonFiniteLogitsError,
+    SamplingParams,
+    Seeds,
+    sample_seeds,
+    with_ties,
+)
 from rlft_fast.trainer.evaluation import (
     check_finite,
     check_held_out,
     check_tokens,
     evaluate_sets,
     load_held_out,
-    own_answers,
     own_rows,
+    own_samples,
 )
 from rlft_fast.trainer.experience import (
-    Answers,
     build_batch,
     merge_metrics,
     mini_batches,
@@ -45,11 +50,14 @@ from rlft_fast.trainer.experience import (
 )
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
+from rlft_fast.trainer.models import build_models
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.phases import Phases
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.trainer.tokens import token_columns
 from rlft_fast.world import World, init_distributed
+
+_OF_STEP = ("loss", "grad_norm", "learning_rate", "skipped_steps")  # metrics of an optimizer step without a token
 
 
 class Step(NamedTuple):
@@ -86,8 +94,8 @@ class PPOTrainer:
                 f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {world.size} processes "
                 "cannot share evenly: make it a multiple of the number of processes"
             )
-        algorithm, temperature = config.algorithm, config.rollout.temperature
-        self.objective = Objective(algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
+        algorithm = config.algorithm
+        self.objective = self._make_objective()
         self.tokenizer = load_tokenizer(config.model)
         self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer, world)
         self.judge = Judge(config, self.tokenizer, world)
@@ -95,47 +103,56 @@ class PPOTrainer:
         self.judge.check(self.prompts, "the training data")
         world.require_agreement("training data", self.prompts.description)
         check_held_out(self.held_out, self.evaluation_judge or self.judge)
-        self.judge.load_model()
-        num_training_steps = config.steps * algorithm.epochs * algorithm.mini_batches
-        self.actor = FSDPEngine(
-            config.model, config.actor, num_training_steps=num_training_steps, temperature=temperature, world=world
-        ).initialize()
-        self._check_support()
-        check_tokens("model", self.actor, self.prompts, *self.held_out.values())
-        check_finite("model", self.actor)
-        self.engines = {"actor": self.actor}
-        self.critic: FSDPEngine | None = None
-        if config.critic is not None:
-            if config.critic.model is not None:
-                _check_same_tokens(config.critic.model, self.tokenizer)
-            self.critic = self.engines["critic"] = FSDPEngine(
-                config.critic.model or config.model, config.critic,
-                head="value", num_training_steps=num_training_steps, world=world,
-            ).initialize()  # fmt: skip
-            check_tokens("critic.model", self.critic, self.prompts)
-            check_finite("critic.model", self.critic)
-            self.value_loss = ValueLoss(
-                clip=config.critic.value_clip, aggregation=algorithm.aggregation,
-                max_response_tokens=config.rollout.max_new_tokens,
-            )  # fmt: skip
-        self.reference: FSDPEngine | None = None
-        if algorithm.kl_coef and config.actor.lora is None:
-            frozen = config.actor if config.reference is None else EngineConfig(**config.reference.model_dump())
-            self.reference = FSDPEngine(config.model, frozen, temperature=temperature, world=world).initialize()
-        longest = max(config.rollout.max_new_tokens, config.evaluation.max_new_tokens if config.evaluation else 0)
-        self.rollout = build_rollout(
-            self.actor, self.tokenizer, config.rollout, config.rollout.max_prompt_tokens + longest
-        )
+        if config.critic is not None and config.critic.model is not None:
+            _check_same_tokens(config.critic.model, self.tokenizer)
+        if config.cluster is None:
+            self.judge.load_model()
+        self._load_models()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.models.close)
+            self._check_support()
+            check_tokens("model", self.actor, self.prompts, *self.held_out.values())
+            check_finite("model", self.actor)
+            if self.critic is not None:
+                check_tokens("critic.model", self.critic, self.prompts)
+                check_finite("critic.model", self.critic)
+                assert config.critic is not None
+                self.value_loss = ValueLoss(
+                    clip=config.critic.value_clip, aggregation=algorithm.aggregation,
+                    max_response_tokens=config.rollout.max_new_tokens,
+                )  # fmt: skip
+            stack.pop_all()
         self.phases = Phases(world)  # of the current step
+
+    def _make_objective(self) -> Objective:
+        config = self.config
+        return Objective(config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
+
+    def _load_models(self) -> None:
+        algorithm = self.config.algorithm
+        num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
+        self.models = models = build_models(self.config, self.tokenizer, self.world, num_training_steps)
+        self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
+        self.rollout = models.rollout
+        self.engines: dict[str, Any] = {"actor": self.actor}  # that train
+        if self.critic is not None:
+            self.engines["critic"] = self.critic
+        if models.reward is not None:
+            self.judge.load_model(models.reward)
+
+    def restart(self) -> None:
+        """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""
+        self.models.close()
+        self.objective = self._make_objective()  # a checkpoint or the beginning gives the adapted coefficients
+        self._load_models()
 
     def _check_support(self) -> None:
         """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
         top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
         if top_k is None:
             return
-        hidden_size = self.actor.model.backbone.config.get_text_config().hidden_size
         dtype = getattr(torch, self.config.actor.compute_dtype)
-        row_bytes = gathered_bytes(with_ties(top_k), hidden_size, dtype)
+        row_bytes = gathered_bytes(with_ties(top_k), self.actor.facts.hidden_size, dtype)
         if row_bytes > workspace_mib * 2**20:
             raise ValueError(
                 f"rollout.top_k is {top_k}: the weight rows of one support may take {row_bytes} bytes, the workspace "
@@ -167,6 +184,7 @@ class PPOTrainer:
         if self.config.algorithm.mask_truncated:
             stopped = taught.stopped_B.nonzero().squeeze(1)
             batch, taught = batch.select(stopped), taught.select(stopped)
+        running = weighted(batch, self.objective.policy_loss)[0]  # with the weights that say which tokens run
         outputs: dict[Output, Tensor] = {}
         with self.phases.timed("update"):
             metrics |= self._update(batch, self._seed(step), outputs)
@@ -174,10 +192,11 @@ class PPOTrainer:
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
         num_tokens = num_prompt_tokens + len(samples.token_ids_T)
-        metrics |= self.phases.metrics() | self._utilisation(batch)
+        metrics |= {"taught_share": int(running.active_T.sum()) / max(int(batch.loss_mask_T.sum()), 1)}
+        metrics |= self.phases.metrics() | self._utilisation(batch, running)
         seconds = time.perf_counter() - started
         metrics |= {"seconds": seconds, "tokens_per_second": num_tokens / seconds}
-        return Step(prompts, samples, metrics, self._token_columns(samples, taught, batch, outputs))
+        return Step(prompts, samples, metrics, self._token_columns(samples, taught, running, outputs))
 
     def _token_columns(
         self, samples: Samples, taught: Samples, batch: Batch, outputs: dict[Output, Tensor]
@@ -187,7 +206,8 @@ class PPOTrainer:
             return None
         algorithm = self.config.algorithm
         if outputs and algorithm.epochs * algorithm.mini_batches == 1:  # otherwise they are of a part of the batch
-            batch = batch.replace(logprob_T=outputs["logprob"], entropy_T=outputs["entropy"])
+            found = {name: x_T.where(batch.active_T, torch.nan) for name, x_T in outputs.items()}
+            batch = batch.replace(logprob_T=found["logprob"], entropy_T=found["entropy"])
         return token_columns(samples, taught, batch, self.config.log_tokens_mib * 2**20)
 
     def _collect(self, step: int) -> tuple[Prompts, Samples]:
@@ -211,12 +231,15 @@ class PPOTrainer:
         assert samples is not None
         return self.prompts.select(rows), samples
 
-    def _utilisation(self, batch: Batch) -> dict[str, float]:
+    def _utilisation(self, batch: Batch, running: Batch) -> dict[str, float]:
         """FLOP/s of a device in the update, and their share of the device's peak where the peak is known."""
-        trained = [engine for engine in (self.actor, self.critic) if engine is not None]
-        flops = self.config.algorithm.epochs * sum(model_flops(engine.model, batch) for engine in trained)
-        flops_per_second = flops / self.phases.seconds["update"] / self.world.size
-        peak = peak_flops(self.world.device)
+        flops = self.actor.facts.flops.of(running)
+        if self.critic is not None:
+            flops += self.critic.facts.flops.of(batch)
+        flops *= self.config.algorithm.epochs
+        facts = self.actor.facts
+        flops_per_second = flops / self.phases.seconds["update"] / facts.num_ranks
+        peak = facts.peak_flops
         found = {"tflops_update": flops_per_second / 1e12}
         return found if peak is None else found | {"mfu_update": flops_per_second / peak}
 
@@ -252,11 +275,11 @@ class PPOTrainer:
         self.phases.busy("reward", self.judge.seconds)
         return samples
 
-    def _generate(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Answers:
+    def _generate(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None) -> Samples:
         """This rank's answers to its share of the prompts."""
         try:
             with self.phases.timed("generate"):
-                answers = own_answers(self.rollout, self.world, prompts, params, seeds)
+                answers = own_samples(self.rollout, self.world, prompts, params, seeds)
             self.phases.busy("generate", self.rollout.seconds)
             return answers
         except NonFiniteLogitsError as error:
@@ -340,10 +363,12 @@ class PPOTrainer:
         found: dict[str, float] = {}
         for mini_batch in cut:
             asked = None if steps or mini_batch.logprob_T is not None else outputs
+            active_T = weighted(mini_batch, self.objective.policy_loss)[0].active_T
             metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=asked)
-            steps.append(metrics | self.objective.after_optimizer_step(metrics))
+            metrics |= self.objective.after_optimizer_step(metrics)
+            steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
             if asked:
-                found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"]))
+                found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"], loss_mask_T=active_T))
         return found | merge_metrics(steps)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
@@ -367,7 +392,7 @@ class PPOTrainer:
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
-            for part in filter(None, (self.rollout, self.evaluation_judge, self.judge)):
+            for part in filter(None, (self.models, self.evaluation_judge, self.judge)):
                 stack.callback(part.close)
 
 

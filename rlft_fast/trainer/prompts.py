@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from jinja2 import TemplateError
 
 from rlft_fast.config import DataConfig
+from rlft_fast.files import read_text
 
 _MAX_NAMED_ROWS = 5
+_MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
 _MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # types and keys of transformers, OpenAI and Qwen
 
 
@@ -85,8 +86,16 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     column = config.prompt_column if source is not None else "question"
     name = source or f"task {config.task}"
     _check_rows(rows, column, name)
-    pairs = [_tokenize(i, row[column], config, tokenizer, name) for i, row in enumerate(rows)]
-    texts, token_ids = [text for text, _ in pairs], [ids for _, ids in pairs]
+    texts, token_ids = [], []
+    for i, row in enumerate(rows):
+        text, options = _as_read(i, row[column], config, tokenizer, name)
+        if len(text) > _MOST_CHARACTERS * max_prompt_tokens:  # tokenizing megabytes would take minutes
+            raise ValueError(
+                f"{name}: row {i} (counted from 0) has {len(text)} characters, more than {_MOST_CHARACTERS} for each "
+                f"of rollout.max_prompt_tokens={max_prompt_tokens}: leave the row out"
+            )
+        texts.append(text)
+        token_ids.append(_encode(i, text, tokenizer, name, options))
     if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
         worst = max(long, key=lambda i: len(token_ids[i]))
         raise ValueError(
@@ -144,29 +153,32 @@ def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
     return [key for key, value in values.items() if value and key != but]
 
 
-def _tokenize(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, list[int]]:
-    """A prompt as the model reads it, as text and as tokens."""
+def _as_read(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, name: str) -> tuple[str, dict[str, Any]]:
+    """A prompt as the model reads it, and how it is tokenized."""
     if isinstance(prompt, str) and not config.chat:
-        return prompt, _encode(row, prompt, tokenizer, name)
+        return prompt, {}
     messages = prompt
     if isinstance(prompt, str):
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         messages = [*system, {"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (ValueError, TypeError, LookupError, TemplateError) as error:  # contents that it does not expect
+    except Exception as error:  # a template is code of the model's: it may divide by 0, or call itself without end
         raise ValueError(
             f"{name}: the tokenizer's chat template cannot be applied to row {row} (counted from 0): {error} "
             "(data.chat: false sends texts without a template)"
         ) from error
-    return text, _encode(row, text, tokenizer, name, add_special_tokens=False)  # a template writes them itself
+    return text, {"add_special_tokens": False}  # a template writes them itself
 
 
-def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, **options: Any) -> list[int]:
+def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, options: dict[str, Any]) -> list[int]:
     try:
-        return tokenizer.encode(text, **options)
+        ids = tokenizer.encode(text, **options)
     except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
         raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {text!r}") from error
+    if not ids:
+        raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {text!r}")
+    return ids
 
 
 def _read(source: str) -> list[dict[str, Any]]:
@@ -174,7 +186,7 @@ def _read(source: str) -> list[dict[str, Any]]:
     if path.is_dir():
         return _read_dataset(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"cannot read the data {source}: {error} (expected JSON lines in UTF-8, or a folder written by "

@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from rlft_fast.cluster import WorkerError
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
-from rlft_fast.engine import CheckpointError, CheckpointManager, export_hf
+from rlft_fast.engine import CheckpointError
 from rlft_fast.errors import Interrupted, RunError
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
@@ -34,6 +35,7 @@ from rlft_fast.trainer.trackers import TrackedRun, Tracker, require_trackers
 from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
 
 _SHOWN_EXAMPLES = 3
+_MAX_LOSSES = 3  # in a row that are made good, without a checkpoint between two of them
 _MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}
 
 
@@ -64,6 +66,7 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
             Logits that are not finite save nothing.
         DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
+        WorkerError: workers on a cluster died, again and again; the newest checkpoint is as it was.
         Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """
@@ -120,10 +123,7 @@ class Run:
         self.world = trainer.world
         self.config = trainer.config
         self.directory = Path(self.config.output_dir)
-        self.checkpoints = CheckpointManager(
-            self.directory / "checkpoints", self.config.checkpoint.max_num, self.config.checkpoint.max_mem,
-            self.world,
-        )  # fmt: skip
+        self.checkpoints = trainer.models.checkpoints(self.directory / "checkpoints")
         self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
@@ -146,8 +146,29 @@ class Run:
             yield
 
     def _run_interruptibly(self, state: dict[str, Any]) -> dict[str, Any]:
-        with self.log, STOP.listening(self._announce_stop), self.checkpoints:
-            return self._run_or_save(state)
+        losses, loss = 0, None
+        with self.log, STOP.listening(self._announce_stop):
+            while True:
+                saved_before = self.checkpoints.latest()
+                try:
+                    if loss is not None:
+                        state = self._start_again(loss)
+                    with self.checkpoints:
+                        return self._run_or_save(state)
+                except WorkerError as error:
+                    losses = 1 if self.checkpoints.latest() != saved_before else losses + 1
+                    if losses > _MAX_LOSSES:
+                        raise
+                    loss = error
+
+    def _start_again(self, loss: WorkerError) -> dict[str, Any]:
+        """New workers, and the state of the newest checkpoint."""
+        self.log.message(f"warning: {loss}. Starting new workers")
+        self.trainer.restart()
+        self.checkpoints = self.trainer.models.checkpoints(self.checkpoints.directory)
+        state = self._begin(self.checkpoints.load(self.trainer.engines))
+        self.log.message(f"new workers continue after step {state['step']}")
+        return state
 
     def _run_or_save(self, state: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -190,6 +211,18 @@ class Run:
         self.world.barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
+        state = self._begin(state)
+        if self.world.is_first:
+            tracked = TrackedRun(
+                self.directory, run_id(self.directory) or "", state["step"], self.config.model_dump(mode="json")
+            )
+            names = [name for name in dict.fromkeys(self.config.log) if name != "jsonl"]
+            trackers = [Tracker(name, tracked, self.log.message) for name in names]
+            self.log.send_to(trackers, self.config.log_texts)
+        return state
+
+    def _begin(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """The state of a checkpoint, completed, or that of the beginning; trainer and logs are put into it."""
         beginning: dict[str, Any] = {
             "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "before": None, "examples_before": None,
             "after": None, "examples_after": None, "num_scored": 0, "log_bytes": {}, "objective": {}, "best": None,
@@ -202,20 +235,13 @@ class Run:
         self.trainer.objective.load_state(state["objective"])
         self.saved_step = self.trainer.rollout.weight_version = state["step"]
         self.log.rewind(state["step"], state["log_bytes"])
-        if self.world.is_first:
-            tracked = TrackedRun(
-                self.directory, run_id(self.directory) or "", state["step"], self.config.model_dump(mode="json")
-            )
-            names = [name for name in dict.fromkeys(self.config.log) if name != "jsonl"]
-            trackers = [Tracker(name, tracked, self.log.message) for name in names]
-            self.log.send_to(trackers, self.config.log_texts)
         return state
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
         for name, engine in self.trainer.engines.items():
-            if engine.units:
-                self.log.message(f"{name}: units of sharding\n{engine.units}")
+            if units := engine.facts.units:
+                self.log.message(f"{name}: units of sharding\n{units}")
         self.trainer.rollout.sync()
         STOP.can_leave = self.is_hurried
         if self.trainer.held_out and state["before"] is None:
@@ -314,7 +340,7 @@ class Run:
         name = self.config.checkpoint.best
         if name is not None and (state["best"] is None or metrics[name] > state["best"]["value"]):
             try:
-                export_hf(self.trainer.actor, self.directory / "best", overwrite=True)
+                self.trainer.models.export(self.directory / "best")
                 state["best"] = {"step": state["step"], "value": metrics[name], **self._measure_of_best()}
             except CheckpointError as error:  # on all ranks; a copy is no reason to end a run
                 self.log.message(f"warning: the best policy so far, of step {state['step']}, is not kept: {error}")
@@ -333,7 +359,7 @@ class Run:
         return [text.strip() for text in self.trainer.tokenizer.batch_decode(shown, skip_special_tokens=True)]
 
     def _finish(self, state: dict[str, Any]) -> dict[str, Any]:
-        export_hf(self.trainer.actor, self.directory / "hf", overwrite=True)
+        self.trainer.models.export(self.directory / "hf")
         summary: dict[str, Any] = {
             "steps": state["step"],
             "minutes": round(state["seconds"] / 60, 3),
@@ -355,9 +381,15 @@ class Run:
         if self.world.is_first:
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             if importlib.util.find_spec("matplotlib") is not None:
-                plot_runs([self.directory], self.directory / "curve.png")
+                self._draw(self.directory / "curve.png")
         self.log.message(f"the model is in {self.directory / 'hf'}, numbers and samples of each step beside it")
         return summary
+
+    def _draw(self, path: Path) -> None:
+        try:
+            plot_runs([self.directory], path)
+        except Exception as error:  # the run is finished, and its picture can be drawn again
+            warnings.warn(f"{path.name} cannot be drawn: {error} (rlft-fast plot {self.directory})", stacklevel=2)
 
     def _announce_stop(self, number: int) -> None:
         """What the first signal leads to."""

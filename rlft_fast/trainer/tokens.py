@@ -6,10 +6,11 @@ A file has these columns, of B samples with T tokens in all, one sample behind t
 - length_B: (B,) int32, tokens of the completion.
 - token_id_T: (T,) int32.
 - weight_version_T: (T,) int32, version of the weights that sampled the token.
-- mask_T: (T,) bool, whether the update learned from the token.
+- mask_T: (T,) bool, whether the token was in the batch of the update.
 - rollout_logprob_T: (T,) float32, log-probability as the generator reported it.
-- logprob_T: (T,) float32, log-probability under the trained policy before the update.
-- entropy_T: (T,) float32, entropy of the trained policy's distribution before the update.
+- logprob_T: (T,) float32, log-probability under the trained policy before the update. Where only the update computes
+  it, tokens without an advantage may have none.
+- entropy_T: (T,) float32, entropy of the trained policy's distribution before the update, likewise.
 - advantage_T: (T,) float32, factors of corrections included.
 
 Unknown numbers are NaN. A column without a known number is left out.

@@ -187,7 +187,7 @@ const OVERLAYS = {
     (column) => difference(column, "rollout_logprob_T", "logprob_T")],
   entropy: ["entropy", "high", `entropy of the next token ${POLICY}, in nats`, from("entropy_T")],
   advantage: ["advantage", "signed", "advantage, with the factors of corrections", from("advantage_T")],
-  mask: ["mask", "mask", "whether the update learned from the token", from("mask_T")],
+  mask: ["mask", "mask", "whether the token was in the batch of the update", from("mask_T")],
   weight_version: ["weight version", "version", "version of the weights that sampled the token", from("weight_version_T")],
 };
 const TYPES = { mask_T: Uint8Array, rollout_logprob_T: Float32Array, logprob_T: Float32Array, entropy_T: Float32Array, advantage_T: Float32Array };

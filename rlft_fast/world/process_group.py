@@ -1,7 +1,10 @@
 """The process group: joining it, leaving it, and the GPU of this process."""
 
 import contextlib
+import ctypes
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rlft_fast.world.world import World
+
+_PR_SET_PDEATHSIG = 1  # of Linux: a signal for this process when its parent ends
 
 
 def init_distributed(timeout_minutes: float = 30) -> World:
@@ -27,6 +32,7 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return World.current()
+    _end_with_torchrun()
     if torch.cuda.is_available():
         torch.cuda.set_device(_local_gpu(torch.cuda.device_count()))
     timeout = timedelta(minutes=timeout_minutes)
@@ -35,6 +41,12 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     own, groups = (dist.PrefixStore(f"{name}/{restart}", store) for name in ("rlft_fast", "groups"))
     dist.init_process_group(_backend(), store=groups, rank=rank, world_size=world_size, timeout=timeout)
     return World.current(own)
+
+
+def _end_with_torchrun() -> None:
+    """Asks the system for SIGTERM when torchrun is killed, which then cannot end its processes itself."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ensure_process_group() -> None:

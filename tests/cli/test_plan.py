@@ -64,6 +64,12 @@ def test_every_model_of_the_run_has_a_column(config_file, tiny_model, capsys):
     assert "  CPU memory at most" in output
 
 
+def test_more_gpus_than_there_are(config_file, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", config_file, "--gpus", str(10**12), "--memory", "80"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--gpus must be at most 1000000, got 1000000000000")
+
+
 def test_plan_that_does_not_fit(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
     output = capsys.readouterr().out

@@ -72,6 +72,24 @@ def test_a_group_runs_its_prompt_once_and_drops_last_tokens():
     assert layout.row_T[batch.active_index_T].tolist() == [2, 3, 2, 2, 4, 5, 6, 7]
 
 
+@settings(max_examples=100)
+@given(batch=batches(), seed=st.integers(0, 99))
+def test_tokens_of_weight_zero_run_for_later_tokens_alone(batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weighted = batch.replace(loss_weight_T=torch.randint(3, (batch.num_tokens,), generator=generator).float())
+    layout, whole = share_prompts(weighted), share_prompts(batch)
+    assert (layout.row_T[weighted.active_index_T] >= 0).all()
+    prompts, num_rows = set(), 0  # prompts are shared as before
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        sampled, active = (
+            mask[begin:end].nonzero().squeeze(1).tolist() for mask in (batch.loss_mask_T, weighted.active_T)
+        )
+        if active:
+            prompts.add(tuple(seen_tokens(batch, begin + sampled[0])))
+            num_rows += active[-1] - sampled[0]
+    assert len(layout.token_index_U) == sum(map(len, prompts)) + num_rows <= len(whole.token_index_U)
+
+
 def test_different_prompts_need_no_keys_of_their_own():
     layout = share_prompts(Batch.from_samples([[1], [2]], [[3, 3], [3]]))
     assert layout.key_index_M is None

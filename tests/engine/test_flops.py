@@ -25,19 +25,26 @@ def test_flops_are_those_of_the_products(name, backward, tiny_model):
     batch = Batch.from_samples([[1]], [[2] * (LENGTH - 1)])
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]  # of all pairs, half of which are causal
     counted = counter.get_total_flops() - attention / 2
-    assert model_flops(model, batch, backward=backward) == pytest.approx(counted, rel=1e-3)
+    assert model_flops(model, backward=backward).of(batch) == pytest.approx(counted, rel=1e-3)
 
 
 def test_the_head_runs_for_sampled_tokens(tiny_model):
     model = load_policy(tiny_model("llama"))
     few, many = (Batch.from_samples([[1] * (20 - n)], [[2] * n]) for n in (4, 12))
-    assert model_flops(model, many) - model_flops(model, few) == 6 * 8 * model.head.weight.numel()
+    assert model_flops(model).of(many) - model_flops(model).of(few) == 6 * 8 * model.head.weight.numel()
+
+
+def test_sequences_that_do_not_run_have_none(tiny_model):
+    flops = model_flops(load_policy(tiny_model("llama")))
+    batch = Batch.from_samples([[1] * 5, [1] * 9], [[2] * 4, [2] * 3])
+    first = batch.replace(loss_weight_T=(torch.arange(batch.num_tokens) < 9).float())
+    assert flops.of(first) == flops.of(batch.select([0]))
 
 
 def test_a_frozen_weight_has_no_gradient(tiny_model):
     model = load_policy(tiny_model("llama"))
     batch = Batch.from_samples([[1]], [[2]])
     frozen = model.backbone.layers[0].mlp.up_proj.weight
-    trained = model_flops(model, batch)
+    trained = model_flops(model).of(batch)
     frozen.requires_grad_(False)
-    assert trained - model_flops(model, batch) == 2 * batch.num_tokens * frozen.numel()
+    assert trained - model_flops(model).of(batch) == 2 * batch.num_tokens * frozen.numel()

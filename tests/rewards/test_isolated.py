@@ -170,13 +170,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# Two messages of two bytes: a list, and no JSON. The header of a message of 2 GB. The header of a message of 127 bytes,
-# which never becomes complete: only the next answer follows.
+# Messages behind their length: a list, no JSON, and answers that no worker gives. The header of a message of 2 GB. The
+# header of a message of 127 bytes, which never becomes complete: only the next answer follows.
 @pytest.mark.parametrize(
     ("text", "failure"),
     [
         ("\0\0\0\2[]", "it wrote something that is no answer"),
         ("\0\0\0\2zz", "it wrote something that is no answer"),
+        ("\0\0\0\17" + '{"reward": NaN}', "it wrote something that is no answer"),
+        ("\0\0\0\21" + '{"reward": 1e300}', "it wrote something that is no answer"),
+        ("\0\0\0\17" + '{"reward": "1"}', "it wrote something that is no answer"),
+        ("\0\0\0\16" + '{"failure": 1}', "it wrote something that is no answer"),
+        ("\0\0\x7f\x7f" + "[" * 0x7F7F, "it wrote something that is no answer"),
         ("\x7f\x7f\x7f\x7f", "it wrote something that is no answer"),
         ("\0\0\0\x7f", "its process ended with exit code -9"),
     ],

@@ -50,7 +50,7 @@ def test_arrays_are_accepted(result):
     assert compute(returning(result)) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, 1e31])
 def test_a_bad_reward_names_function_and_sample(value):
     message = r"made_reward returned .* for sample 1 \(prompt '2 \+ 2 =', completion '5'\)"
     with pytest.raises(RewardError, match=message):

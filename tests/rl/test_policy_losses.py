@@ -1,5 +1,6 @@
 """Every policy loss against numbers worked out by hand, with its gradient in the log-probability."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.ops.packing.pack import segment_expand, segment_mean
-from rlft_fast.rl import POLICY_LOSSES, PolicyLoss
+from rlft_fast.rl import POLICY_LOSSES, PolicyLoss, needs_of
 
 LN2 = math.log(2)
 SEQUENCES = torch.tensor([0, 2, 3], dtype=torch.int32)  # two tokens, then one
@@ -131,6 +132,31 @@ def test_a_factor_on_the_advantage_is_one_on_the_loss(name):
     assert gradient == pytest.approx([g * w for g, w in zip(plain_gradient, weight, strict=True)])
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_that_needs_an_advantage_is_nothing_without_one(name):
+    more: dict[str, Any] = {"sequence_mean": sequence_mean} if name in ("gspo", "gmpo") else {}
+    if name.endswith("-cov"):
+        more = {"selected_T": torch.tensor([0.0, 1.0, 0.0])}
+    losses, gradients = loss_and_gradient(name, [0.5, -0.6, 1.2], [0.0, 0.0, 0.0], **more)
+    is_nothing = not any(losses) and not any(gradients)
+    assert PolicyLoss(loss=name).needs_advantage == is_nothing == (name != "kl-cov")
+
+
+def test_a_wrapper_does_not_inherit_the_promise():
+    @functools.wraps(POLICY_LOSSES["clip-cov"])
+    def with_bonus(*args, logprob_T, **options):
+        return POLICY_LOSSES["clip-cov"](*args, logprob_T=logprob_T, **options) - 0.1 * logprob_T
+
+    assert needs_of(POLICY_LOSSES["clip-cov"]).advantage
+    assert not needs_of(with_bonus).advantage
+    assert needs_of(with_bonus).selection is not None
+
+
+@pytest.mark.parametrize("term", [{"entropy_coef": 0.01}, {"kl_coef": 0.01}, {"every_token": True}, {"loss": "kl-cov"}])
+def test_terms_that_read_every_token_need_no_advantage(term):
+    assert not PolicyLoss(**term).needs_advantage
+
+
 # Far from the policy that sampled, also in float32: one damaged token must not end a run.
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0])
@@ -159,6 +185,7 @@ def test_far_ratios_stay_finite(name, log_ratio, advantage):
         ({"loss": "sapo", "options": {"temperature_negative": 0.0}}, r"temperature_negative is 0\.0"),
         ({"loss": "kl-cov", "options": {"penalty": -1.0}}, r"penalty is -1\.0"),
         ({"loss": lambda logprob_T, advantage_T: logprob_T.sum()}, r"returned shape \(\) for one token"),
+        ({"loss": lambda logprob_T, advantage_T: 3}, "returned int, expected one number per token"),
         ({"aggregation": "constant"}, "divides by max_response_tokens, which is None"),
     ],
 )

@@ -27,10 +27,10 @@ from transformers import AddedToken
 
 from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, Piece
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
+from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout, weight_sender
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.rollout.vllm_requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
@@ -286,7 +286,7 @@ def separate(rank: int, path: Path) -> None:
     check_logprobs(engine, share, sample(rollout, share))
     assert rollout.weight_version == 3
     if rank == 1:
-        corrupt_next_bucket(rollout)
+        corrupt_next_piece(pytest.MonkeyPatch())
     with pytest.raises(RolloutError, match=["another process, which", "weights were not received as they were"][rank]):
         rollout.sync()
     for _ in range(2):
@@ -300,15 +300,16 @@ def kill_generator() -> None:
     os.kill(core.pid, signal.SIGKILL)
 
 
-def corrupt_next_bucket(rollout: Rollout) -> None:
-    """Flips a bit in the shared memory between the trainer that has filled it and the vLLM that reads it."""
-    send = rollout.generator.client.update_weights
+def corrupt_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flips a bit between the trainer and the vLLM that reads it."""
+    content = weight_sender._content
 
-    def send_corrupted(update_info: dict) -> None:
-        rollout.generator.trainer.buffer[5] ^= 1
-        send(update_info)
+    def corrupted(piece: Piece) -> tuple[bytes, memoryview]:
+        header, data = content(piece)
+        monkeypatch.undo()
+        return header, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
 
-    rollout.generator.client.update_weights = send_corrupted
+    monkeypatch.setattr(weight_sender, "_content", corrupted)
 
 
 @pytest.mark.dist
@@ -361,7 +362,9 @@ def test_a_run_learns(tmp_path):
     assert len(rows) == 16
     rewards = [row["reward_mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
-    assert all(row["mismatch_max"] < 1e-3 for row in rows)  # every update arrives before the next samples
+    taught = [row for row in rows if row["taught_share"]]  # where all rewards are equal, the update computes nothing
+    assert len(taught) > 8
+    assert all(row["mismatch_max"] < 1e-3 for row in taught)  # every update arrives before the next samples
 
 
 def kill_generator_for_good(completions: list[str], model: list[str], **_) -> list[float]:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from rlft_fast.rl import grpo_advantage, needs
+from rlft_fast.rl import POLICY_LOSSES, grpo_advantage, needs
 from rlft_fast.world import World
 
 _calls = itertools.count(1)
@@ -23,6 +23,11 @@ def fails_in_step_3(reward_B, group_B):
 
 def unclipped(logprob_T, old_logprob_T, advantage_T, *, strength=1.0):
     return -strength * (logprob_T - old_logprob_T).exp() * advantage_T
+
+
+def ppo_of_every_token(logprob_T, old_logprob_T, advantage_T):
+    """The built-in loss without its promise that tokens without an advantage add nothing."""
+    return POLICY_LOSSES["ppo"](logprob_T, old_logprob_T, advantage_T)
 
 
 def without_reward(logprob_T, value_T):

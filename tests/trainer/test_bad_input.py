@@ -1,6 +1,7 @@
 """Whatever is wrong with the input, the command line says it once, without a traceback, before work is lost."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -129,6 +130,15 @@ def test_weights_that_are_not_finite(key, run, model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_end_token_that_is_none(run, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [[1]]}')
+    code, _, error = run(model=folder)
+    assert code == 1
+    assert "eos_token_id" in error
+    assert len(error.splitlines()) <= 2
+
+
 def test_model_without_lm_head(run, model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     AutoModel.from_config(AutoConfig.from_pretrained(model)).save_pretrained(tmp_path / "model")
@@ -176,6 +186,10 @@ def test_embeddings_for_fewer_tokens_than_the_prompts_have(key, run, tmp_path):
             "rows 1 (counted from 0) are longer than rollout.max_pr",
         ),
         ('{"prompt": "a"}\n{"prompt": "b"\n', "line 2 is not JSON"),
+        (
+            json.dumps({"prompt": "a " * 25_000_000}) + "\n",
+            "row 0 (counted from 0) has 50000000 characters, more than 1000 for each of rollout.max_prompt_tokens=",
+        ),
     ],
 )
 def test_unusable_data(text, message, run, tmp_path):
@@ -185,6 +199,36 @@ def test_unusable_data(text, message, run, tmp_path):
     assert error.startswith(str(tmp_path / "data.jsonl"))
     assert message in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("endless", ["pipe", "device"])
+def test_data_that_never_ends(endless, run, tmp_path):
+    path = Path("/dev/zero") if endless == "device" else tmp_path / "pipe"
+    if endless == "pipe":
+        os.mkfifo(path)
+    code, _, error = run(data__path=str(path))
+    assert code == 1
+    assert error.startswith(f"cannot read the data {path}: {path} is no regular file")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 / 0 }}", "cannot be applied to row 0 (counted from 0): division by zero"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be applied to row 0"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "cannot be applied to row 0"),
+        ("", "row 0 (counted from 0) becomes no token"),
+    ],
+)
+def test_templates_that_fail_or_say_nothing(template, message, run, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    code, _, error = run(model=folder, data__chat=True)
+    assert code == 1
+    assert message in error
+    assert len(error.splitlines()) <= 2
 
 
 def test_data_is_checked_before_the_reward_model_is_loaded(run, tiny_model, tmp_path):
@@ -236,6 +280,15 @@ def test_unknown_reasoning_gym_task(run):
 
 
 # ---- reward functions -----------------------------------------------------------------------------------------------
+
+
+def test_a_reward_function_that_is_no_python(run, tmp_path):
+    (tmp_path / "no_python.py").write_text("import json\ndef reward(:\n")
+    code, _, error = run(reward__function=f"{tmp_path / 'no_python.py'}:reward")
+    assert code == 1
+    assert error.startswith(f"{tmp_path / 'no_python.py'}, line 2 is no Python: ")
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -345,6 +398,8 @@ def test_all_rewards_equal(run, tmp_path):
         ({"rollout__temperature": 0}, "rollout.temperature: Input should be greater than 0, got 0"),
         ({"rollout__temprature": 1}, "unknown key rollout.temprature: did you mean rollout.temperature?"),
         ({"reward": {}}, "reward.function is needed"),
+        ({"timeout_minutes": 1e300}, "timeout_minutes: Input should be less than or equal to 525600"),
+        ({"actor__lora": {"rank": 10**6}}, "actor.lora.rank: Input should be less than or equal to 16384"),
     ],
 )
 def test_wrong_configuration(changes, message, run, tmp_path):
@@ -378,6 +433,20 @@ def test_checkpoint_that_cannot_be_written(run, tmp_path):
 
 def steep(learning_rate: float) -> dict:
     return {"actor__optimizer": {"learning_rate": learning_rate, "max_grad_norm": 1.0}, "checkpoint__every": 1}
+
+
+def test_a_curve_that_cannot_be_written(run, tmp_path):
+    """The run still ends well."""
+    in_the_way = tmp_path / "run" / "curve.png"
+    (tmp_path / "reward.py").write_text(
+        "from pathlib import Path\nfrom tests.trainer.toy import even_share\n"
+        f"def reward(**columns):\n    Path({str(in_the_way)!r}).mkdir(exist_ok=True)\n"
+        "    return even_share(**columns)\n"
+    )
+    with pytest.warns(UserWarning, match=r"^curve\.png cannot be drawn: .*Is a directory.* \(rlft-fast plot "):
+        code, out, _ = run(steps=1, reward__function=f"{tmp_path / 'reward.py'}:reward")
+    assert code == 0
+    assert "the model is in" in out
 
 
 def test_logits_that_overflow(run, tmp_path):

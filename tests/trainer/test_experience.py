@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples, cat_samples
-from rlft_fast.rollout import Completion, Span
+from rlft_fast.rollout import Completion, Span, to_samples
 from rlft_fast.trainer.experience import (
     build_batch,
     merge_metrics,
@@ -19,7 +19,7 @@ from rlft_fast.trainer.experience import (
     rollout_metrics,
     rows_with_signal,
     scored_samples,
-    to_samples,
+    with_rewards,
 )
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.world import World
@@ -34,8 +34,8 @@ ANSWERS = [
 ]
 REWARDS = [1.0, None, 0.0, 0.5, 0.5]
 PROMPTS = [[1, 2], [3]]
-SAMPLES = to_samples(ANSWERS, REWARDS)
-UNMASKED = to_samples([(row, completion._replace(mask=None)) for row, completion in ANSWERS], REWARDS)
+SAMPLES = with_rewards(to_samples(ANSWERS), REWARDS)
+UNMASKED = with_rewards(to_samples([(row, completion._replace(mask=None)) for row, completion in ANSWERS]), REWARDS)
 
 
 def assert_same(found: Samples, expected: Samples) -> None:
@@ -51,10 +51,12 @@ def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, w
     """In the order of rows and numbers, whichever rank made them; every rank has the names of all parts."""
     world = World.current()
     parts = [{"b": reward, "a": 0.25 * i} for i, reward in enumerate(REWARDS)]
-    whole = to_samples(ANSWERS, REWARDS, parts, ["b", "a"])
+    whole = with_rewards(to_samples(ANSWERS), REWARDS, parts, ["b", "a"])
     for first in ([3, 4], [0, 1, 2], [], [0, 1, 2, 3, 4]):  # the samples of rank 0
         own = [i for i in range(5) if (i in first) == (rank == 0)]
-        mine = to_samples([ANSWERS[i] for i in own], [REWARDS[i] for i in own], [parts[i] for i in own], ["b", "a"])
+        mine = with_rewards(
+            to_samples([ANSWERS[i] for i in own]), [REWARDS[i] for i in own], [parts[i] for i in own], ["b", "a"]
+        )
         assert_same(mine.gather(world), whole)
     narrow, wide = sampled_among(4), sampled_among(6)
     assert_same((narrow.of_rows([0]) if rank == 0 else wide.of_rows([1])).gather(world), mixed(narrow, wide))
@@ -71,7 +73,7 @@ def sampled_among(width: int) -> Samples:
         token, filler = torch.tensor(given.token_ids)[:, None], torch.full((len(given.token_ids), 1), -1)
         return given._replace(support=torch.cat([token, others, filler], 1).int())
 
-    return to_samples([(row, completion(i, given)) for i, (row, given) in enumerate(ANSWERS)], REWARDS)
+    return with_rewards(to_samples([(row, completion(i, given)) for i, (row, given) in enumerate(ANSWERS)]), REWARDS)
 
 
 def mixed(narrow: Samples, wide: Samples) -> Samples:
@@ -93,7 +95,7 @@ def test_samples_in_another_order_are_the_same_when_gathered():
     """The order of rows and numbers, whichever came first."""
     for order in ([3, 4, 0, 1, 2], [2, 1, 0, 4, 3]):
         assert_same(SAMPLES.select(torch.tensor(order)).gather(World()), SAMPLES)
-    assert len(to_samples([], []).gather(World())) == 0
+    assert len(to_samples([]).gather(World())) == 0
 
 
 def test_tokens_as_lists():
@@ -144,7 +146,9 @@ def test_penalty_takes_from_what_was_cut_off():
 def test_coming_near_the_limit_costs_in_proportion():
     # Lengths 3, 1, 2, 1 and 2 of 3, the last two of which are the buffer.
     config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
-    samples = penalize_length(to_samples(ANSWERS, REWARDS, [{"own": x} for x in REWARDS], ["own"]), config, 3)
+    samples = penalize_length(
+        with_rewards(to_samples(ANSWERS), REWARDS, [{"own": x} for x in REWARDS], ["own"]), config, 3
+    )
     assert rewards_of(samples) == [0.5, None, -0.25, 0.5, 0.25]
     assert str(samples.parts["own"].tolist()) == "[1.0, nan, 0.0, 0.5, 0.5]"
     assert str(samples.parts["length"].tolist()) == "[-0.5, nan, -0.25, 0.0, -0.25]"
@@ -163,7 +167,7 @@ def test_a_part_decides_which_rows_have_a_signal():
     missing = [None, 1.0, None, None, 2.0]
     columns = zip(verdicts, REWARDS, missing, strict=True)
     parts = [{"verdict": verdict, "other": other, "missing": part} for verdict, other, part in columns]
-    samples = to_samples(ANSWERS, REWARDS, parts, ["verdict", "other", "missing"])
+    samples = with_rewards(to_samples(ANSWERS), REWARDS, parts, ["verdict", "other", "missing"])
     assert rows_with_signal(samples, "verdict") == [1]
     assert rows_with_signal(samples, "other") == [0]
     assert rows_with_signal(samples, "missing") == [1]
@@ -204,7 +208,7 @@ def test_rollout_metrics():
 
 
 def test_rollout_metrics_of_nothing_have_no_reward():
-    nothing = to_samples(ANSWERS, [None] * 5)
+    nothing = to_samples(ANSWERS)
     batch = build_batch(scored_samples(nothing), PROMPTS)
     batch = batch.replace(old_logprob_T=batch.rollout_logprob_T.clone(), ref_logprob_T=batch.rollout_logprob_T)
     metrics = rollout_metrics(nothing, batch, 0)
@@ -299,6 +303,11 @@ def test_merge_metrics():
     steps = [{"loss": 1.0, "ratio_max": 3.0, "skipped_steps": 0}, {"loss": 2.0, "ratio_max": 2.0, "skipped_steps": 1}]
     assert merge_metrics(steps) == {"loss": 1.5, "ratio_max": 3.0, "skipped_steps": 1}
     assert merge_metrics([]) == {}
+
+
+def test_a_step_may_lack_a_metric():
+    steps = [{"loss": 1.0}, {"loss": 3.0, "entropy": 0.5}]
+    assert merge_metrics(steps) == {"loss": 2.0, "entropy": 0.5}
 
 
 def test_the_mismatch_needs_log_probabilities_of_both():

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.config import Config, EngineConfig
-from rlft_fast.rollout import Completion
+from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge, RewardModelScorer
 from rlft_fast.trainer.prompts import Prompts
@@ -54,7 +54,7 @@ def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_pat
     prompts = Prompts(["a", "b"], [tokenizer.encode("a"), tokenizer.encode("b")], {"answer": ["AB", "CD"]})
     completion = Completion([*tokenizer.encode("CD"), tokenizer.eos_token_id], [0.0] * 3, "stop")
     judge = Judge(toy_config(model, tmp_path, reward__function="rlft_fast.rewards:exact_match"), tokenizer, World())
-    samples = judge.score(prompts, [(1, completion), (0, completion)])
+    samples = judge.score(prompts, to_samples([(1, completion), (0, completion)]))
     assert (samples.row_B.tolist(), samples.reward_B.tolist()) == ([0, 1], [0.0, 1.0])
 
 

@@ -83,7 +83,7 @@ def test_the_lines_that_a_checkpoint_counts_are_durable_before_it(tiny_model, tm
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noting)
-    train(toy_config(tiny_model("llama"), tmp_path, steps=2, checkpoint__every=1))
+    train(toy_config(tiny_model("llama"), tmp_path, steps=2, checkpoint={"every": 1, "asynchronous": False}))
     first, last = synced.index("manifest.json"), len(synced) - synced[::-1].index("manifest.json")
     for part in (synced[:first], synced[first:last]):  # before either checkpoint
         assert {"metrics.jsonl", "samples.jsonl", "run"} <= {*part}

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
@@ -251,6 +252,48 @@ def test_mismatch_without_a_pass_is_that_of_the_first_optimizer_step(model, tmp_
     for name in MISMATCH:
         assert bypassed[name] == pytest.approx(inferred[name], rel=1e-5, abs=1e-8)
     assert bypassed["approx_kl"] > 1e-3  # of the second step
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_groups_without_a_signal_do_not_run(mini_batches, model, tmp_path):
+    """Six of ten prompts always have equal rewards. The run is that in which all tokens run, up to rounding."""
+    options = {"rollout__prompts_per_step": 10, "reward__function": f"{HERE}:even_share_of_some", "steps": 2}
+    options["algorithm__mini_batches"] = mini_batches
+    skips = run(model, tmp_path / "skips", **options)
+    runs = run(model, tmp_path / "runs", **options, algorithm__policy_loss=f"{OWN}:ppo_of_every_token")
+    samples = read_lines(tmp_path / "skips" / "run" / "samples.jsonl")
+    for row, other in zip(skips, runs, strict=True):
+        by_prompt: dict[str, list[dict]] = {}
+        for sample in samples:
+            if sample["step"] == row["step"]:
+                by_prompt.setdefault(sample["prompt"], []).append(sample)
+        groups = [len({sample["reward"] for sample in group}) > 1 for group in by_prompt.values()]
+        assert 0 < sum(groups) <= 4
+        assert row["zero_std_group_share"] == pytest.approx(1 - sum(groups) / 10)
+        assert 0.0 < row["taught_share"] < 0.55
+        assert other["taught_share"] == 1.0
+        for name in ("loss", "grad_norm", "reward_mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
+        assert row["mismatch_max"] < 1e-4
+        assert row["entropy"] > 0
+    exported = [load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("skips", "runs")]
+    for name, weight in exported[0].items():
+        torch.testing.assert_close(weight, exported[1][name], rtol=0, atol=2e-4)
+
+
+def test_a_step_without_any_advantage_has_no_means(model, tmp_path):
+    (row,) = run(model, tmp_path, steps=1, reward__function=f"{HERE}:constant")
+    assert row["taught_share"] == row["loss"] == row["grad_norm"] == 0.0
+    assert not row.keys() & {"entropy", "approx_kl", "clip_share", "ratio_max", *MISMATCH}
+
+
+def test_an_entropy_target_reads_every_token():
+    """Also while the bonus has the weight 0."""
+    objective = Objective(AlgorithmConfig(entropy_coef=0.01, entropy_target=0.5), max_new_tokens=8)
+    objective.load_state({"entropy": {"coef": 0.0, "weight": 0.0}})
+    assert objective.policy_loss.entropy_coef == 0.0
+    assert not objective.policy_loss.needs_advantage
+    assert Objective(AlgorithmConfig(), max_new_tokens=8).policy_loss.needs_advantage
 
 
 def test_adaptive_coefficients_continue_after_a_checkpoint(model, tmp_path):

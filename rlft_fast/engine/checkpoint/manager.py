@@ -189,7 +189,7 @@ class CheckpointManager:
         complete = self._complete()
         return complete[-1] if complete else None
 
-    def load(self, engines: Mapping[str, FSDPEngine]) -> dict[str, Any] | None:
+    def load(self, engines: Mapping[str, FSDPEngine], step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest complete and intact checkpoint into initialized engines, in place.
 
         Every rank must call it. The number of processes may differ from the number that saved; random states are
@@ -197,6 +197,7 @@ class CheckpointManager:
 
         Args:
             engines: engines by the names of the save; a subset is enough. Frozen engines skip the optimizer state.
+            step: look at the checkpoint of this step alone.
 
         Returns:
             The ``state`` of the save, with tensors on the CPU; None if there is no checkpoint.
@@ -208,7 +209,8 @@ class CheckpointManager:
         self.wait()
         self._connect()
         problems = []
-        for name in self._together(lambda: [folder.name for folder in reversed(self._folders())])[0]:
+        folders = [folder for folder in reversed(self._folders()) if step is None or _step(folder) == step]
+        for name in self._together(lambda: [folder.name for folder in folders])[0]:
             folder = self.directory / name
             problem = self._find_damage(folder)
             if problem is None:

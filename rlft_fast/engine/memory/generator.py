@@ -43,9 +43,12 @@ class GeneratorMemory:
         colocated = vllm.process == "colocated"
         self.vllm_weights = self.whole_weights // (vllm.tensor_parallel if colocated or self.on_gpu else 1)
         self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
+        has_servers = self.rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
         if not self.in_vllm:
             gathered = self.whole_weights if self.wrapped else 0
             self.beside_policy_bytes = gathered + self._cache_bytes() + self._logits_bytes()
+        elif has_servers:  # none of it is this process's
+            pass
         elif not self.on_gpu:  # vLLM never sleeps on a CPU
             self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.vllm_weights + int(
                 vllm.cpu_cache_gib * 2**30

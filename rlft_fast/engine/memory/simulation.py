@@ -213,7 +213,7 @@ def _run(
     if not workload.trains:
         model(inputs, **options)
     elif isinstance(model, PolicyModel):
-        loss_fn = positional(loss.per_token, ("logprob_T", "entropy_T", *fields))
+        loss_fn = positional(loss.per_token, ("logprob_T", "entropy_T", *fields), 1.0)
         total, *_ = model(inputs, **options, loss_fn=loss_fn, per_token=(*fields.values(),))
         total.backward()
     else:

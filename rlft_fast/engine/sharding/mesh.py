@@ -73,10 +73,13 @@ def device_mesh(shard_size: int, world: World) -> DeviceMesh:
 
 
 def _make_mesh(device_type: str, shard_size: int, world_size: int) -> DeviceMesh:
+    # DTensor caches what it derives from a mesh, by the mesh's value, which lacks this process's rank. A memory plan
+    # pretends to be rank 0: its meshes must not equal those of the run.
+    prefix = "pretended_" if dist.get_backend() == "fake" else ""
+    names = (f"{prefix}replicate", f"{prefix}shard")
     if shard_size == world_size:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shape = (world_size // shard_size, shard_size)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=names[1:])
+    mesh = init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=names)
     if timeout := collective_timeout():
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(timeout, group)

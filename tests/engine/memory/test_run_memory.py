@@ -125,6 +125,14 @@ def test_share_of_vllm(config_of):
     assert {memory["vLLM"] for memory in on_cpu.values()} == {GIB // 2 + WEIGHTS}
 
 
+def test_servers_have_memory_of_their_own(config_of):
+    servers = config_of(rollout__backend="vllm", rollout__servers=("http://127.0.0.1:8000",))
+    found = phase_bytes(plan_memory(servers, 1, 8 * GIB))
+    assert {memory["vLLM"] for memory in found.values()} == {0}
+    with_cache = phase_bytes(plan_memory(config_of(), 1, 8 * GIB))  # transformers generates
+    assert sum(found["generate"].values()) < sum(with_cache["generate"].values())
+
+
 def test_vllm_without_room_for_its_weights_is_refused(config_of):
     config = config_of(rollout__backend="vllm", rollout__vllm__gpu_memory_utilization=0.001)
     with pytest.raises(DoesNotFitError, match=r"gpu_memory_utilization 0\.001 gives vLLM .* raise it, or"):

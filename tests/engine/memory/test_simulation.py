@@ -4,8 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
 
 from rlft_fast.config import EngineConfig
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.simulation import Peaks, Workload, build, pretended_world, run_blocks, simulate
 from rlft_fast.engine.sharding.build import build_model
@@ -97,3 +102,18 @@ def test_another_model_in_the_same_folder_is_another(tmp_path):
     work = Workload(path=str(tmp_path), config=EngineConfig(), world_size=1, num_tokens=256)
     narrow, wide = (simulate(work) for width in (32, 64) if save_model(tmp_path, width=width))
     assert wide.anywhere > 1.5 * narrow.anywhere
+
+
+def plan_then_load(rank: int, path: Path, store: Path) -> None:
+    simulate(Workload(path=str(path), config=EngineConfig(max_tokens=64), world_size=2, num_tokens=8))
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), num_training_steps=1).initialize()
+    loaded = dict(engine.named_weights())
+    dist.destroy_process_group()
+    assert all(torch.equal(loaded[name], weight) for name, weight in load_file(path / "model.safetensors").items())
+
+
+@pytest.mark.dist
+def test_a_plan_leaves_nothing_to_the_run(tiny_model, tmp_path):
+    """The plan pretends to be rank 0. Rank 1 loaded rank 0's rows, out of DTensor's cache."""
+    mp.start_processes(plan_then_load, (tiny_model("llama"), tmp_path / "store"), nprocs=2, start_method="spawn")

@@ -143,6 +143,26 @@ def test_torchrun_is_done_long_before_it_kills(number, model, tmp_path):
     assert comparable(tmp_path / "run")[-1]["step"] == 4
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a parent's end on Linux alone")
+def test_torchrun_that_is_killed_leaves_no_process(model, tmp_path):
+    config, log = (
+        write_config(model, tmp_path, FEWER_OPTIONS | {"steps": 5000, "checkpoint__every": 0}),
+        tmp_path / "log",
+    )
+    process = start(["torch.distributed.run", "--nproc-per-node", "2", "-m", "rlft_fast", "train", str(config)], log)
+    wait_for(lambda: b"step 3" in log.read_bytes(), log)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    for child in alive:
+        child.kill()
+    assert alive == []
+
+
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_loses_no_step(model, tmp_path):
     """What is written to it from then on is an error."""

@@ -1,0 +1,190 @@
+"""The report of the race to accuracy: bars, tables and curves, from the files of the finished legs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.learning.workload import EVALUATE_EVERY, SETTINGS, TASKS
+from benchmarks.support.document import Bar, bar_table, fill, table, write_files
+from benchmarks.support.picture import OURS_COLOR, save
+
+TRL, HF, VLLM = "trl", "ours-hf", "ours-vllm"
+NAMES = {TRL: "TRL 1.16", HF: "rlft_fast", VLLM: "rlft_fast, rollouts by vLLM"}
+MAX_MINUTES = {HF: 0.35, VLLM: 0.33}
+MAX_STANDARD_ERRORS = 2.0
+MAX_GRADIENT_DIFFERENCE = 1e-4
+_COLORS = {TRL: "#2e4057", HF: OURS_COLOR, VLLM: "#edae49"}
+_LEVEL = {"sums": 0.8}  # of the other tasks: the highest multiple of 0.05 that all legs reach
+
+METHOD = """\
+TRL is its `GRPOTrainer` with the `dapo` loss, and ours `rlft-fast train`. Both train SmolLM2-135M-Instruct in float32
+with AdamW, without KL penalty, entropy bonus, or filtering of groups, with these settings: {settings}. The learning
+rate falls linearly to 0. Both get the same problems in the same order, and the same reward: 1 for the right number at
+the end, less the truncation penalty where an answer is cut off. The two sides draw different random numbers. TRL holds
+16 sequences at a time, the fastest of 8, 16, 32 and 64 on two cores.
+
+Held-out problems are answered every {every} steps with the most likely tokens, by transformers on TRL's side. The clock
+stops for that. Minutes to a level are interpolated between two evaluations. Each leg is a process of its own, and runs
+alone on the machine. The standard error is that of the difference of two means; its variance is pooled over both sides
+and all evaluations after the first."""
+
+GRADIENTS = """\
+The gradients are those of one optimizer step over the answers that TRL sampled in its first step, with TRL's
+advantages. The difference is the norm of the difference over TRL's norm. The advantages of both sides differ by
+{advantages} at most there, because they divide by the standard deviation plus different small numbers (TRL 1e-4)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out accuracy of one leg.
+
+    Attributes:
+        leg: its file's contents.
+        steps: with an evaluation.
+        minutes: of training until each of these steps.
+        accuracy: at each of these steps.
+    """
+
+    leg: dict[str, Any]
+    steps: list[int]
+    minutes: list[float]
+    accuracy: list[float]
+
+    @classmethod
+    def of(cls, leg: dict[str, Any]) -> Curve:
+        until = [0.0, *accumulate(step["seconds"] / 60 for step in leg["steps"])]
+        steps, accuracy = zip(*leg["accuracy"], strict=True)
+        return cls(leg, list(steps), [until[step] for step in steps], list(accuracy))
+
+    def minutes_to(self, level: float) -> float:
+        """Minutes until the accuracy first is at the level, between two evaluations by interpolation; or infinity."""
+        before = None
+        for minutes, accuracy in zip(self.minutes, self.accuracy, strict=True):
+            if accuracy >= level:
+                if before is None:
+                    return minutes
+                share = (level - before[1]) / (accuracy - before[1])
+                return before[0] + share * (minutes - before[0])
+            before = minutes, accuracy
+        return math.inf
+
+
+def curves_of(legs: list[dict[str, Any]], task: str) -> dict[str, list[Curve]]:
+    """The curves of a task by side, in the order of NAMES."""
+    found = {side: [Curve.of(leg) for leg in legs if (leg["task"], leg["side"]) == (task, side)] for side in NAMES}
+    return {side: curves for side, curves in found.items() if curves}
+
+
+def level_of(task: str, curves: dict[str, list[Curve]]) -> float:
+    """The task's own level, or the highest multiple of 0.05 that all legs reach."""
+    reached = min(max(curve.accuracy) for own in curves.values() for curve in own)
+    return _LEVEL.get(task, math.floor(reached * 20 + 1e-9) / 20)
+
+
+def standard_errors(ours: list[Curve], theirs: list[Curve]) -> float | None:
+    """The largest difference of mean accuracies at equal steps, in standard errors; None with one seed of a side."""
+    sides = [[curve.accuracy[1:] for curve in side] for side in (ours, theirs)]
+    if min(map(len, sides)) < 2:
+        return None
+    columns = [list(zip(*side, strict=True)) for side in sides]
+    freedom = sum((len(side) - 1) * len(side[0]) for side in sides)
+    squares = sum(statistics.variance(at) * (len(at) - 1) for side in columns for at in side)
+    error = math.sqrt(squares / freedom * sum(1 / len(side) for side in sides))
+    differences = [abs(statistics.mean(a) - statistics.mean(b)) for a, b in zip(*columns, strict=True)]
+    return max(differences) / error if error else math.inf
+
+
+def bars_of(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]]) -> list[Bar]:
+    bars = []
+    for task in TASKS:
+        curves = curves_of(legs, task)
+        for side, limit in MAX_MINUTES.items():
+            if side not in curves or TRL not in curves:
+                continue
+            level = level_of(task, curves)
+            ours, theirs = (statistics.mean(c.minutes_to(level) for c in curves[each]) for each in (side, TRL))
+            ratio = math.inf if math.isinf(ours) else 0.0 if math.isinf(theirs) else ours / theirs
+            bars.append(Bar(f"{task}: minutes to {level:.2f}, {NAMES[side]} / TRL", ratio, limit))
+            if (errors := standard_errors(curves[side], curves[TRL])) is not None:
+                name = f"{task}: largest difference at equal steps, {NAMES[side]}, in standard errors"
+                bars.append(Bar(name, errors, MAX_STANDARD_ERRORS))
+        if task in gradients:
+            bars.append(Bar(f"{task}: difference of gradients", gradients[task]["difference"], MAX_GRADIENT_DIFFERENCE))
+    return bars
+
+
+def side_table(curves: dict[str, list[Curve]], level: float) -> str:
+    rows = []
+    for side, own in curves.items():
+        for curve in own:
+            steps = curve.leg["steps"]
+            name = f"{curve.leg['task']}-{side}-seed{curve.leg['seed']}"
+            minutes = curve.minutes_to(level)
+            rows.append((
+                f"[{NAMES[side]}, seed {curve.leg['seed']}](learning/{name}.json)",
+                "not reached" if math.isinf(minutes) else f"{minutes:.1f}", f"{curve.minutes[-1]:.1f}",
+                f"{sum(step['tokens'] for step in steps) / sum(step['seconds'] for step in steps):.0f}",
+                *(f"{accuracy:.3f}" for accuracy in curve.accuracy),
+            ))  # fmt: skip
+    steps = next(iter(curves.values()))[0].steps
+    header = ("leg", f"minutes to {level:.2f}", "minutes in all", "sampled tokens / s",
+              *("before" if step == 0 else f"step {step}" for step in steps))  # fmt: skip
+    return table(header, rows)
+
+
+def write_report(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]], output: Path) -> str:
+    """Writes learning.md, learning.json and learning.png; returns the text.
+
+    Args:
+        legs: contents of the files of finished legs, at least one.
+        gradients: contents of the files of the legs of gradients by task.
+        output: folder.
+    """
+    bars = bars_of(legs, gradients)
+    facts = legs[0]["environment"]
+    sections = ["## Bars", bar_table(bars) if bars else "No leg of TRL and no leg of ours on one task yet."]
+    drawn = {task: curves for task in TASKS if (curves := curves_of(legs, task))}
+    for task, curves in drawn.items():
+        sections += [f"## {TASKS[task].title}", side_table(curves, level_of(task, curves))]
+    settings = ", ".join(f"{name} {value}" for name, value in SETTINGS.items())
+    sections += ["## Method", fill(METHOD.format(settings=settings, every=EVALUATE_EVERY))]
+    if gradients:
+        most = max(found["advantages"] for found in gradients.values())
+        sections.append(fill(GRADIENTS.format(advantages=f"{most:.2g}")))
+    raw = {
+        "environment": facts, "settings": SETTINGS,
+        "gradients": {task: found["difference"] for task, found in gradients.items()},
+        "legs": [{key: leg[key] for key in ("task", "side", "seed", "accuracy")} for leg in legs],
+        "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars],
+    }  # fmt: skip
+    subtitle = f"{facts['cpu']}, {facts['date']}, SmolLM2-135M, held-out accuracy of each leg"
+    return write_files(
+        output, "learning", "Time to accuracy beside TRL", facts, sections, raw,
+        lambda path: draw(drawn, path, subtitle),
+    )  # fmt: skip
+
+
+def draw(drawn: dict[str, dict[str, list[Curve]]], path: Path, subtitle: str) -> None:
+    """A row per task: held-out accuracy over minutes, and over steps; a line per leg."""
+    figure, axes = plt.subplots(
+        len(drawn), 2, figsize=(10, 3.4 * len(drawn)), sharey="row", squeeze=False, layout="constrained"
+    )
+    for row, (task, curves) in zip(axes, drawn.items(), strict=True):
+        for axis, unit in zip(row, ("minutes", "steps"), strict=True):
+            for side, own in curves.items():
+                for i, curve in enumerate(own):
+                    label = NAMES[side] if i == 0 else None
+                    axis.plot(getattr(curve, unit), curve.accuracy, ".-", color=_COLORS[side], label=label, alpha=0.8)
+            axis.axhline(level_of(task, curves), color="#8d96a3", linewidth=0.8, linestyle=":")
+            axis.set_xlabel(f"{unit} of training")
+            axis.set_title(task, loc="left", fontsize=9)
+        row[0].set_ylabel("held-out accuracy")
+        row[0].legend(fontsize=8, loc="lower right")
+    save(figure, path, subtitle)

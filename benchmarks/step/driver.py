@@ -1,0 +1,165 @@
+"""`python -m benchmarks.step.driver`: what a step costs the driver of a cluster; writes benchmarks/results/driver.*.
+
+The driver gathers samples, packs, judges and plans them, cuts a share for each worker, hands it over, and puts the
+outputs in order. The workers are simulated: each share is serialized as for Ray, and its buffers are copied once, as
+into Ray's object store. No model runs. It needs 12 GiB, and takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from benchmarks.step.host import STAGES as HOST_STAGES
+from benchmarks.step.host import Step, Work, draw_rollout
+from benchmarks.support.document import Bar, bar_table, fill, table, write_files
+from benchmarks.support.harness import NUM_THREADS, environment, free_memory, fresh_memory, reset_peak, status_bytes
+from benchmarks.support.picture import OURS_COLOR, save
+from rlft_fast.cluster.buffers import to_array
+from rlft_fast.cluster.dispatch import split_batch
+
+ROOT = Path(__file__).parents[2]
+MAX_SECONDS, MAX_GB = 30.0, 8.0
+DISPATCH = "shares of all workers, into the store"
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as Ray does in this package's processes."""
+
+    def reducer_override(self, value: object) -> object:
+        return (to_array, (to_array(value),)) if isinstance(value, Tensor) else NotImplemented
+
+
+class _Sink:
+    """Takes the bytes of a pickle and of its buffers, one share after the other, in the same memory."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray()
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        self._copy(memoryview(data).cast("B"))
+        return len(data)
+
+    def take(self, buffer: pickle.PickleBuffer) -> None:
+        self._copy(buffer.raw())
+
+    def _copy(self, view: memoryview) -> None:
+        if len(view) > len(self.memory):
+            self.memory = bytearray(len(view))
+        memoryview(self.memory)[: len(view)] = view
+        self.num_bytes += len(view)
+
+
+class DriverStep(Step):
+    """A step whose shares go to workers."""
+
+    sent_bytes = 0
+
+    def dispatch(self) -> None:
+        split = split_batch(self.batch, (), self.work.max_tokens, self.work.num_ranks, 1, trains=False)
+        sink = _Sink()
+        for arguments in split.arguments:
+            _Pickler(sink, protocol=5, buffer_callback=sink.take).dump(arguments)
+        self.sent_bytes = sink.num_bytes
+
+
+# The plan is a part of the dispatch.
+STAGES = {name: stage for name, stage in HOST_STAGES.items() if name != "micro-batches of a rank"}
+STAGES |= {DISPATCH: DriverStep.dispatch}  # type: ignore[dict-item]
+
+
+@dataclass
+class Cost:
+    """A step with so many workers: seconds, and most bytes beyond the samples, by stage; and bytes sent."""
+
+    work: Work
+    seconds_of: dict[str, float]
+    bytes_of: dict[str, int]
+    sent_bytes: int
+
+
+def measure(work: Work) -> Cost:
+    with fresh_memory():
+        step = DriverStep(work, draw_rollout(work))
+        free_memory()
+        before = status_bytes("VmRSS")
+        seconds, most = {}, {}
+        for name, stage in STAGES.items():
+            reset_peak()
+            started = time.perf_counter()
+            stage(step)
+            seconds[name] = time.perf_counter() - started
+            most[name] = status_bytes("VmHWM") - before
+    return Cost(work, seconds, most, step.sent_bytes)
+
+
+METHOD = """\
+{num_tokens} tokens in {num_samples} completions, {group_size} of each prompt. Lengths are those of
+[the step on the host](host.md). One step is measured for each number of workers. The update needs one dispatch; a step
+with inference, a reference and a critic dispatches the batch several times. Time of the network and of the workers is
+not in it. Memory is the peak of the resident set during a stage, less the resident set before the step, when the
+samples were there; the store's own memory is not in it."""
+
+
+def write_report(costs: Sequence[Cost], output: Path) -> bool:
+    """Writes driver.md, driver.json and driver.png; returns whether all bars hold."""
+    last, facts = costs[-1], environment()
+    total, most = sum(last.seconds_of.values()), max(last.bytes_of.values()) / 1e9
+    what = f"{last.work.num_tokens / 1e6:g} M tokens, {last.work.num_ranks} workers"
+    bars = [
+        Bar(f"seconds of the driver, {what}", total, MAX_SECONDS, unit=" s"),
+        Bar(f"memory besides the store, {what}", most, MAX_GB, unit=" GB"),
+    ]
+    header = ("stage", *(f"{cost.work.num_ranks} workers" for cost in costs))
+    seconds = [(name, *(f"{cost.seconds_of[name]:.2f}" for cost in costs)) for name in STAGES]
+    seconds.append(("in all", *(f"{sum(cost.seconds_of.values()):.2f}" for cost in costs)))
+    memory = [(name, *(f"{cost.bytes_of[name] / 1e9:.2f}" for cost in costs)) for name in STAGES]
+    sent = ("GB sent", *(f"{cost.sent_bytes / 1e9:.2f}" for cost in costs))
+    sections = [
+        "## Bars", bar_table(bars), "## Seconds", table(header, seconds),
+        "## Most GB beyond the samples", table(header, [*memory, sent]),
+        "## Method", fill(METHOD.format(**asdict(last.work))),
+    ]  # fmt: skip
+    raw = {"environment": facts, "costs": [asdict(cost) for cost in costs]}
+    subtitle = f"{facts['cpu']}, {facts['date']}, {what}"
+    print(write_files(
+        output, "driver", "A step on the driver of a cluster", facts, sections, raw,
+        lambda path: save_plot(last, path, subtitle),
+    ))  # fmt: skip
+    return all(bar.holds for bar in bars)
+
+
+def save_plot(cost: Cost, path: Path, subtitle: str) -> None:
+    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    bars = axis.barh([*STAGES], [*cost.seconds_of.values()], color=OURS_COLOR)
+    axis.bar_label(bars, fmt="{:.2f}", padding=4)
+    axis.set_xlabel("seconds")
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, path, subtitle)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=64, help="of tokens")
+    parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024], help="rising")
+    parser.add_argument("--threads", type=int, default=NUM_THREADS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    works = [replace(Work.of_millions(args.millions), num_ranks=workers) for workers in args.workers]
+    return 0 if write_report([measure(work) for work in works], args.output) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

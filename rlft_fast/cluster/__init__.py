@@ -1,0 +1,45 @@
+"""Workers on a Ray cluster: a driver calls the methods of groups of processes. Needs the extra ``ray``.
+
+group       `WorkerGroup`: one world of worker processes, and how their ends are told
+dispatch    how a call's arguments reach the workers, and how their results come back
+workers     the roles: actor, rollout and reference; critic; reference alone; reward model
+remote      what a trainer holds in place of engines, rollout and checkpoints
+generators  vLLM servers that generate for a run, and replacements of servers that die
+buffers     tensors travel as buffers, not as pickles
+
+A cluster is trusted: Ray unpickles what its processes send. Ray listens on loopback unless it is told otherwise.
+"""
+
+from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, Dispatch, register
+from rlft_fast.cluster.generators import Generators
+from rlft_fast.cluster.group import WorkerError, WorkerGroup, connect
+from rlft_fast.cluster.remote import RemoteCheckpoints, RemoteEngine, RemoteRollout
+from rlft_fast.cluster.workers import (
+    ActorRolloutRefWorker,
+    ColocatedWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    Worker,
+)
+
+__all__ = [
+    "DP_COMPUTE_PROTO",
+    "ONE_TO_ALL",
+    "RANK_ZERO",
+    "ActorRolloutRefWorker",
+    "ColocatedWorker",
+    "CriticWorker",
+    "Dispatch",
+    "Generators",
+    "ReferenceWorker",
+    "RemoteCheckpoints",
+    "RemoteEngine",
+    "RemoteRollout",
+    "RewardModelWorker",
+    "Worker",
+    "WorkerError",
+    "WorkerGroup",
+    "connect",
+    "register",
+]

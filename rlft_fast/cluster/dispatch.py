@@ -1,0 +1,130 @@
+"""How the arguments of a call reach the workers of a group, and how their results become one.
+
+The names are verl's. A batch of any size is cut by the token-balanced plan, also where there are fewer sequences than
+workers; each worker is sent its share alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlft_fast.data import Batch, Samples, cat_samples, cut_shares, join_outputs, plan_batch
+from rlft_fast.engine import weighted
+from rlft_fast.world import World
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Dispatch(Enum):
+    """Who gets which arguments, and what the driver gets back.
+
+    ONE_TO_ALL: all workers get the same arguments; the driver gets a list of their results, in the order of ranks.
+    DP_COMPUTE_PROTO: a `Batch`, or the rows of lists, is shared among the workers; the driver gets one result.
+    RANK_ZERO: the first worker alone is called; the driver gets its result.
+    """
+
+    ONE_TO_ALL = "one_to_all"
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    RANK_ZERO = "rank_zero"
+
+
+ONE_TO_ALL, DP_COMPUTE_PROTO, RANK_ZERO = Dispatch
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What `register` says of a method."""
+
+    dispatch: Dispatch
+    engine: str | None
+    trains: bool
+
+
+def register(dispatch: Dispatch, *, engine: str | None = None, trains: bool = False) -> Callable[[F], F]:
+    """Makes a method of a worker a method of its group.
+
+    Args:
+        dispatch: see `Dispatch`.
+        engine: of DP_COMPUTE_PROTO with a batch: the engine whose token cap plans it, see `Worker.engine_configs`.
+        trains: of DP_COMPUTE_PROTO with a batch: the second argument is a loss, whose denominators are those of the
+            whole batch.
+    """
+
+    def mark(method: F) -> F:
+        method.__registered__ = Registered(dispatch, engine, trains)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def registered_methods(worker_class: type) -> dict[str, Registered]:
+    found = {name: getattr(getattr(worker_class, name), "__registered__", None) for name in dir(worker_class)}
+    return {name: how for name, how in found.items() if how is not None}
+
+
+class Split(NamedTuple):
+    """The arguments of each rank, and what makes one result of theirs."""
+
+    arguments: Iterable[tuple[Any, ...]]
+    """By rank, to be read once: a share is made when it is asked for."""
+    join: Callable[[list[Any]], Any]
+
+
+def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool) -> Split:
+    """A batch and further arguments as the workers get them.
+
+    Args:
+        batch: the whole batch.
+        others: the same for all workers.
+        max_tokens: cap of a micro-batch.
+        size: number of workers.
+        group: number of neighbouring workers that share their sequences (sequence parallelism).
+        trains: see `register`.
+    """
+    scale = 1.0
+    if trains:
+        batch, scale = weighted(batch, others[0])
+    # Inference runs tokens of weight 0, too.
+    plan = plan_batch(batch if trains else batch.replace(loss_weight_T=None), max_tokens, size // group)
+    shares = (share for share in cut_shares(batch, plan, scale) for _ in range(group))
+
+    def join(results: list[Any]) -> Any:
+        first = results[0]
+        if not isinstance(first, Mapping):
+            return first
+
+        def joined(name: str) -> Any:
+            if not isinstance(first[name], Tensor):
+                return first[name]  # a metric, reduced by the workers
+            return join_outputs([result[name] for result in results[::group]], batch, plan)
+
+        return {name: joined(name) for name in first}
+
+    return Split(((share, *others) for share in shares), join)
+
+
+def split_rows(lists: tuple[Any, ...], size: int) -> Split:
+    """Lists of as many rows each: rank r gets the rows r, r + size, and so on, of every list.
+
+    Arguments that are no lists go to all workers. Results are `Samples`; their rows become those of the whole.
+
+    Raises:
+        ValueError: the lists have different numbers of rows.
+    """
+    is_list = [isinstance(x, Sequence) and not isinstance(x, str | bytes) for x in lists]
+    if len(numbers := {len(x) for x, cut in zip(lists, is_list, strict=True) if cut}) != 1:
+        raise ValueError(f"lists of {sorted(numbers)} rows, expected a list, and all lists of the same number of rows")
+
+    def join(results: list[Samples]) -> Samples:
+        own = [samples.replace(row_B=samples.row_B * size + rank) for rank, samples in enumerate(results)]
+        filled = [samples for samples in own if len(samples)] or own[:1]
+        return cat_samples(filled).gather(World(device=torch.device("cpu")))  # by row and number
+
+    def of_rank(rank: int) -> tuple[Any, ...]:
+        return tuple(x[rank::size] if cut else x for x, cut in zip(lists, is_list, strict=True))
+
+    return Split([of_rank(rank) for rank in range(size)], join)

@@ -1,0 +1,326 @@
+"""`WorkerGroup`: worker processes that form one world, whose methods a driver calls as if they were one worker."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from rlft_fast.cluster.buffers import send_tensors_as_buffers
+from rlft_fast.cluster.dispatch import Dispatch, Registered, Split, registered_methods, split_batch, split_rows
+from rlft_fast.cluster.workers import Worker
+from rlft_fast.config import Config
+from rlft_fast.data import Batch
+from rlft_fast.errors import RunError
+from rlft_fast.plugins import PLUGIN_PREFIX
+
+_WAIT_FOR_OTHERS_S = 5.0  # after the first failure: errors that all ranks raise together leave the group alive
+_LINE_BYTES = 800  # that are read for a line of a worker's last words
+
+
+class WorkerError(RunError):
+    """A worker died, or its method failed. The message names the worker and has its last words."""
+
+
+def connect(address: str | None = None, num_cpus: int | None = None) -> None:
+    """Connects to a Ray cluster, or starts one on this machine that listens on loopback.
+
+    Args:
+        address: of a running cluster, such as ``auto`` or ``10.0.0.1:6379``; None: start one.
+        num_cpus: logical CPUs of a cluster that is started; None: those of this machine.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        ValueError: there is no cluster at the address.
+    """
+    if find_spec("ray") is None:
+        raise ModuleNotFoundError("Ray is not installed: pip install 'rlft_fast[ray]'", name="ray")
+    import ray
+
+    if not ray.is_initialized():
+        _require_reachable(address)
+        options: dict[str, Any] = {"address": address or "local", "log_to_driver": False, "logging_level": "warning"}
+        try:
+            if address is None:
+                with _on_loopback():
+                    ray.init(num_cpus=num_cpus, include_dashboard=False, **options)
+            else:
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ValueError(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+    send_tensors_as_buffers()
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(PLUGIN_PREFIX):  # functions of a user's file, which workers have not loaded
+            ray.cloudpickle.register_pickle_by_value(module)
+
+
+def _require_reachable(address: str | None) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster at {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray that starts inside listens on loopback. Ray itself does so only on systems where it has no clusters.
+
+    A terminal that closes does not end it: the driver hears of it, and wants to save.
+    """
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that Ray starts
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if is_main:
+            signal.signal(signal.SIGHUP, handler)
+
+
+class WorkerGroup:
+    """Workers of one role, one process each. They form a world of their own, as under torchrun.
+
+    The methods that the worker class registers are methods of the group, see `register`. The group is a context
+    manager, which ends its workers.
+
+    Args:
+        worker_class: a `Worker` with registered methods.
+        config: of the run; every worker gets it.
+        num_workers: number of processes.
+        gpus: GPUs of each worker, 0 or 1.
+        cpus: logical CPUs of each worker, and its OMP_NUM_THREADS.
+        start_timeout_s: how long the cluster may take to give the resources.
+
+    Raises:
+        ValueError: the cluster has fewer resources than asked for, or the configuration lacks the role.
+        WorkerError: a worker could not start.
+    """
+
+    def __init__(
+        self, worker_class: type[Worker], config: Config, num_workers: int, *, gpus: int = 0, cpus: int = 1,
+        start_timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        self.name = worker_class.__name__
+        self.size = num_workers
+        self._engine_configs = worker_class.engine_configs(config)
+        self._actors: list[Any] = []
+        self._logs: list[tuple[str, str]] = []  # node and file of each worker's error output
+        self._placement: Any = None
+        require_resources(f"workers of {self.name}", num_workers, gpus, cpus)
+        try:
+            self._start(worker_class, config, gpus, cpus, start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        for name, how in registered_methods(worker_class).items():
+            setattr(self, name, partial(self._call, name, how))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: registered methods are attributes
+        raise AttributeError(f"{self.name} registers no method {name}")
+
+    def close(self) -> None:
+        """Ends the workers at once, and frees their resources."""
+        import ray
+
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # it may be dead, or the cluster gone
+                ray.kill(actor)
+        self._actors = []
+        if self._placement is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._placement)
+            self._placement = None
+
+    def pids(self) -> list[int]:
+        """The process ids of the workers, on their own machines."""
+        return self._gather([actor.pid.remote() for actor in self._actors])
+
+    def _start(self, worker_class: type[Worker], config: Config, gpus: int, cpus: int, timeout_s: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = [{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus} for _ in range(self.size)]
+        self._placement = ray.util.placement_group(bundles, strategy="PACK")
+        if not self._placement.wait(timeout_s):
+            raise ValueError(
+                f"the cluster did not free the resources for {self.size} workers of {self.name} within "
+                f"{timeout_s:g} s: {ray.available_resources()} are available"
+            )
+        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Host)
+        self._actors = [
+            remote.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            ).remote(rank)
+            for rank in range(self.size)
+        ]
+        places = self._gather([actor.place.remote() for actor in self._actors])
+        self._logs = [(node, log) for node, _, _, log in places]
+        _, address, port, _ = places[0]
+        nodes = [node for node, *_ in places]
+        environments = [
+            {
+                "RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": address, "MASTER_PORT": port,
+                "LOCAL_WORLD_SIZE": nodes.count(node),
+                "LOCAL_RANK": 0 if gpus else nodes[:rank].count(node),  # Ray shows a worker its own GPU alone
+                "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": 0,  # of a driver under torchrun
+            } | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+            for rank, node in enumerate(nodes)
+        ]  # fmt: skip
+        pairs = zip(self._actors, environments, strict=True)
+        self._gather([actor.join.remote(worker_class, config, environment) for actor, environment in pairs])
+
+    def _call(self, name: str, how: Registered, *args: Any) -> Any:
+        if not self._actors:
+            raise WorkerError(f"{self.name}: the group has ended; make a new one, and load the newest checkpoint")
+        if how.dispatch is Dispatch.RANK_ZERO:
+            return self._gather([self._actors[0].call.remote(name, args)])[0]
+        if how.dispatch is Dispatch.ONE_TO_ALL:
+            return self._gather([actor.call.remote(name, args) for actor in self._actors])
+        split = self._split(how, args)
+        calls = zip(self._actors, split.arguments, strict=True)
+        return split.join(self._gather([actor.call.remote(name, own) for actor, own in calls]))
+
+    def _split(self, how: Registered, args: tuple[Any, ...]) -> Split:
+        if not isinstance(args[0], Batch):
+            return split_rows(args, self.size)
+        config = self._engine_configs[how.engine or ""]
+        batch, others = args[0], args[1:]
+        return split_batch(batch, others, config.max_tokens, self.size, config.sequence_parallel, how.trains)
+
+    def _gather(self, calls: list[Any]) -> list[Any]:
+        """The results in the order of the ranks. After a failure the others get a moment, then the group ends.
+
+        Raises:
+            WorkerError: a worker died.
+            Exception: what the method of the first failing worker raised.
+        """
+        import ray
+
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+        told: dict[int, Exception] = {}
+        waiting = {call: rank for rank, call in enumerate(calls)}
+        deadline = None
+        while waiting and (deadline is None or time.monotonic() < deadline):
+            for call in ray.wait([*waiting], timeout=1.0)[0]:
+                rank = waiting.pop(call)
+                try:
+                    results[rank] = ray.get(call)
+                except ray.exceptions.RayTaskError as error:
+                    told[rank] = error  # with the worker's traceback
+                    failures[rank] = error.cause if isinstance(error.cause, Exception) else error
+                except ray.exceptions.RayError as error:
+                    failures[rank] = self._death(rank, error)
+            if failures and deadline is None:
+                deadline = time.monotonic() + _WAIT_FOR_OTHERS_S
+        if not failures:
+            return [results[rank] for rank in range(len(calls))]
+        deaths = [failure for failure in failures.values() if isinstance(failure, WorkerError)]
+        if waiting or deaths:  # others wait for the failed one in a collective
+            self.close()
+        # A worker that gave up because of another one says so, and not why.
+        first = min(failures, key=lambda rank: ("another process" in str(failures[rank]), rank))
+        failure = deaths[0] if deaths else failures[first]
+        if not deaths:
+            failure.add_note(f"raised by worker {first} of {self.name}")
+        raise failure from told.get(first)
+
+    def _death(self, rank: int, error: Exception) -> WorkerError:
+        import ray
+
+        reason = next((line.strip() for line in str(error).splitlines() if "exit" in line.lower()), str(error))
+        words = ""
+        if rank < len(self._logs) and self._logs[rank][0] == ray.get_runtime_context().get_node_id():
+            words = last_words(Path(self._logs[rank][1]))
+        said = f". Its last words: {words}" if words else ""
+        return WorkerError(f"worker {rank} of {self.name} died: {reason}{said}")
+
+
+def require_resources(what: str, number: int, gpus: int, cpus: int) -> None:
+    """Refuses more processes than the cluster has resources for.
+
+    Args:
+        what: the processes, in the message.
+        number: of processes.
+        gpus: GPUs of each.
+        cpus: logical CPUs of each.
+
+    Raises:
+        ValueError: there are too few resources, or there is no cluster.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise ValueError("there is no Ray cluster yet: call rlft_fast.cluster.connect() before making a group")
+    have = ray.cluster_resources()
+    for name, each in (("CPU", cpus), ("GPU", gpus)):
+        if each * number > have.get(name, 0):
+            raise ValueError(
+                f"{number} {what} need {each * number} {name}s, but the cluster has {have.get(name, 0):g}: lower the "
+                "number of workers, or add machines"
+            )
+
+
+def last_words(path: Path, num_lines: int = 5) -> str:
+    """The last lines of a worker's error output, without Ray's own lines."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - num_lines * _LINE_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return " | ".join(
+        line for line in lines[-num_lines:] if line.strip() and not line.startswith((":job_id:", ":actor_name:"))
+    )
+
+
+class _Host:
+    """The process of a worker. It joins its group's world before the worker is made."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.worker: Worker | None = None
+        send_tensors_as_buffers()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def place(self) -> tuple[str, str, int, str]:
+        """Node, address, a free port, and the file of this process's error output."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        address = ray.util.get_node_ip_address()
+        return ray.get_runtime_context().get_node_id(), address, port, os.readlink("/proc/self/fd/2")
+
+    def join(self, worker_class: type[Worker], config: Config, environment: dict[str, Any]) -> None:
+        from rlft_fast.world import init_distributed
+
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        self.worker = worker_class(config, init_distributed(config.timeout_minutes))
+
+    def call(self, name: str, args: Sequence[Any]) -> Any:
+        return getattr(self.worker, name)(*args)

@@ -1,0 +1,197 @@
+"""What a trainer holds in place of engines, rollout and checkpoints that live in the workers of a group."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from rlft_fast.cluster.group import WorkerGroup
+from rlft_fast.config import ModelConfig
+from rlft_fast.data import Batch, Samples
+from rlft_fast.engine import CheckpointManager, EngineFacts, Loss, Output
+from rlft_fast.errors import Interrupted
+from rlft_fast.rollout import NonFiniteLogitsError, RolloutError, SamplingParams, Seeds, draw_seeds
+from rlft_fast.world import World
+
+_ATTEMPTS = 5  # to sync, while servers die and others start
+
+
+class RemoteEngine:
+    """An engine whose ranks are the workers of a group. The methods are those of `FSDPEngine` that a trainer calls.
+
+    Args:
+        group: of workers that hold the engine.
+        name: "actor", "critic", "reference" or "reward".
+        config: of the engine.
+        facts: of the engine.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, config: ModelConfig, facts: EngineFacts) -> None:
+        self.group = group
+        self.name = name
+        self.config = config
+        self.facts = facts
+        self._is_adapted = True
+
+    def infer(self, batch: Batch, outputs: Sequence[Output]) -> dict[Output, Tensor]:
+        """See `FSDPEngine.infer`."""
+        if self.name == "critic":
+            found = self.group.compute_values(batch)
+        elif self.name == "reference" or not self._is_adapted:
+            found = {"logprob_T": self.group.compute_ref_log_prob(batch)["ref_logprob_T"]}
+        else:
+            found = self.group.compute_log_prob(batch, tuple(outputs))
+        return {output: found[f"{output}_T"] for output in outputs}
+
+    def score(self, batch: Batch) -> Tensor:
+        """See `FSDPEngine.score`."""
+        asking = batch.asking_at_the_end()
+        return self.group.compute_scores(asking)["score_T"][asking.loss_mask_T]
+
+    def train_step(self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None) -> dict[str, float]:
+        """See `FSDPEngine.train_step`."""
+        if self.name == "critic":
+            return self.group.update_critic(batch, loss)
+        found = self.group.update_actor(batch, loss, outputs is not None)
+        if outputs is not None:
+            names: tuple[Output, ...] = ("logprob", "entropy")
+            outputs |= {name: found.pop(f"{name}_T") for name in names}
+        return found
+
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Every call of a worker opens its own."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Inside, `infer` asks the policy without its adapters."""
+        self._is_adapted = False
+        try:
+            yield
+        finally:
+            self._is_adapted = True
+
+    def non_finite_weights(self) -> list[str]:
+        """See `FSDPEngine.non_finite_weights`."""
+        return self.group.non_finite_weights(self.name)[0]
+
+
+class RemoteRollout:
+    """The generators of a group's workers. The methods are those of `Rollout` that a trainer calls.
+
+    Args:
+        group: its workers generate, or ask servers.
+        servers: returns the URLs of the servers to ask from the next sync on, and their token; None: the workers
+            generate.
+
+    Attributes:
+        weight_version: see `Rollout`.
+        seconds: 0, because the driver does not generate.
+    """
+
+    def __init__(self, group: WorkerGroup, servers: Callable[[], tuple[Sequence[str], str]] | None = None) -> None:
+        self.group = group
+        self.servers = servers
+        self.weight_version = 0
+        self.seconds = 0.0
+
+    def sync(self) -> None:
+        """See `Rollout.sync`."""
+        self.weight_version += 1
+        self._sync()
+
+    def samples(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None) -> Samples:
+        """See `Rollout.samples`. Where all servers have died, others sample again from the same seeds."""
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        try:
+            return self.group.generate_sequences([*prompts], params, seeds)
+        except RolloutError as error:
+            if self.servers is None or isinstance(error, NonFiniteLogitsError):
+                raise
+        self._sync()
+        return self.group.generate_sequences([*prompts], params, seeds)
+
+    def _sync(self) -> None:
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            if self.servers is not None:
+                self.group.use_servers(*self.servers())
+            try:
+                self.group.sync_rollout(self.weight_version)
+                break
+            except RolloutError:  # the last server may have died just now
+                if self.servers is None or not attempts_left:
+                    raise
+                time.sleep(1)
+
+    def sleep(self) -> None:
+        """See `Rollout.sleep`."""
+        self.group.sleep_rollout()
+
+
+class RemoteCheckpoints:
+    """The checkpoints of a run whose engines live in groups. The methods are those of `CheckpointManager`.
+
+    The folder is the same on the machines of the driver and of the workers. A critic with workers of its own has its
+    checkpoints in the folder ``critic`` inside. They are complete before the actor's checkpoint of the same step is.
+
+    Args:
+        group: of the actor.
+        critic: of the critic, if it has one of its own.
+        directory: folder of the checkpoints.
+    """
+
+    def __init__(self, group: WorkerGroup, critic: WorkerGroup | None, directory: Path) -> None:
+        self.group = group
+        self.critic = critic
+        self.directory = directory
+        self._files = CheckpointManager(directory, world=World())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+            return  # a second Ctrl-C: workers may be busy for long
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.wait()
+
+    def save(
+        self, step: int, engines: Mapping[str, Any], state: Mapping[str, Any], *, asynchronous: bool = False
+    ) -> Path:
+        """See `CheckpointManager.save`; the engines are those of the groups that train."""
+        if self.critic is not None:
+            self.critic.save_checkpoint(
+                self._of_critic, step, None, False, 1
+            )  # the actor's may still be the one before
+        self.group.save_checkpoint(str(self.directory), step, dict(state), asynchronous)
+        return self.directory / f"step_{step:08d}"
+
+    def wait(self) -> None:
+        """See `CheckpointManager.wait`."""
+        self.group.wait_for_checkpoint(str(self.directory))
+
+    def load(self, engines: Mapping[str, Any]) -> dict[str, Any] | None:
+        """See `CheckpointManager.load`. A critic without checkpoints of its own has been saved with the actor."""
+        state = self.group.load_checkpoint(str(self.directory))[0]
+        if state is not None and self.critic is not None:
+            step = state["step"]
+            own = (Path(self._of_critic) / f"step_{step:08d}").is_dir()
+            folder = self._of_critic if own else str(self.directory)
+            self.critic.load_checkpoint(folder, step)
+        return state
+
+    def latest(self) -> Path | None:
+        """See `CheckpointManager.latest`."""
+        return self._files.latest()
+
+    def clear(self) -> None:
+        """See `CheckpointManager.clear`."""
+        self._files.clear()
+        CheckpointManager(Path(self._of_critic), world=World()).clear()
+
+    @property
+    def _of_critic(self) -> str:
+        return str(self.directory / "critic")

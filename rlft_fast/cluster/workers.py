@@ -1,0 +1,300 @@
+"""The roles of workers, under the names that verl's users know. A worker is one rank of its group's world."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, register
+from rlft_fast.config import Config, ModelConfig
+from rlft_fast.data import Samples, Share
+from rlft_fast.engine import (
+    CheckpointManager,
+    EngineFacts,
+    FSDPEngine,
+    Loss,
+    Output,
+    actor_engine,
+    critic_engine,
+    export_hf,
+    reference_engine,
+    reward_engine,
+)
+from rlft_fast.models import load_tokenizer
+from rlft_fast.rollout import TOKEN_VARIABLE, Rollout, SamplingParams, Seeds, build_rollout
+from rlft_fast.world import World
+
+
+class Worker:
+    """One process of a group. `engines` is filled by `init_model`.
+
+    Args:
+        config: of the run.
+        world: the group's world, seen from this process.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.engines: dict[str, FSDPEngine] = {}
+        self._managers: dict[str, CheckpointManager] = {}
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        """The configuration of each engine, by the names that `register` uses; the driver plans with it."""
+        raise NotImplementedError
+
+    @register(ONE_TO_ALL)
+    def save_checkpoint(
+        self, folder: str, step: int, state: Mapping[str, Any] | None = None, asynchronous: bool = False,
+        num_more: int = 0,
+    ) -> None:  # fmt: skip
+        """Saves the engines that train, and a state of JSON values and tensors, as a run does.
+
+        ``num_more`` checkpoints are kept beyond the number of the configuration, of any size.
+        """
+        manager = self._checkpoints(folder)
+        manager.max_num = self.config.checkpoint.max_num + num_more
+        manager.max_mem = None if num_more else self.config.checkpoint.max_mem
+        manager.save(step, self._trained, dict(state or {}), asynchronous=asynchronous)
+
+    @register(ONE_TO_ALL)
+    def wait_for_checkpoint(self, folder: str) -> None:
+        """Returns when no save is under way."""
+        self._checkpoints(folder).wait()
+
+    @register(ONE_TO_ALL)
+    def load_checkpoint(self, folder: str, step: int | None = None) -> dict[str, Any] | None:
+        """Loads the newest intact checkpoint, or that of a step; returns its state, or None if there is none."""
+        return self._checkpoints(folder).load(self._trained, step)
+
+    @register(ONE_TO_ALL)
+    def non_finite_weights(self, name: str) -> list[str]:
+        """Names of the engine's parameters that hold a NaN or an infinity."""
+        return self.engines[name].non_finite_weights()
+
+    @register(RANK_ZERO)
+    def facts(self) -> dict[str, EngineFacts]:
+        """The facts of each engine."""
+        return {name: engine.facts for name, engine in self.engines.items()}
+
+    @property
+    def _trained(self) -> dict[str, FSDPEngine]:
+        return {name: engine for name, engine in self.engines.items() if engine.trains}
+
+    def _checkpoints(self, folder: str) -> CheckpointManager:
+        if folder not in self._managers:
+            kept = self.config.checkpoint
+            self._managers[folder] = CheckpointManager(Path(folder), kept.max_num, kept.max_mem, self.world)
+        return self._managers[folder]
+
+
+class ActorRolloutRefWorker(Worker):
+    """The policy, the generator that samples from it, and the reference where the configuration has a divergence."""
+
+    rollout: Rollout
+    server_urls: Sequence[str] = ()
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        return {"actor": config.actor, "reference": config.reference or config.actor}
+
+    @register(ONE_TO_ALL)
+    def init_model(self, num_training_steps: int) -> None:
+        """Loads the models and starts the generator.
+
+        Args:
+            num_training_steps: optimizer steps of the whole run, for the schedule.
+        """
+        self._init_actor(num_training_steps)
+        self._init_reference_and_rollout()
+        self.rollout.sync()
+
+    def _init_actor(self, num_training_steps: int) -> None:
+        self.engines["actor"] = actor_engine(self.config, self.world, num_training_steps)
+
+    def _init_reference_and_rollout(self) -> None:
+        config = self.config
+        if _is_here(config, "reference") and (reference := reference_engine(config, self.world)) is not None:
+            self.engines["reference"] = reference
+        actor, tokenizer = self.engines["actor"], load_tokenizer(config.model)
+        urls = (lambda: self.server_urls) if self.server_urls else None
+        self.rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence, urls)
+
+    @register(DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: list[list[int]], params: SamplingParams, seeds: Seeds) -> Samples:
+        """Samples completions of each prompt. `Samples.row_B` counts the prompts; there are no rewards yet.
+
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            seeds: one per sample, see `rlft_fast.rollout.sample_seeds`: what is sampled does not depend on the number
+                of workers.
+        """
+        return self.rollout.samples(prompts, params, seeds)
+
+    @register(DP_COMPUTE_PROTO, engine="actor")
+    def compute_log_prob(self, share: Share, outputs: Sequence[Output] = ("logprob", "entropy")) -> dict[str, Tensor]:
+        """``logprob_T`` and ``entropy_T`` of the policy as it is now, or other outputs, see `FSDPEngine.infer`."""
+        return _by_field(self.engines["actor"].infer(share, outputs))
+
+    @register(DP_COMPUTE_PROTO, engine="reference")
+    def compute_ref_log_prob(self, share: Share) -> dict[str, Tensor]:
+        """``ref_logprob_T`` of the reference; with LoRA, of the policy without its adapter."""
+        if "reference" in self.engines:
+            return {"ref_logprob_T": self.engines["reference"].infer(share, ("logprob",))["logprob"]}
+        actor = self.engines["actor"]
+        if self.config.actor.lora is None:
+            raise ValueError("there is no reference: set algorithm.kl_coef above 0")
+        with actor.disable_adapter():
+            return {"ref_logprob_T": actor.infer(share, ("logprob",))["logprob"]}
+
+    @register(DP_COMPUTE_PROTO, engine="actor", trains=True)
+    def update_actor(self, share: Share, loss: Loss, with_outputs: bool = False) -> dict[str, Any]:
+        """One optimizer step. The generator samples from the new weights after `sync_rollout`.
+
+        Returns:
+            The metrics; and ``logprob_T`` and ``entropy_T`` of the step's forward passes where they are asked for.
+        """
+        outputs: dict[Output, Tensor] = {}
+        metrics = self.engines["actor"].train_step(share, loss, outputs=outputs if with_outputs else None)
+        return metrics | _by_field(outputs)
+
+    @register(ONE_TO_ALL)
+    def use_servers(self, urls: Sequence[str], token: str) -> None:
+        """Has these vLLM servers generate from the next sync on; before `init_model`, instead of a generator here."""
+        self.server_urls = urls
+        os.environ[TOKEN_VARIABLE] = token
+
+    @register(ONE_TO_ALL)
+    def sync_rollout(self, version: int | None = None) -> None:
+        """Gives the generator the policy's weights as they are now, as this version; None: one more than before."""
+        if version is not None:
+            self.rollout.weight_version = version - 1
+        self.rollout.sync()
+
+    @register(ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        """Frees the generator's device memory until the next `sync_rollout`."""
+        self.rollout.sleep()
+
+    @register(ONE_TO_ALL)
+    def export(self, folder: str) -> None:
+        """Writes the policy as transformers loads it."""
+        export_hf(self.engines["actor"], Path(folder), overwrite=True)
+
+    @register(RANK_ZERO)
+    def weight_version(self) -> int:
+        """Version of the weights that the generator samples from."""
+        return self.rollout.weight_version
+
+
+class CriticWorker(Worker):
+    """The critic."""
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        if config.critic is None:
+            raise ValueError("the configuration has no critic: set critic, {} for the policy's model")
+        return {"critic": config.critic}
+
+    @register(ONE_TO_ALL)
+    def init_model(self, num_training_steps: int) -> None:
+        """Loads the model.
+
+        Args:
+            num_training_steps: optimizer steps of the whole run, for the schedule.
+        """
+        critic = critic_engine(self.config, self.world, num_training_steps)
+        assert critic is not None  # engine_configs has refused a run without one
+        self.engines["critic"] = critic
+
+    @register(DP_COMPUTE_PROTO, engine="critic")
+    def compute_values(self, share: Share) -> dict[str, Tensor]:
+        """``value_T`` of the critic as it is now."""
+        return {"value_T": self.engines["critic"].infer(share, ("value",))["value"]}
+
+    @register(DP_COMPUTE_PROTO, engine="critic", trains=True)
+    def update_critic(self, share: Share, loss: Loss) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        return self.engines["critic"].train_step(share, loss)
+
+
+class RewardModelWorker(Worker):
+    """The reward model, with the policy's token ids."""
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        if config.reward.model is None:
+            raise ValueError("the configuration has no reward model: set reward.model")
+        return {"reward": config.actor.model_copy(update={"lora": None})}
+
+    @register(ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        assert self.config.reward.model is not None
+        self.engines["reward"] = reward_engine(self.config.reward.model, self.config.actor, self.world)
+
+    @register(DP_COMPUTE_PROTO, engine="reward")
+    def compute_scores(self, share: Share) -> dict[str, Tensor]:
+        """``score_T`` at the sampled tokens."""
+        return _by_field(self.engines["reward"].infer(share, ("score",)))
+
+    @register(DP_COMPUTE_PROTO, engine="reward")
+    def compute_rm_score(self, share: Share) -> dict[str, Tensor]:
+        """``reward_B``: the score of each sequence at its last token."""
+        return {"reward_B": self.engines["reward"].score(share)}
+
+
+class ReferenceWorker(Worker):
+    """The reference, apart from the policy."""
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        return {"reference": config.reference or config.actor}
+
+    @register(ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        reference = reference_engine(self.config, self.world)
+        if reference is None:
+            raise ValueError("there is no reference: set algorithm.kl_coef above 0, and train without adapters")
+        self.engines["reference"] = reference
+
+    @register(DP_COMPUTE_PROTO, engine="reference")
+    def compute_ref_log_prob(self, share: Share) -> dict[str, Tensor]:
+        """``ref_logprob_T`` of the reference."""
+        return {"ref_logprob_T": self.engines["reference"].infer(share, ("logprob",))["logprob"]}
+
+
+class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, RewardModelWorker):
+    """All roles of the configuration that have no workers of their own: what a rank under torchrun holds."""
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        roles: list[type[Worker]] = [ActorRolloutRefWorker]
+        roles += [CriticWorker] * _is_here(config, "critic") + [RewardModelWorker] * _is_here(config, "reward")
+        return {name: found for role in roles for name, found in role.engine_configs(config).items()}
+
+    @register(ONE_TO_ALL)
+    def init_model(self, num_training_steps: int) -> None:  # type: ignore[override]
+        """Loads the models in torchrun's order. The generator has no weights before `sync_rollout`."""
+        if _is_here(self.config, "reward"):
+            RewardModelWorker.init_model(self)
+        self._init_actor(num_training_steps)
+        if _is_here(self.config, "critic"):
+            CriticWorker.init_model(self, num_training_steps)
+        self._init_reference_and_rollout()
+
+
+def _is_here(config: Config, role: Literal["critic", "reference", "reward"]) -> bool:
+    """Whether the actor's workers hold the role, if the run has it."""
+    has = {"critic": config.critic is not None, "reference": True, "reward": config.reward.model is not None}
+    return has[role] and (config.cluster is None or getattr(config.cluster, role) is None)
+
+
+def _by_field(outputs: Mapping[Output, Tensor]) -> dict[str, Tensor]:
+    """The outputs by the names of a batch's fields."""
+    return {f"{name}_T": values for name, values in outputs.items()}

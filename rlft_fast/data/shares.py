@@ -1,0 +1,62 @@
+"""`Share`: what one rank needs of a planned batch, where no rank holds the whole."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlft_fast.data.batch import Batch
+from rlft_fast.data.planning import MicroBatchPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """A rank's part of a batch that was planned elsewhere.
+
+    Args:
+        batch: the rank's sequences, in execution order, on the CPU. Training needs ``loss_weight_T`` of the whole.
+        offsets: (num_micro_batches + 1,) int64, micro-batch m holds the sequences `[offsets[m], offsets[m + 1])`; it
+            may be empty. All ranks have as many micro-batches.
+        scale: factor on the weighted sum of a loss, as `rlft_fast.engine.weighted` returns it for the whole batch.
+    """
+
+    batch: Batch
+    offsets: np.ndarray
+    scale: float = 1.0
+
+    def micro_batches(self) -> list[Batch]:
+        return [self.batch.select(np.arange(begin, end)) for begin, end in pairwise(self.offsets)]
+
+
+def cut_shares(batch: Batch, plan: MicroBatchPlan, scale: float = 1.0) -> Iterator[Share]:
+    """The share of each rank of the plan, one after the other: all of them are as large as the batch.
+
+    Args:
+        batch: the whole batch, on the CPU.
+        plan: of this batch, see `rlft_fast.data.plan_batch`.
+        scale: see `Share`.
+    """
+    for rank in range(plan.world_size):
+        first = rank * plan.num_micro_batches
+        offsets = plan.offsets[first : first + plan.num_micro_batches + 1]
+        yield Share(batch.select(plan.rank_indices(rank)), offsets - offsets[0], scale)
+
+
+def join_outputs(parts: Sequence[Tensor], batch: Batch, plan: MicroBatchPlan) -> Tensor:
+    """Outputs of all ranks in the order of the batch instead of the plan's.
+
+    Args:
+        parts: of each rank of the plan, one value per token, or one per sequence, of the rank's share.
+        batch: the whole batch.
+        plan: of this batch.
+    """
+    values = torch.cat(list(parts))
+    index = torch.from_numpy(plan.indices)
+    if len(values) != batch.num_sequences:
+        index = batch.token_index(plan.indices)
+    joined = torch.empty_like(values)
+    joined[index] = values
+    return joined

@@ -1,0 +1,39 @@
+"""What a trainer asks of an engine besides its work. The engine itself may live in other processes."""
+
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
+from rlft_fast.engine.state import EngineState
+
+
+class EngineFacts(NamedTuple):
+    """Numbers and texts that stay as they are while the engine works."""
+
+    path: str
+    """Folder of the model."""
+    units: str
+    """A table of the FSDP units; empty where a single process needs none."""
+    hidden_size: int
+    num_embeddings: int
+    """Tokens that have an embedding."""
+    num_ranks: int
+    """Processes that share the model."""
+    flops: ModelFlops
+    """Of a forward and a backward."""
+    peak_flops: float | None
+    """FLOP/s of dense bfloat16 of a process's device; None where the peak is not known."""
+
+
+def facts_of(engine: EngineState) -> EngineFacts:
+    embedding = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings())
+    return EngineFacts(
+        path=engine.path,
+        units=engine.units,
+        hidden_size=engine.model.backbone.config.get_text_config().hidden_size,
+        num_embeddings=embedding.num_embeddings,
+        num_ranks=engine.world.size,
+        flops=model_flops(engine.model),
+        peak_flops=peak_flops(engine.device),
+    )

@@ -1,0 +1,115 @@
+"""Which server samples what: the requests of one process, spread over the servers that it asks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+S = TypeVar("S")
+
+
+class ServerError(RuntimeError):
+    """A server does not answer, or answers with an error."""
+
+
+class ServerPool(Generic[S]):
+    """The servers that one process asks for the samples of one call. There is no router between processes.
+
+    A sample goes to the server that has its prompt, else to the server with the fewest samples of this process.
+
+    Args:
+        servers: hashable. Equal loads are resolved in this order; each process begins elsewhere, see `from_place_of`.
+        limit: most samples of this process at a server at once.
+        on_loss: is told of each server that is lost.
+
+    Attributes:
+        servers: those that are not lost.
+    """
+
+    def __init__(self, servers: Sequence[S], limit: int, on_loss: Callable[[S, Exception], None]) -> None:
+        self.servers = list(servers)
+        self._limit = limit
+        self._on_loss = on_loss
+        self._load = dict.fromkeys(servers, 0)
+        self._asking: dict[S, set[asyncio.Task[None]]] = {server: set() for server in servers}
+        self._home: dict[int, S] = {}  # of a prompt
+        self._changed = asyncio.Condition()
+        self._last_error: Exception | None = None
+
+    async def complete(self, row: int, ask: Callable[[S], Coroutine[Any, Any, None]]) -> None:
+        """Asks one server after the other, until one has answered to the end.
+
+        Args:
+            row: of the sample's prompt.
+            ask: asks a server. It may be cancelled while it waits, and is called again with another server.
+
+        Raises:
+            ServerError: all servers are lost.
+        """
+        while True:
+            async with self._place(row) as server:
+                asking = asyncio.create_task(ask(server))
+                self._asking[server].add(asking)
+                try:
+                    return await asking
+                except (OSError, ServerError) as error:
+                    await self.lose(server, error)
+                except asyncio.CancelledError:
+                    asking.cancel()
+                    if _is_cancelled():
+                        raise
+                finally:
+                    self._asking[server].discard(asking)
+
+    def is_asked(self, server: S) -> bool:
+        """Whether samples wait for the server."""
+        return bool(self._asking[server])
+
+    async def lose(self, server: S, error: Exception) -> None:
+        """Takes a server out, and sends its samples to the others."""
+        async with self._changed:
+            if server not in self.servers:
+                return
+            self.servers.remove(server)
+            self._last_error = error
+            self._on_loss(server, error)
+            for task in self._asking[server]:
+                task.cancel()
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def _place(self, row: int) -> AsyncIterator[S]:
+        """A server for a sample of the prompt, as soon as one has room."""
+        async with self._changed:
+            while (server := self._choose(row)) is None:
+                await self._changed.wait()
+            self._load[server] += 1
+        try:
+            yield server
+        finally:
+            async with self._changed:
+                self._load[server] -= 1
+                self._changed.notify()
+
+    def _choose(self, row: int) -> S | None:
+        if not self.servers:
+            raise ServerError(f"no server is left: {self._last_error}")
+        home = self._home.get(row)
+        if home not in self.servers or self._load[home] >= self._limit:
+            home = min(self.servers, key=self._load.__getitem__)
+            if self._load[home] >= self._limit:
+                return None
+            self._home[row] = home
+        return home
+
+
+def from_place_of(rank: int, size: int, servers: Sequence[S]) -> list[S]:
+    """The servers from the one with which this rank begins, so that ranks with few samples do not choose the same."""
+    first = rank * len(servers) // size
+    return [*servers[first:], *servers[:first]]
+
+
+def _is_cancelled() -> bool:
+    """Whether all work is cancelled, not just the question to a lost server."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,400 @@
+"""A generator of many vLLM servers, on this machine or on others. Needs no vLLM on this machine.
+
+Each training process asks the servers itself. A sample goes to the server that has its prompt's prefix, else to the
+server with the fewest of this process's samples. When a server is lost, its samples go on at another server from the
+tokens they have; the server takes part again once it has taken new weights.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import resource
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import RolloutConfig
+from rlft_fast.engine import WeightStream
+from rlft_fast.rollout.ends import split_stop
+from rlft_fast.rollout.nccl_sender import NCCLSender
+from rlft_fast.rollout.scheduling import ServerError, ServerPool, from_place_of
+from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds
+from rlft_fast.rollout.vllm_requests import check_request, completion_of, request_fields
+from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_environment, weight_backend
+from rlft_fast.rollout.weight_sender import send_weights
+from rlft_fast.world import World
+
+_HEALTH_EVERY_S = 5.0
+_SILENT_S = 600.0  # of a server that is asked and sends nothing
+_HEALTH_ANSWER_S = 20.0  # an answer may wait for a long step of the engine
+_CUT_OFF = -9999.0  # a server's word for a log-probability of -inf, or nan
+
+
+def server_urls(servers: Sequence[str]) -> list[str]:
+    """The URLs of ``rollout.servers``, whose entries are URLs or files with one URL per line.
+
+    Raises:
+        ValueError: a file cannot be read, or there is no URL.
+    """
+    urls: list[str] = []
+    for entry in servers:
+        if "://" in entry:
+            urls.append(entry)
+            continue
+        try:
+            lines = Path(entry).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"rollout.servers has {entry!r}, neither a URL nor a file that can be read: {error}"
+            ) from error
+        urls += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not urls:
+        raise ValueError(f"rollout.servers names no server: {', '.join(servers)}")
+    return list(dict.fromkeys(urls))
+
+
+class ServedVLLM:
+    """A `Generator` of vLLM servers. Servers can be added and taken away before each `load`.
+
+    Args:
+        model: the policy, without its weights.
+        fingerprint: see `rlft_fast.rollout.vllm_server.model_fingerprint`.
+        tokenizer: finds stop texts' tokens.
+        config: of the rollout.
+        max_sequence_tokens: most tokens of a sequence, prompt and completion.
+        urls: of the servers now.
+        run: a name of this run, the same on all ranks, by which its weights are told from those of other runs.
+        world: the ranks that ask. The first rank sends the weights.
+
+    Raises:
+        ValueError: aiohttp or the token is missing, or there is no URL.
+        UnsuitableServerError: a server cannot be used.
+        ServerError: no server answers.
+    """
+
+    name = "vLLM servers"
+
+    def __init__(
+        self, model: SampledModel, fingerprint: dict[str, Any], tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig, max_sequence_tokens: int, *, urls: Callable[[], Sequence[str]], run: str, world: World,
+    ) -> None:  # fmt: skip
+        if find_spec("aiohttp") is None:
+            raise ValueError("servers are asked with aiohttp, which is not installed: pip install 'rlft_fast[servers]'")
+        self.model = model
+        self.fingerprint = fingerprint
+        self.tokenizer = tokenizer
+        self.config = config
+        self.max_sequence_tokens = max_sequence_tokens
+        self.urls = urls
+        self.run = run
+        self.world = world
+        self.weight_version: int | None = None
+        self.servers: dict[str, VLLMServer] = {}  # checked
+        self.nccl = NCCLSender() if weight_backend(config) == "nccl" else None
+        self.live: list[VLLMServer] = []  # have the weights of now
+        self.is_checked = False  # so that a server that is added later cannot end the run
+        self._named: list[str] = []  # URLs
+        self._heard: dict[str, float] = {}  # when a server has sent something last
+        _allow_many_connections()
+        self._find_servers()
+
+    def load(self, weights: WeightStream | None, version: int) -> None:
+        """Sends the weights to all servers that answer, see `Generator.load`."""
+        assert weights is not None
+        self.live = []
+        metadata = weights.metadata() if self.nccl is not None else []  # all ranks together
+        if self.world.is_first:
+            servers = self._find_servers(renew=True)
+            failures = {}
+            if self.nccl is not None:
+                self.nccl.send(weights, metadata, servers, self._label(version))
+            else:
+                failures = send_weights(weights.pieces(), servers, self._label(version))
+            for place, error in failures.items():
+                self._lose(servers[place], error)
+            if len(failures) == len(servers):
+                raise ServerError(f"no server took the weights: {next(iter(failures.values()))}")
+        self.weight_version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
+    ) -> list[list[Completion]]:
+        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
+        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.weight_version is not None)
+        assert self.weight_version is not None
+        end_ids, texts = split_stop(params.stop, self.tokenizer)
+        fields = request_fields(params, self.model, end_ids, texts)
+        samples = [
+            _Sample(list(prompt), row, seed, params.max_new_tokens, can_continue=not texts)
+            for row, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+            for seed in own
+        ]
+        if samples:
+            if not self.live:  # since the last load
+                self.live = self._having_weights()
+            _run_beside(lambda: self._sample_all(samples, fields))
+        found = iter(samples)
+        return [[next(found).completion(self.weight_version) for _ in own] for own in seeds]
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each weight as the servers received it."""
+        (first, *others) = [server.checksums() for server in self._having_weights()]
+        for other in others:
+            if different := [name for name in first if other.get(name) != first[name]]:
+                raise RuntimeError(f"{len(different)} weights differ between servers, {different[0]} is one")
+        return first
+
+    def sleep(self) -> None:
+        """Does nothing: servers have devices of their own."""
+
+    def close(self) -> None:
+        """Does nothing: servers outlive the run."""
+
+    def _label(self, version: int) -> str:
+        return f"{self.run}:{version}"
+
+    def _find_servers(self, *, renew: bool = False) -> list[VLLMServer]:
+        """The servers that answer.
+
+        Args:
+            renew: check also the servers that are known: other processes may listen at their URLs by now.
+        """
+        try:
+            self._named = [*self.urls()]
+        except ValueError as error:
+            if not self._named:
+                raise
+            warnings.warn(f"{error}; the run goes on with the servers before", stacklevel=2)
+        known = {} if renew else self.servers
+        with ThreadPoolExecutor(min(32, len(self._named))) as threads:
+            tried = list(threads.map(lambda url: known.get(url) or self._meet(url), self._named))
+        found = [server for server in tried if isinstance(server, VLLMServer)]
+        failures = [error for error in tried if isinstance(error, Exception)]
+        self.servers = {server.url: server for server in found}
+        if not self.is_checked and (unsuitable := [e for e in failures if not isinstance(e, ServerError)]):
+            raise unsuitable[0]
+        if not found:
+            raise ServerError("; ".join(map(str, failures)))
+        for error in failures:
+            warnings.warn(f"{error}; the run goes on with {len(found)} other servers", stacklevel=2)
+        self.is_checked = True
+        return found
+
+    def _meet(self, url: str) -> VLLMServer | Exception:
+        """The server at the URL, or why it cannot be used."""
+        try:
+            server = VLLMServer(url, token_from_environment())
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            _, texts = split_stop(self.config.stop, self.tokenizer)
+            server.check(
+                self.fingerprint, self.max_sequence_tokens, backend=weight_backend(self.config), dtype=dtype,
+                has_stop_texts=bool(texts),
+            )  # fmt: skip
+            if self.world.is_first and self.nccl is None:
+                server.prepare({"check": self.config.vllm.check_weights})
+        except (ServerError, ValueError) as error:
+            return error
+        return server
+
+    def _having_weights(self) -> list[VLLMServer]:
+        """The servers with the weights of now."""
+        assert self.weight_version is not None
+        found = []
+        for server in self._find_servers():
+            try:
+                if server.weight_version() == self._label(self.weight_version):
+                    found.append(server)
+            except ServerError as error:
+                self._lose(server, error)
+        if not found:
+            raise ServerError(f"no server has the weights of version {self.weight_version}")
+        return found
+
+    def _lose(self, server: VLLMServer, error: Exception) -> None:
+        warnings.warn(f"the server {server.url} is lost until the next new weights: {error}", stacklevel=2)
+        self.servers.pop(server.url, None)
+        if server in self.live:
+            self.live.remove(server)
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    async def _sample_all(self, samples: list["_Sample"], fields: dict[str, Any]) -> None:
+        import aiohttp
+
+        servers = from_place_of(self.world.rank, self.world.size, self.live)
+        pool = ServerPool(servers, self.config.batch_size, self._lose)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_HEALTH_ANSWER_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # vLLM's servers close after 5 s
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            watching = asyncio.create_task(self._watch(session, pool))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for sample in samples:
+                        ask = partial(self._ask, session, sample, fields)
+                        tasks.create_task(pool.complete(sample.row, ask))
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+            finally:
+                watching.cancel()
+
+    async def _ask(self, session: Any, sample: "_Sample", fields: dict[str, Any], server: VLLMServer) -> None:
+        """Samples from the tokens that there are to the end."""
+        import aiohttp
+
+        if sample.finish_reason is not None:  # the last server was lost after its last token
+            return
+        sample.restart_unless_it_can_continue()
+        self._heard[server.url] = time.monotonic()
+        rest = {"max_tokens": sample.max_new_tokens - len(sample.token_ids), "seed": sample.seed_from_here()}
+        body = {
+            "model": server.model_name,
+            "token_ids": sample.prompt + sample.token_ids,
+            "stream": True,
+            "sampling_params": fields | rest,
+        }
+        try:
+            async with session.post(f"{server.url}{GENERATE}", json=body, headers=server.headers) as answer:
+                if answer.status != 200:
+                    said = (await answer.text())[:500]
+                    if 400 <= answer.status < 500:
+                        raise RequestError(f"the server {server.url} refuses a request: {said}")
+                    raise ServerError(f"the server {server.url} failed: {said}")
+                async for event in _events(answer.content):
+                    if "error" in event:
+                        raise ServerError(f"the server {server.url} failed: {str(event['error'])[:500]}")
+                    self._heard[server.url] = time.monotonic()
+                    for choice in event["choices"]:
+                        self._require_weights(server, choice)
+                        sample.add(choice)
+        except aiohttp.ClientError as error:
+            raise ServerError(f"the server {server.url} broke off: {error}") from error
+        if sample.finish_reason is None:
+            raise ServerError(f"the server {server.url} ended an answer before its end")
+
+    def _require_weights(self, server: VLLMServer, choice: dict[str, Any]) -> None:
+        """Refuses an answer by other weights: the server was started again, or serves another run, too."""
+        assert self.weight_version is not None
+        names = {span["version"] for span in choice["weight_versions"] or []}
+        if choice["finish_reason"] is not None and names - {self._label(self.weight_version)}:
+            raise ServerError(f"the server {server.url} has other weights than this run sent to it")
+
+    async def _watch(self, session: Any, pool: ServerPool[VLLMServer]) -> None:
+        """Finds servers that keep their connections open and do nothing more."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=_HEALTH_ANSWER_S)
+
+        async def ask(server: VLLMServer) -> None:
+            try:
+                async with session.get(f"{server.url}/health", headers=server.headers, timeout=timeout) as answer:
+                    if answer.status != 200:
+                        raise ServerError(f"it says {answer.status}")
+                if pool.is_asked(server) and time.monotonic() - self._heard[server.url] > _SILENT_S:
+                    raise ServerError(f"no token came for {_SILENT_S:g} s")
+            except (TimeoutError, aiohttp.ClientError, OSError, ServerError) as error:
+                await pool.lose(server, error)
+
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            await asyncio.gather(*map(ask, list(pool.servers)))
+
+
+@dataclass
+class _Sample:
+    """A completion that is being sampled."""
+
+    prompt: list[int]
+    row: int
+    seed: int
+    max_new_tokens: int
+    can_continue: bool
+    """Whether a server can go on from tokens: a stop text that begins in them would not be seen."""
+    token_ids: list[int] = field(default_factory=list)
+    likely: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each token its id and log-probability, then those of the likeliest tokens where they were asked for."""
+    finish_reason: str | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Adds the next tokens of an answer."""
+        for token, content in zip(choice["token_ids"], (choice["logprobs"] or {"content": []})["content"], strict=True):
+            if content["token_id"] != token:
+                raise ServerError(f"the log-probability of token {content['token_id']} came with token {token}")
+            others = [(x["token_id"], x["logprob"]) for x in content["top_logprobs"] if x["token_id"] != token]
+            self.token_ids.append(token)
+            self.likely.append([(token, content["logprob"]), *others])
+        reason = choice["finish_reason"]
+        if reason not in (None, "stop", "length"):
+            raise ServerError(f"a sample was given up: {reason}")
+        self.finish_reason = reason
+
+    def seed_from_here(self) -> int:
+        """The sample's own seed, or where tokens are there already, a function of it and of their number."""
+        if not self.token_ids:
+            return self.seed
+        digest = hashlib.sha256(f"{self.seed}:{len(self.token_ids)}".encode()).digest()
+        return int.from_bytes(digest[:8]) >> 1
+
+    def restart_unless_it_can_continue(self) -> None:
+        """Before another server is asked."""
+        if not self.can_continue:
+            self.token_ids, self.likely = [], []
+
+    def completion(self, weight_version: int) -> Completion:
+        width = max(map(len, self.likely), default=1)
+        rows = [row + [(-1, _CUT_OFF)] * (width - len(row)) for row in self.likely]
+        logprobs = [-float("inf") if x <= _CUT_OFF else x for row in rows for _, x in row]
+        flat = SimpleNamespace(token_ids=[i for row in rows for i, _ in row], logprobs=logprobs)
+        sample = SimpleNamespace(token_ids=self.token_ids, logprobs=flat, finish_reason=self.finish_reason)
+        return completion_of(sample, weight_version)
+
+
+def _run_beside(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a coroutine in a thread, since the caller may have an event loop of its own, as notebooks do.
+
+    A signal that raises in the caller ends the coroutine, too.
+    """
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = Future()
+
+    async def cancellable() -> None:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        await main()
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, cancellable())
+        try:
+            running.result()
+        except BaseException:
+            if not running.done():
+                loop, task = started.result()
+                assert task is not None
+                loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+def _allow_many_connections() -> None:
+    """Each sample at a server has a connection, and many systems allow 1,024 open files unless a process asks."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _events(content: Any) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream. Lines may be longer than aiohttp's own limit."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if data.strip() == b"[DONE]":
+                return
+            yield json.loads(data)

@@ -1,0 +1,322 @@
+"""One vLLM server: how it is started, what guards it, and what it is asked to do. Needs no vLLM on this machine.
+
+A server wants the token of the environment variable VLLM_API_KEY with every request. vLLM itself asks for the token on
+some of its routes only, and leaves out those that replace weights; `RequireToken` guards all of them.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlft_fast.config import RolloutConfig
+from rlft_fast.integrations.vllm import BACKEND
+from rlft_fast.rollout.scheduling import ServerError
+
+TOKEN_VARIABLE = "VLLM_API_KEY"
+GENERATE = "/inference/v1/generate"
+_ANSWER_S = 120.0  # of a route that does little
+_HEALTH_S = 5.0
+_HEALTH_EVERY_S = 2.0
+_WEIGHTS_S = 600.0  # of a route that takes weights
+_CHUNK_TOKENS = 32  # tokens that a server collects before it sends them
+
+
+class UnsuitableServerError(ValueError):
+    """A server answers, and cannot be used."""
+
+
+def token_from_environment() -> str:
+    """The token that servers want.
+
+    Raises:
+        ValueError: the environment has none.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ValueError(
+            f"a vLLM server needs a token: set the environment variable {TOKEN_VARIABLE} to the same secret for the "
+            "servers and for the run"
+        )
+    return token
+
+
+def server_command(
+    model: str, dtype: str, config: RolloutConfig, max_sequence_tokens: int, *, host: str, port: int, on_cpu: bool
+) -> list[str]:
+    """The command of a vLLM server that can be used as a generator. It reads its token from the environment.
+
+    Args:
+        model: folder of the model. Its weights are not read; the first update brings them.
+        dtype: of the weights.
+        config: of the rollout.
+        max_sequence_tokens: most tokens of a prompt and its completion together.
+        host: address to listen at.
+        port: port to listen at.
+        on_cpu: whether the server computes on the CPU.
+    """
+    memory = (
+        ["--kv-cache-memory-bytes", str(int(config.vllm.cpu_cache_gib * 2**30)), "--enforce-eager"]
+        if on_cpu
+        else ["--gpu-memory-utilization", str(config.vllm.gpu_memory_utilization)]
+    )
+    return [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+        "--host", host, "--port", str(port), "--dtype", dtype, "--load-format", "dummy",
+        "--max-model-len", str(max_sequence_tokens), "--max-num-seqs", str(config.batch_size),
+        "--tensor-parallel-size", str(config.vllm.tensor_parallel),
+        "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm",
+        "--enable-prefix-caching", "--stream-interval", str(_CHUNK_TOKENS),
+        "--weight-transfer-config", json.dumps({"backend": weight_backend(config)}),
+        "--worker-extension-cls", "rlft_fast.rollout.vllm_worker.WorkerExtension",
+        "--middleware", "rlft_fast.rollout.vllm_server.RequireToken",
+        "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs", *memory,
+        *([] if config.stop else ["--skip-tokenizer-init"]),
+    ]  # fmt: skip
+
+
+def weight_backend(config: RolloutConfig) -> str:
+    """The backend of vLLM's weight transfer: sockets, or NCCL where ``rollout.vllm.transfer`` says so."""
+    return "nccl" if config.vllm.transfer == "nccl" else BACKEND
+
+
+def server_environment() -> dict[str, str]:
+    """Variables of a server's process, beside the token."""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",  # has the routes of weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    }
+
+
+class RequireToken:
+    """ASGI middleware of a server: no route but ``/health`` answers without the token.
+
+    Args:
+        app: the server.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self.expected = _digest(f"Bearer {token_from_environment()}".encode())
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(_digest(shown), self.expected):
+            return await self.app(scope, receive, send)
+        if scope["type"] == "http":
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+        return None
+
+
+def _digest(content: bytes) -> bytes:
+    """Of equal lengths, so that comparing tells nothing of the token's length."""
+    return hashlib.sha256(content).digest()
+
+
+class VLLMServer:
+    """The weights of one server, and its state. It is a `Receiver` of weights.
+
+    Args:
+        url: such as ``http://127.0.0.1:8000``.
+        token: that the server wants.
+
+    Raises:
+        ValueError: this is no URL of a server.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url.rstrip("/")
+        self.token = token
+        self.model_name = ""
+        self.num_workers = 1
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"rollout.servers has {url!r}, expected a URL such as http://127.0.0.1:8000")
+        self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._prefix = parts.path
+        self._waiting: set[HTTPConnection] = set()  # connections of calls that wait for an answer
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine from which the server is reached, and so can reach this machine."""
+        with socket.create_connection(self._address, timeout=_ANSWER_S) as connection:
+            return connection.getsockname()[0]
+
+    def check(
+        self, fingerprint: dict[str, Any], max_sequence_tokens: int, *, backend: str = BACKEND, dtype: str = "auto",
+        has_stop_texts: bool = False,
+    ) -> None:  # fmt: skip
+        """Refuses a server that would fail later, or sample from something else.
+
+        Args:
+            fingerprint: of the policy, see `model_fingerprint`.
+            max_sequence_tokens: most tokens of a prompt and its completion together.
+            backend: see `weight_backend`.
+            dtype: of the weights, in which the server has to compute; auto: any.
+            has_stop_texts: whether texts end a completion, for which the server needs a tokenizer.
+
+        Raises:
+            ServerError: it does not answer.
+            UnsuitableServerError: it lacks a route, has another model, or was started with other settings.
+        """
+        (served, *_) = self._get("/v1/models")["data"]
+        self.model_name = served["id"]
+        workers = self._post("/collective_rpc", {"method": "facts"})["results"]
+        self.num_workers, facts = len(workers), workers[0]
+        if different := {name for name, value in fingerprint.items() if facts["model"].get(name) != value}:
+            name = sorted(different)[0]
+            self._refuse(f"has another model: {name} is {facts['model'].get(name)}, not {fingerprint[name]}")
+        if facts["max_model_len"] < max_sequence_tokens:
+            self._refuse(
+                f"takes {facts['max_model_len']} tokens, but a prompt and its completion may have {max_sequence_tokens}"
+            )
+        if facts["logprobs_mode"] != "processed_logprobs" or facts["max_logprobs"] != -1:
+            self._refuse("gives log-probabilities of another distribution than it samples from, or too few")
+        if facts["backend"] != backend:
+            self._refuse(f"takes its weights by {facts['backend']}, not by {backend}")
+        if dtype not in ("auto", facts["dtype"]):
+            self._refuse(f"computes in {facts['dtype']}, and the run in {dtype}")
+        if has_stop_texts and not facts["has_tokenizer"]:
+            self._refuse("has no tokenizer, without which it would not see rollout.stop")
+        self.weight_version()
+
+    def _refuse(self, what: str) -> None:
+        raise UnsuitableServerError(f"the server {self.url} {what}: start it with rlft-fast serve and this run's file")
+
+    def weight_version(self) -> str | None:
+        """The name of the weights that the server has."""
+        return self._get("/weight_info")["weight_version"]
+
+    def start_weight_update(self) -> None:
+        """Ends the requests under way: a server must not sample while its layers are replaced."""
+        self._post("/pause?mode=abort", {}, _WEIGHTS_S)
+        self._post("/collective_rpc", {"method": "abandon_update"})
+        self._post("/start_weight_update", {}, _WEIGHTS_S)
+
+    def prepare(self, init_info: dict[str, Any]) -> None:
+        """Before the first update of a server: settings of its weight backend."""
+        self._post("/init_weight_transfer_engine", {"init_info": init_info}, _WEIGHTS_S)
+
+    def leave_group(self) -> None:
+        """Before `prepare` with another NCCL group."""
+        self._post("/shutdown_weight_transfer_engine", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("/update_weights", {"update_info": update_info}, None)  # its sockets have timeouts of their own
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        """The cache of prefixes belongs to the old weights. The version is named last: by then all is done."""
+        self._post("/finish_weight_update", {}, _WEIGHTS_S)
+        if not self._post("/reset_prefix_cache", {}).get("success", True):
+            raise ServerError(f"the server {self.url} cannot empty its prefix cache")
+        self._post("/resume", {})
+        self._post("/update_weight_version", {"new_version": weight_version})
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each weight as it arrived."""
+        return self._post("/collective_rpc", {"method": "received_checksums"})["results"][0]
+
+    def answers(self) -> bool:
+        """Whether the server is up, and has an engine."""
+        try:
+            self._ask("GET", "/health", None, _HEALTH_S)
+        except (ServerError, UnsuitableServerError):
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether the server and its engine live. A busy server may take long to say so."""
+        try:
+            self._ask("GET", "/health", None, _HEALTH_S)
+        except (ServerError, UnsuitableServerError) as error:
+            return isinstance(error.__cause__, TimeoutError)
+        return True
+
+    def abort(self) -> None:
+        """Ends all calls that wait for an answer, with a `ServerError`."""
+        for connection in list(self._waiting):
+            _break(connection)
+
+    def _watch(self, connection: HTTPConnection, answered: threading.Event) -> None:
+        """Ends a call to a server whose engine has died: the server may keep the connection open."""
+        while not answered.wait(_HEALTH_EVERY_S):
+            if not self.is_alive():
+                _break(connection)
+
+    def _get(self, path: str) -> Any:
+        return self._ask("GET", path, None, _ANSWER_S)
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = _ANSWER_S) -> Any:
+        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> Any:
+        connection = self._connection_class(*self._address, timeout=timeout_s)
+        path = self._prefix + path
+        answered = threading.Event()
+        if path != f"{self._prefix}/health":
+            self._waiting.add(connection)
+            threading.Thread(target=self._watch, args=(connection, answered), daemon=True).start()
+        try:
+            connection.request(method, path, body, self.headers)
+            answer = connection.getresponse()
+            status, content = answer.status, answer.read()
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"the server {self.url} does not answer: {error or type(error).__name__}") from error
+        finally:
+            answered.set()
+            self._waiting.discard(connection)
+            connection.close()
+        if status == 401:
+            raise UnsuitableServerError(
+                f"the server {self.url} refuses the token of {TOKEN_VARIABLE}: give both the same"
+            )
+        if status in (403, 404):
+            raise UnsuitableServerError(
+                f"the server {self.url} has no route {path}: start it with rlft-fast serve and this run's file"
+            )
+        if status != 200:
+            said = content[:2000].decode(errors="replace")
+            raise ServerError(f"the server {self.url} failed at {path} with status {status}: {said}")
+        try:
+            return json.loads(content) if content else {}
+        except ValueError as error:
+            raise UnsuitableServerError(
+                f"the server {self.url} gives no JSON at {path}: it is no vLLM server"
+            ) from error
+
+
+def _break(connection: HTTPConnection) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # it may not be connected yet
+        connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def model_fingerprint(config: Any) -> dict[str, Any]:
+    """Numbers of a model's configuration, by which another model is recognised.
+
+    Args:
+        config: transformers' configuration of the model.
+    """
+    text = config.get_text_config()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return {"model_type": config.model_type} | {name: getattr(text, name) for name in names if hasattr(text, name)}

@@ -1,0 +1,141 @@
+"""The models of a run, and where they live: in this process and those beside it, or in workers on a Ray cluster."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.cluster import (
+    ColocatedWorker,
+    CriticWorker,
+    Generators,
+    ReferenceWorker,
+    RemoteCheckpoints,
+    RemoteEngine,
+    RemoteRollout,
+    RewardModelWorker,
+    Worker,
+    WorkerGroup,
+    connect,
+)
+from rlft_fast.config import Config, WorkersConfig
+from rlft_fast.engine import (
+    CheckpointManager,
+    FSDPEngine,
+    actor_engine,
+    critic_engine,
+    export_hf,
+    reference_engine,
+)
+from rlft_fast.rollout import Rollout, build_rollout, server_urls, token_from_environment
+from rlft_fast.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What a trainer drives.
+
+    Args:
+        actor: the policy.
+        critic: None without one.
+        reference: None where the policy without adapters is the reference, or nothing reads it.
+        reward: the engine of the reward model, on the cluster alone; None: the judge makes its own.
+        rollout: samples from the policy.
+        checkpoints: makes the manager of the checkpoints in a folder.
+        export: writes the policy to a folder, as transformers loads it.
+        close: ends what lives elsewhere.
+    """
+
+    actor: FSDPEngine | RemoteEngine
+    critic: FSDPEngine | RemoteEngine | None
+    reference: FSDPEngine | RemoteEngine | None
+    reward: RemoteEngine | None = None
+    rollout: Rollout | RemoteRollout
+    checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
+    export: Callable[[Path], None]
+    close: Callable[[], None]
+
+
+def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int) -> Models:
+    """The models that the configuration names.
+
+    Args:
+        config: of the run.
+        tokenizer: of the policy.
+        world: of this process.
+        num_training_steps: optimizer steps of the whole run, for the schedules.
+
+    Raises:
+        ValueError: a model cannot be used, or the cluster lacks what the configuration asks for.
+    """
+    if config.cluster is not None:
+        return _remote_models(config, world, num_training_steps)
+    actor = actor_engine(config, world, num_training_steps)
+    critic = critic_engine(config, world, num_training_steps)
+    reference = reference_engine(config, world)
+    rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence)
+    kept = config.checkpoint
+    return Models(
+        actor=actor, critic=critic, reference=reference, rollout=rollout,
+        checkpoints=lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world),
+        export=lambda folder: export_hf(actor, folder, overwrite=True), close=rollout.close,
+    )  # fmt: skip
+
+
+def _remote_models(config: Config, world: World, num_training_steps: int) -> Models:
+    assert config.cluster is not None
+    if world.size > 1:
+        raise ValueError(
+            f"the run has a cluster section, and torchrun started {world.size} processes: take one of both"
+        )
+    config, cluster = _with_absolute_paths(config), config.cluster
+    roles = {"reward": RewardModelWorker, "critic": CriticWorker, "reference": ReferenceWorker}
+    own = {name: part for name in roles if (part := getattr(cluster, name)) is not None}
+    parts = [cluster.actor, *own.values()] + ([] if cluster.generators is None else [cluster.generators])
+    connect(cluster.address, None if cluster.address else sum(part.num_workers * part.cpus for part in parts))
+    with contextlib.ExitStack() as stack:
+        servers = None
+        if cluster.generators is not None:
+            generators = Generators(config)
+            stack.callback(generators.close)
+            servers = lambda: (generators.urls(), generators.token)  # noqa: E731
+        elif config.rollout.servers:
+            servers = lambda: (server_urls(config.rollout.servers), token_from_environment())  # noqa: E731
+
+        def start(worker_class: type[Worker], part: WorkersConfig) -> Any:
+            group = WorkerGroup(worker_class, config, part.num_workers, gpus=part.gpus, cpus=part.cpus)
+            stack.callback(group.close)
+            return group
+
+        groups: dict[str, Any] = {name: start(roles[name], part) for name, part in own.items()}
+        group = start(ColocatedWorker, cluster.actor)
+        if servers is not None:
+            group.use_servers(*servers())
+        group.init_model(num_training_steps)
+        for name, other in groups.items():
+            other.init_model(*([num_training_steps] if name == "critic" else []))
+        engines: dict[str, RemoteEngine] = {}
+        for worker_class, holder in [(ColocatedWorker, group), *((roles[name], groups[name]) for name in groups)]:
+            configs, facts = worker_class.engine_configs(config), holder.facts()
+            engines |= {name: RemoteEngine(holder, name, configs[name], facts[name]) for name in facts}
+        close = stack.pop_all().close
+    return Models(
+        actor=engines["actor"], critic=engines.get("critic"), reference=engines.get("reference"),
+        reward=engines.get("reward"), rollout=RemoteRollout(group, servers),
+        checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
+        export=lambda folder: group.export(str(folder.absolute())), close=close,
+    )  # fmt: skip
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Workers may run in another folder than the driver."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).absolute())
+
+    reward = config.reward.model_copy(update={"model": absolute(config.reward.model)})
+    critic = config.critic and config.critic.model_copy(update={"model": absolute(config.critic.model)})
+    return config.model_copy(update={"model": absolute(config.model), "reward": reward, "critic": critic})

@@ -1,0 +1,82 @@
+"""The race to accuracy: its problems, which legs are kept, and the numbers of its report."""
+
+import json
+import math
+import re
+
+import pytest
+
+from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs
+from benchmarks.learning.report import HF, TRL, Curve, bars_of, level_of, standard_errors, write_report
+from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
+
+FACTS = {"cpu": "a CPU", "date": "a day"}
+
+
+def leg(side: str, seed: int, accuracy: list[float], seconds: float = 60.0, task: str = "sums") -> dict:
+    """Two steps between evaluations."""
+    steps = [{"step": i + 1, "seconds": seconds, "reward": 0.0, "tokens": 10} for i in range(2 * (len(accuracy) - 1))]
+    found = [(2 * i, value) for i, value in enumerate(accuracy)]
+    return {
+        "task": task, "side": side, "seed": seed, "settings": SETTINGS, "environment": FACTS, "steps": steps,
+        "accuracy": found,
+    }  # fmt: skip
+
+
+def test_no_held_out_sum_is_trained_on(tmp_path):
+    def numbers(path) -> list[frozenset[str]]:
+        prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+        return [frozenset(re.findall(r"\d+", prompt)) for prompt in prompts]
+
+    train, held_out = map(numbers, write_sums(tmp_path, "no model"))
+    assert len(held_out) == NUM_HELD_OUT
+    assert len(train) + len(held_out) == 400 * len(WORDINGS)
+    assert not {*train} & {*held_out}
+
+
+def test_a_leg_is_kept_while_its_settings_are_the_current_ones(tmp_path):
+    one = Leg("sums", TRL, 0)
+    assert one.read(tmp_path) is None
+    found = leg(TRL, 0, [0.2, 0.4])
+    (tmp_path / f"{one.name}.json").write_text(json.dumps(found))
+    assert one.read(tmp_path) == json.loads(json.dumps(found))
+    (tmp_path / f"{one.name}.json").write_text(json.dumps(found | {"settings": SETTINGS | {"steps": 1}}))
+    assert one.read(tmp_path) is None
+
+
+def test_the_legs_of_a_race():
+    legs = all_legs([*TASKS], [*SIDES, GRADIENTS], [*SEEDS])
+    assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(SEEDS) + 1)
+    assert [each.seed for each in legs] == sorted(each.seed for each in legs)
+
+
+def test_minutes_to_a_level_are_interpolated():
+    curve = Curve.of(leg(HF, 0, [0.2, 0.6, 0.9]))
+    assert curve.minutes == [0, 2, 4]
+    assert curve.minutes_to(0.75) == pytest.approx(3)
+    assert curve.minutes_to(0.2) == 0
+    assert curve.minutes_to(0.95) == math.inf
+
+
+def test_standard_errors():
+    ours = [Curve.of(leg(HF, seed, [0.2, value, 0.8])) for seed, value in enumerate((0.5, 0.7))]
+    theirs = [Curve.of(leg(TRL, seed, [0.2, value, 0.8])) for seed, value in enumerate((0.4, 0.6))]
+    # Variances 0.02, 0, 0.02, 0 with one degree of freedom each: 0.01 pooled; two legs a side.
+    assert standard_errors(ours, theirs) == pytest.approx(0.1 / math.sqrt(0.01))
+    assert standard_errors(ours[:1], theirs) is None
+
+
+def test_the_report_adds_up(tmp_path):
+    legs = [leg(TRL, 0, [0.2, 0.6, 0.9]), leg(HF, 0, [0.2, 0.6, 0.9], seconds=15.0)]
+    (minutes, gradients) = bars_of(legs, {"sums": {"difference": 1e-5}})
+    assert minutes.value == pytest.approx(0.25)
+    assert minutes.holds
+    assert gradients.holds
+    never = [legs[0], leg(HF, 0, [0.2, 0.6, 0.7])]
+    assert bars_of(never, {})[0].value == math.inf
+    others = {HF: [Curve.of(leg(HF, 0, [0.2, 0.58], task="chain_sum"))]}
+    assert level_of("chain_sum", others) == pytest.approx(0.55)
+    text = write_report(legs, {}, tmp_path)
+    assert "learning/sums-trl-seed0.json" in text
+    assert (tmp_path / "learning.png").stat().st_size > 1000
+    assert [each["side"] for each in json.loads((tmp_path / "learning.json").read_text())["legs"]] == [TRL, HF]

@@ -1,0 +1,108 @@
+"""Generators in Ray actors: a run outlives them, and every prompt is trained once."""
+
+import importlib.util
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rlft_fast.cluster import Generators, connect
+from tests.cluster.test_trainer import ALONE, ROOT, ancestry, wait_for
+from tests.rollout.test_vllm import HEADS, SMALL
+from tests.support.tiny_models import save_tiny_model
+from tests.trainer.toy import even_share, read_lines, toy_config, toy_values
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: make test-ray"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM: make install-vllm"),
+]
+KILLS = int(os.environ.get("RLFT_KILLS", "3"))
+STEPS = 10 * KILLS
+
+
+def even_share_in_a_second(**columns: Any) -> list[float | None]:
+    """Gives a new server the time to start within a few steps."""
+    time.sleep(1)
+    return even_share(**columns)
+
+
+def generators_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """The servers of a run. A server and its engine are killed alike."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if "vllm.entrypoints" in " ".join(p.info["cmdline"] or [])]
+    return [p for p in found if str(run.pid) in ancestry(p.pid) and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_outlives_its_generators(tmp_path):
+    """kill -9 of a generator's server, or of its engine, at random moments; once no generator is left."""
+    values = toy_values(save_tiny_model("llama", tmp_path / "model", **HEADS), tmp_path, steps=STEPS)
+    values["rollout"] |= {"backend": "vllm", "vllm": SMALL, "batch_size": 32, "max_new_tokens": 24}
+    values["reward"]["function"] = f"{__file__}:even_share_in_a_second"
+    values["cluster"] = {"actor": {"num_workers": 2}, "generators": {"num_workers": 2}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    metrics, draw = tmp_path / "run" / "metrics.jsonl", random.Random(0)
+    with subprocess.Popen(
+        [*ALONE, "train", str(tmp_path / "config.yaml")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:  # fmt: skip
+        pids: set[int] = set()  # of all servers and their engines
+        for kill in range(KILLS):
+            wait_for(lambda n=8 * kill + 1: metrics.exists() and len(metrics.read_text().splitlines()) >= n, run)
+            wait_for(lambda: len(generators_of(run)) == 2, run)
+            time.sleep(draw.uniform(0, 2))
+            pids |= {q.pid for p in generators_of(run) for q in [p, *p.children(recursive=True)]}
+            for victim in generators_of(run) if kill % 3 == 1 else draw.sample(generators_of(run), 1):
+                family = [victim, *victim.children(recursive=True)]  # a server outlives its resource tracker
+                family = [process for process in family if "resource_tracker" not in " ".join(process.cmdline())]
+                os.kill(draw.choice(family).pid, signal.SIGKILL)
+        output, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors[-3000:]
+    assert (
+        len(re.findall(r"generator \d (?:died|could not start): .*Starting another one", output + errors)) >= KILLS
+    ), output + errors
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    rollout = values["rollout"]
+    per_step = rollout["prompts_per_step"] * rollout["samples_per_prompt"]
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, STEPS + 1), per_step)
+    assert all(sample["weight_version"] == sample["step"] for sample in samples)
+    taught = [row for row in read_lines(metrics) if row["taught_share"]]  # without equal rewards alone
+    assert len(taught) > STEPS // 2
+    assert all(row["mismatch_max"] < 1e-3 for row in taught)
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_the_cluster_cannot_give_is_refused(tmp_path):
+    import ray
+
+    config = toy_config(
+        tmp_path, tmp_path, rollout__backend="vllm", cluster={"generators": {"num_workers": 9, "cpus": 1}}
+    )
+    connect(num_cpus=1)
+    with pytest.raises(ValueError, match="9 generators need 9 CPUs, but the cluster has 1"):
+        Generators(config)
+    ray.shutdown()
+
+
+def test_a_generator_that_cannot_start_is_named(tmp_path):
+    path = save_tiny_model("llama", tmp_path / "model", **HEADS)
+    values = toy_values(path, tmp_path)
+    values["rollout"] |= {"backend": "vllm", "vllm": {"cpu_cache_gib": 1e-6}}
+    values["cluster"] = {"generators": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    done = subprocess.run(
+        [sys.executable, "-m", "rlft_fast", "train", str(tmp_path / "config.yaml")], cwd=ROOT, capture_output=True,
+        text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: generator 0 could not start: exit status 1, last words:" in done.stderr
+    assert not (Path(values["output_dir"]) / "metrics.jsonl").exists()

@@ -1,0 +1,181 @@
+"""Worker groups on a real Ray: the numbers of one process, and how the end of a worker is told."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from rlft_fast.cluster import (
+    DP_COMPUTE_PROTO,
+    ActorRolloutRefWorker,
+    CriticWorker,
+    Worker,
+    WorkerError,
+    WorkerGroup,
+    connect,
+    register,
+)
+from rlft_fast.data import Batch, Share
+from rlft_fast.engine import FSDPEngine
+from rlft_fast.plugins import load_function
+from rlft_fast.rl import PolicyLoss
+from rlft_fast.rollout import SamplingParams, sample_seeds
+from tests.cluster.test_dispatch import make_batch
+from tests.trainer.toy import toy_config, toy_values
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: make test-ray"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    import ray
+
+    connect(num_cpus=5)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"algorithm__kl_coef": 0.1, "algorithm__advantage": "gae", "critic": {"max_tokens": 64}}
+    return toy_config(tiny_model("llama"), folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def actor(config):
+    with WorkerGroup(ActorRolloutRefWorker, config, 2) as group:
+        group.init_model(10)
+        yield group
+
+
+@pytest.fixture(scope="module")
+def alone(config):
+    return FSDPEngine(config.model, config.actor, num_training_steps=10).initialize()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 5, 17])
+def test_log_probs_are_those_of_one_process(actor, alone, num_sequences):
+    batch = make_batch(num_sequences)
+    found = actor.compute_log_prob(batch)
+    for name, values in alone.infer(batch, ("logprob", "entropy")).items():
+        torch.testing.assert_close(found[f"{name}_T"], values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        actor.compute_ref_log_prob(batch)["ref_logprob_T"], found["logprob_T"], rtol=0, atol=1e-5
+    )
+
+
+class Adder(Worker):
+    """A worker without a model: a function of each token, and one of each sequence."""
+
+    @staticmethod
+    def engine_configs(config):
+        return {"adder": config.actor}
+
+    @register(DP_COMPUTE_PROTO, engine="adder")
+    def compute(self, share):
+        batch = share.batch
+        return {"value_T": batch.input_ids_T.float() + batch.position_ids_T / 100, "reward_B": batch.reward_B * 2}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_batch_of_any_size(config, num_workers):
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests
+    with WorkerGroup(Adder, config, num_workers) as group:
+        for num_sequences in range(1, 18):
+            batch = make_batch(num_sequences)
+            found, expected = group.compute(batch), Adder.compute(None, Share(batch, np.array([0, num_sequences])))
+            assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+def test_updates_are_those_of_one_process(actor, alone, config, tmp_path):
+    for num_sequences in (1, 6):
+        batch = make_batch(num_sequences)
+        batch = batch.replace(
+            old_logprob_T=actor.compute_log_prob(batch)["logprob_T"],
+            advantage_T=batch.input_ids_T.float().cos() * batch.loss_mask_T,
+        )
+        found, expected = actor.update_actor(batch, PolicyLoss()), alone.train_step(batch, PolicyLoss())
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    actor.save_checkpoint(str(tmp_path), 2, {"note": "kept"})
+    before = actor.compute_log_prob(batch)["logprob_T"]
+    actor.update_actor(batch, PolicyLoss())
+    assert not torch.equal(actor.compute_log_prob(batch)["logprob_T"], before)
+    assert [state["note"] for state in actor.load_checkpoint(str(tmp_path))] == ["kept", "kept"]
+    assert torch.equal(actor.compute_log_prob(batch)["logprob_T"], before)
+
+
+def test_samples_do_not_depend_on_the_number_of_workers(actor, config):
+    prompts, params = [[1, 2], [3], [4, 5, 6]], SamplingParams(n=2, max_new_tokens=5)
+    seeds = sample_seeds(0, 0, range(3), 2)
+    two = actor.generate_sequences(prompts, params, seeds)
+    assert two.row_B.tolist() == [0, 0, 1, 1, 2, 2]
+    assert actor.weight_version() >= 1
+    again = actor.generate_sequences(prompts[:1], params, seeds[:1])  # fewer prompts than workers
+    assert again.token_ids() == two.token_ids()[:2]
+
+
+def test_a_failing_method_leaves_the_group_alive(actor):
+    with pytest.raises(ValueError, match="the loss reads old_logprob_T"):  # raised by the workers
+        actor.update_actor(make_batch(5), PolicyLoss())
+    with pytest.raises(ValueError, match="sequence 0 has 120 tokens"):  # raised by the driver
+        actor.compute_log_prob(Batch.from_samples([[1] * 60], [[2] * 60]))
+    assert len(actor.compute_log_prob(make_batch(1))["logprob_T"])
+
+
+def test_a_killed_worker_is_named_within_ten_seconds(config):
+    with WorkerGroup(CriticWorker, config, 1) as critic:
+        critic.init_model(10)
+        (pid,) = critic.pids()
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="worker 0 of CriticWorker died"):
+            critic.compute_values(make_batch(3))
+        assert time.monotonic() - started < 10
+        with pytest.raises(WorkerError, match="the group has ended"):
+            critic.compute_values(make_batch(3))
+
+
+def test_what_the_cluster_cannot_give_is_refused(config):
+    with pytest.raises(ValueError, match="need 8 CPUs, but the cluster has 5"):
+        WorkerGroup(ActorRolloutRefWorker, config, 8)
+    with pytest.raises(ValueError, match="need 1 GPUs, but the cluster has 0"):
+        WorkerGroup(ActorRolloutRefWorker, config, 1, gpus=1)
+
+
+def test_the_example_runs(tiny_model, tmp_path):
+    values = toy_values(tiny_model("llama"), tmp_path, algorithm__advantage="gae", critic={"max_tokens": 64})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    command = [sys.executable, str(ROOT / "examples" / "ray_ppo.py"), str(path), "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
+    assert (tmp_path / "run" / "hf" / "config.json").exists()
+
+
+def test_a_loss_from_a_file_reaches_the_workers(config, tmp_path):
+    (tmp_path / "own.py").write_text("def own(logprob_T, advantage_T):\n    return -advantage_T * logprob_T\n")
+    loss = PolicyLoss(loss=load_function("policy loss", f"{tmp_path}/own.py:own"))
+    connect()
+    with WorkerGroup(ActorRolloutRefWorker, config, 1) as group:
+        group.init_model(10)
+        batch = make_batch(3)
+        batch = batch.replace(
+            old_logprob_T=torch.zeros(batch.num_tokens), advantage_T=batch.loss_mask_T.float(), ref_logprob_T=None
+        )
+        assert group.update_actor(batch, loss)["grad_norm"] > 0

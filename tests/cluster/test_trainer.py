@@ -1,0 +1,136 @@
+"""A run whose models live in Ray workers is the run under torchrun, bit for bit."""
+
+import contextlib
+import importlib.util
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.trainer.toy import comparable, read_lines, toy_values
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: make test-ray"),
+]
+WORKERS = ["--ray", "--cluster.actor.num_workers", "2"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "rlft_fast"]
+ALONE = [sys.executable, "-m", "rlft_fast"]
+
+
+def train(program: list[str], config: Path, *options: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    command = [*program, "train", str(config), *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def write(folder: Path, values: dict) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def same_runs(first: Path, second: Path) -> None:
+    assert comparable(first) == comparable(second)
+    assert read_lines(first / "samples.jsonl") == read_lines(second / "samples.jsonl")
+    (weights, others) = (load_file(run / "hf" / "model.safetensors") for run in (first, second))
+    assert weights.keys() == others.keys()
+    assert all(weights[name].equal(others[name]) for name in weights)
+
+
+GRPO = {"algorithm__kl_coef": 0.1, "algorithm__mini_batches": 2}
+PPO = {
+    "algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}},
+    "reward__model_weight": 0.5,
+}  # fmt: skip
+
+
+def test_the_run_of_torchrun(tiny_model, tmp_path):
+    """PPO with a critic and a reward model, in the actor's workers and in workers of their own."""
+    values = toy_values(tiny_model("llama"), tmp_path, **PPO, reward__model=str(tiny_model("llama-reward")))
+    values["evaluation"] = {"path": values["data"]["path"], "max_new_tokens": 4, "every": 1}
+    config = write(tmp_path, values)
+    train(TORCHRUN, config, "--output_dir", str(tmp_path / "torchrun"))
+    ray = [*WORKERS, "--output_dir", str(tmp_path / "ray")]
+    train(ALONE, config, *ray, "--steps", "1")
+    apart = ["--resume", "--cluster.critic.num_workers", "2", "--cluster.reward.num_workers", "2"]
+    train(ALONE, config, *ray, *apart, "--steps", "2")  # the critic's first checkpoint lies with the actor's
+    train(ALONE, config, *ray, *apart)
+    same_runs(tmp_path / "torchrun", tmp_path / "ray")
+    assert [path.name for path in (tmp_path / "ray" / "checkpoints" / "critic").iterdir()]
+
+
+def test_either_continues_what_the_other_saved(tiny_model, tmp_path):
+    config = write(tmp_path, toy_values(tiny_model("llama"), tmp_path, **GRPO, checkpoint={"every": 1}))
+    train(TORCHRUN, config, "--output_dir", str(tmp_path / "whole"))
+    mixed = ["--output_dir", str(tmp_path / "mixed")]
+    train(TORCHRUN, config, *mixed, "--steps", "1")
+    train(ALONE, config, *mixed, *WORKERS, "--cluster.reference.num_workers", "2", "--resume", "--steps", "2")
+    train(TORCHRUN, config, *mixed, "--resume")
+    same_runs(tmp_path / "whole", tmp_path / "mixed")
+
+
+def test_a_run_outlives_its_workers(tiny_model, tmp_path):
+    """kill -9 of a worker at random moments: the final weights are those of a run that nothing has disturbed."""
+    kills = int(os.environ.get("RLFT_KILLS", "3"))
+    values = toy_values(tiny_model("llama"), tmp_path, steps=2 * kills, **GRPO, checkpoint={"every": 1})
+    config = write(tmp_path, values)
+    train(ALONE, config, *WORKERS, "--output_dir", str(tmp_path / "whole"))
+    command = [*ALONE, "train", str(config), *WORKERS, "--output_dir", str(tmp_path / "killed")]
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:  # fmt: skip
+        for kill in range(kills):
+            wait_for(lambda n=2 * kill + 1: metrics.exists() and len(metrics.read_text().splitlines()) >= n, run)
+            time.sleep(random.Random(kill).uniform(0, 0.3))
+            os.kill(random.Random(kill).choice(workers_of(run)), signal.SIGKILL)
+        output, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors[-3000:]
+    assert len(re.findall(r"warning: worker \d of ColocatedWorker died: .*\. Starting new workers", output)) == kills, (
+        output
+    )
+    same_runs(tmp_path / "whole", tmp_path / "killed")
+
+
+def workers_of(run: subprocess.Popen) -> list[int]:
+    """Process ids of the workers of a run, which Ray names after their class."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(b"ray::_Host") and str(run.pid) in ancestry(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found
+
+
+def ancestry(pid: int) -> set[str]:
+    found: set[str] = set()
+    while pid > 1 and str(pid) not in found:
+        found.add(str(pid))
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+        except OSError:
+            break
+    return found
+
+
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
