@@ -242,18 +242,16 @@ class PolicyModel(nn.Module):
         return self.head(hidden_AD, inputs.target_A, support=inputs.support_AK, active_index=everything, **head)
 
     @torch.no_grad()
-    def deviation(self) -> Tensor:
+    def deviation(self, input_ids_T: Tensor) -> Tensor:
         """The largest difference of log-probabilities between the model's own forward and the packed forward.
 
-        Both run on eight tokens. A difference shows that the model does something that the packed forward leaves out.
+        Both run on these tokens. A difference shows that the model does something that the packed forward leaves out.
         """
-        vocab, device = self.head.weight.shape[0], self.head.weight.device
-        input_ids = torch.linspace(0, vocab - 1, 8, device=device).long()[None]
-        target_T = input_ids[0].flip(0)
+        target_T = input_ids_T.flip(0)
         with padded_attention(self.model):
-            own_logits = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
+            own_logits = self.model(input_ids=input_ids_T[None], use_cache=False).logits[0].float()
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
-        return (self(_one_sequence(self.pretrained, input_ids[0], target_T)).logprob - own_T).abs().max()
+        return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
 
     def generate(
         self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any

@@ -236,7 +236,7 @@ def _packed(model: PreTrainedModel) -> str:
         model.set_attn_implementation(packed_implementation(model.config))
         expected = torch.log_softmax(torch.cat(alone), -1).gather(1, target[:, None]).squeeze(1)
         torch.testing.assert_close(_packed_logprobs(policy, parts, target), expected, rtol=0, atol=1e-4)
-        assert policy.deviation() < 1e-4
+        assert policy.deviation(parts[0][0]) < 1e-4
         generated = _generated_logits(policy, parts)
     torch.testing.assert_close(generated, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)
     return YES

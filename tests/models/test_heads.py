@@ -287,9 +287,10 @@ def test_what_a_packed_policy_would_skip_is_refused(model_class, config, message
 def test_a_policy_that_deviates_from_its_model_is_found():
     torch.manual_seed(0)
     policy = PolicyModel(CohereForCausalLM(CohereConfig(**SIZES, attn_implementation=PACKED_ATTENTION)).eval())
-    assert policy.deviation() < 1e-5
+    tokens = torch.arange(3, 11)
+    assert policy.deviation(tokens) < 1e-5
     policy.head.options["logit_scale"] *= 3
-    assert policy.deviation() > 0.1
+    assert policy.deviation(tokens) > 0.1
 
 
 def test_a_model_without_lm_head_is_no_policy():

@@ -74,10 +74,10 @@ def run(
         cast["bias_V"] = cast["bias_V"].detach().clone().requires_grad_(train_weight)
         trained.append(cast["bias_V"])
     result = function(h, w, target, return_entropy=entropy, **cast)
-    randn = partial(torch.randn, generator=torch.Generator(target.device).manual_seed(1), device=target.device)
-    loss = (result.logprob * randn(target.shape)).sum()
+    upstream = torch.randn(2, *target.shape, generator=torch.Generator().manual_seed(1)).to(target.device)
+    loss = (result.logprob * upstream[0]).sum()
     if entropy:
-        loss = loss + (result.entropy * randn(target.shape)).sum()
+        loss = loss + (result.entropy * upstream[1]).sum()
     loss.backward()
     outputs = [result.logprob.detach(), h.grad, *([result.entropy.detach()] if entropy else [])]
     return outputs + [x.grad for x in trained if train_weight]
