@@ -23,7 +23,7 @@ from benchmarks.ops import (
 )
 from benchmarks.ops.bench_linear_logprob import FLOORS, FULL_SHAPE, TASKS
 from benchmarks.ops.plot import save_plot
-from benchmarks.ops.ways import DTYPE, EAGER, OURS, ROOMY, backend_way
+from benchmarks.ops.ways import DTYPE, EAGER, OURS, ROOMY
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import (
     COPY,
@@ -158,13 +158,6 @@ def linear_logprob_bars(results: Results, shape: tuple[int, int, int]) -> Iterat
 
 
 def gpu_bars(results: Results, shape: tuple[int, int, int]) -> Iterator[Bar]:
-    # The vendor's GEMMs take sizes from the host only, and so multiply rows of zero gradient.
-    way = backend_way("triton")
-    if silent := results.ways("forward + backward, half of the gradient zero").get(way):
-        forward, full = (results.ways(task).get(way) for task in ("no grad", "forward + backward"))
-        if forward and full:
-            ratio = (silent.median_s - forward.median_s) / (full.median_s - forward.median_s)
-            yield Bar(f"backward of {way}: half of the gradient zero / all", ratio, 0.6)
     ours = results.ways("PPO loss").get(OURS)
     if ours and shape == bench_linear_logprob.FULL_SHAPE:
         yield Bar("PPO loss", 1e3 * ours.median_s, 60, unit=" ms")

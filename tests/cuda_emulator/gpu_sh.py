@@ -28,7 +28,7 @@ BARS = {
     "no grad: time / floor", "forward + backward: time / floor", "frozen head: time / floor", "PPO loss: time / floor",
     "cross-entropy loss: time / floor", "PPO loss: fastest peer (eager PyTorch) / rlft_fast",
     "PPO loss: memory in all of rlft_fast / that peer's", "forward + backward: half ignored / all",
-    "PPO loss: half ignored / all", "backward of rlft_fast, triton: half of the gradient zero / all",
+    "PPO loss: half ignored / all",
     "unpad: share of memcpy's bandwidth", "pad: share of memcpy's bandwidth",
     "norm of 2,000 gradients: share of memcpy's bandwidth", "clip + AdamW, 0.5 B parameters: torch's fused / ours",
 }  # fmt: skip

@@ -137,7 +137,7 @@ def linear_logprob(
         return LinearLogprob(logprob)
     # A compiled graph serves any number of tokens, and their number decides whether the logits fit.
     keeps_logits = any(needs_grad) and threshold_T is None and not torch.compiler.is_compiling()
-    logprob, *extras, _, _ = RECOMPUTE(problem, any(needs_grad), keeps_logits, *asked)
+    logprob, *extras, _, _ = RECOMPUTE(problem, keeps_logits, *asked)
     return LinearLogprob(logprob, *(x if wanted else None for x, wanted in zip(extras, asked, strict=True)))
 
 

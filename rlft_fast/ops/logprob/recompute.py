@@ -5,9 +5,9 @@ GEMMs make a tile, and one kernel does everything between two GEMMs (``csrc/cpu/
 
     no grad              1 GEMM    logits tile -> online softmax statistics
     with backward        4 GEMMs   Backward recomputes the logits per vocabulary tile from the saved normaliser. Every
-                                   row of dW is then reduced over all tokens at once and written once. Rows without
-                                   upstream gradient are left out, on a GPU by Triton's GEMMs, which stop at a row
-                                   number that they read there.
+                                   row of dW is then reduced over all tokens at once and written once. On a CPU rows
+                                   without upstream gradient are left out. Triton's GEMMs of logits end in the
+                                   statistics or the gradients: no logit leaves the registers.
     the same, few tokens  3 GEMMs  Where all logits fit the workspace they stay there until backward.
     frozen weight        2 GEMMs   (frozen.py) U = (onehot - P) W is built while the logits are there; backward scales
                                    its rows. Only of logprob, and of a whole vocabulary: else as above, without the
@@ -44,8 +44,7 @@ from rlft_fast.ops.logprob.tiles import (
     Tile,
     float_bias,
     in_huge_pages,
-    multiply_columns,
-    multiply_rows,
+    multiply,
     operand,
     padded_columns,
     rounded_columns,
@@ -67,44 +66,42 @@ class Asked(NamedTuple):
 class Recompute(Way):
     """1 GEMM forward and 3 backward, or 2 backward where the logits are kept.
 
-    Options: ``for_backward``, whether a gradient may be asked for; ``keep_logits``, whether logits that fit the
-    workspace are kept for it; and the fields of `Asked`.
+    Options: ``keep_logits``, whether logits that fit the workspace are kept for backward; and the fields of `Asked`.
     Results: what `LinearLogprob` holds, (T,) or empty; of the active rows (maximum, log_sum) (2, A); and the kept
     logits, (N, A, C) as the tiles that they come in, or empty.
     """
 
     name = "linear_logprob"
     options = (
-        "bool for_backward, bool keep_logits, bool return_entropy, bool return_sum_prob_squared, bool return_top1, "
-        "bool return_mean_logits"
+        "bool keep_logits, bool return_entropy, bool return_sum_prob_squared, bool return_top1, bool return_mean_logits"
     )
     results = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
 
     def forward(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
-        for_backward, keep_logits, *asked_for = options
+        keep_logits, *asked_for = options
         hidden, asked = problem.hidden_TD, Asked(*asked_for)
         results = per_token_results(hidden, *asked)
         normalizer = hidden.new_empty(2, problem.num_active, dtype=torch.float32)
         kept = in_huge_pages(_kept_logits(problem, keep_logits))
-        stores_logits = for_backward or problem.backend != "triton" or problem.threshold_T is not None
+        in_registers = _in_registers(problem, kept)
         limit, columns = _forward_tile(problem)
-        if kept.numel() or not stores_logits:
+        if kept.numel() or in_registers:
             limit = max(problem.num_active, 1)
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
             index = problem.active_index[chunk]
             rows = problem.rows(index)
             sums = Sums.of_nothing(rows, asked.entropy, asked.sum_prob_squared, asked.mean_logits)
-            if stores_logits or not problem.vocab:
-                _add_tiles(problem, rows, columns, kept, sums)
-            else:  # backward would need the logits of its own GEMM, or rounding errors would not cancel
+            if in_registers:
                 _add_without_logits(problem, rows, sums)
+            else:
+                _add_tiles(problem, rows, columns, kept, sums)
             stats = sums.finish(problem.group, problem.vocab)
             normalizer[:, chunk] = torch.stack([stats.maximum, stats.log_sum])
             _store(stats, index, results)
         return *results, normalizer, kept
 
     def empty(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
-        _, keep_logits, *asked_for = options
+        keep_logits, *asked_for = options
         normalizer = problem.hidden_TD.new_empty(2, *problem.active_index.shape, dtype=torch.float32)
         return *per_token_results(problem.hidden_TD, *asked_for), normalizer, _kept_logits(problem, keep_logits)
 
@@ -137,6 +134,14 @@ def _forward_tile(problem: Problem) -> tuple[int, int]:
     return tile_shape(problem.num_active, problem.hidden_TD, max(_workspace_mib(problem) * 4 // (4 + beside), 1))
 
 
+def _in_registers(problem: Problem, kept: Tensor) -> bool:
+    """Whether the GEMM that computes a logit also computes what is made of it, so that no logit is stored.
+
+    Forward and backward agree on it: errors of a GEMM's rounding cancel in p - 1 only if they are the same ones.
+    """
+    return problem.backend == "triton" and problem.threshold_T is None and not kept.numel() and problem.vocab > 0
+
+
 def _workspace_mib(problem: Problem) -> int:
     assert problem.workspace_mib is not None
     return problem.workspace_mib
@@ -145,12 +150,10 @@ def _workspace_mib(problem: Problem) -> int:
 def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: Sums) -> None:
     """Adds a chunk's logits tile by tile: in the memory of the kept logits, or one after the other in the same."""
     tiles = kept if kept.numel() else kept.new_empty(1, rows.hidden_RD.shape[0], columns)
-    num_tiles, num_rows, columns = tiles.shape
-    # One GEMM for forward and backward: errors of its rounding cancel in p - 1 only if they are the same ones.
-    count = tiles.new_full((), num_rows, dtype=torch.int32) if problem.backend == "triton" else None
+    num_tiles, _, columns = tiles.shape
     for i, (tile, weight, bias) in enumerate(problem.tiles(columns)):
         z = tiles[i % num_tiles, :, : weight.shape[0]]
-        multiply_rows(rows.hidden_RD, weight.T, z, count)
+        multiply(rows.hidden_RD, weight.T, out=z)
         transform = (bias, rows.inv_temperature, problem.softcap, problem.scale)
         if rows.threshold is not None:
             transform, _ = keep_above_(z, rows, tile.start, transform)
@@ -204,16 +207,17 @@ def _backward(
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
     seen = seen_rows(upstream, upstream_entropy)
-    taken, count = _seen_first(seen, problem.backend)
+    # The vendor's GEMMs take their sizes from the host, which does not wait for a GPU to know the rows.
+    taken = slice(None) if seen.is_cuda or seen.all() else seen.nonzero().squeeze(-1)
     active_index, normalizer, upstream = active_index[taken], normalizer[:, taken], upstream[taken]
     upstream_entropy = None if upstream_entropy is None else upstream_entropy[taken]
     rows = problem.rows(active_index)
-    if seen.is_cuda and count is None:  # all rows multiply, and 0 * nan of an unseen row must not reach dweight
+    if seen.is_cuda:  # all rows multiply, and 0 * nan of an unseen row must not reach dweight
         rows.hidden_RD.masked_fill_(seen.logical_not().unsqueeze(1), 0)
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     factors = _Factors(rows, maximum, log_sum, row_entropy, upstream, upstream_entropy)
-    grad_rows = _add_gradients(problem, factors, _KeptRows(kept, taken), count, grads)
+    grad_rows = _add_gradients(problem, factors, _KeptRows(kept, taken), grads)
     if grad_rows is not None:
         grads.set_hidden(active_index, grad_rows, problem.group)
     return grads
@@ -233,36 +237,38 @@ class _KeptRows(NamedTuple):
         return memory[:, :columns]
 
 
-def _add_gradients(
-    problem: Problem, factors: _Factors, kept: _KeptRows, count: Tensor | None, grads: Gradients
-) -> Tensor | None:
+def _add_gradients(problem: Problem, factors: _Factors, kept: _KeptRows, grads: Gradients) -> Tensor | None:
     """Fills dweight and dbias; returns dhidden of the rows, (R, D) float32, or None where it is not needed."""
-    rows, has_kept = factors.rows, bool(kept.logits.numel())
-    columns = kept.logits.shape[-1] if has_kept else _backward_columns(problem, rows)
-    memory = Tile(rows.hidden_RD, columns)
+    rows, has_kept, in_registers = factors.rows, bool(kept.logits.numel()), _in_registers(problem, kept.logits)
+    columns = kept.logits.shape[-1] if has_kept else _backward_columns(problem, rows, in_registers)
+    memory = Tile(rows.hidden_RD, columns, has_logits=not in_registers)
     grad_rows = None
     if grads.hidden.numel():
         grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
     for i, (tile, weight, bias) in enumerate(problem.tiles(columns)):
         z, dz = memory.views(weight.shape[0])
-        if has_kept:
-            z = kept.tile(i, weight.shape[0], memory.logits)
+        if in_registers:
+            _gradients_without_logits(problem, factors, (weight, bias), tile.start, dz)
         else:
-            multiply_rows(rows.hidden_RD, weight.T, z, count)
-        _to_gradients_(problem, factors, (z, dz), tile.start, bias)
+            if has_kept:
+                z = kept.tile(i, weight.shape[0], memory.logits)
+            else:
+                multiply(rows.hidden_RD, weight.T, out=z)
+            _to_gradients_(problem, factors, (z, dz), tile.start, bias)
         if grad_rows is not None:
-            multiply_rows(dz, weight, grad_rows, count, accumulate=True)
+            multiply(dz, weight, out=grad_rows, accumulate=True)
         if grads.weight.numel():
-            multiply_columns(dz, rows.hidden_RD, grads.weight[tile], count)
+            multiply(dz.T, rows.hidden_RD, out=grads.weight[tile])
         if grads.bias.numel():
             grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     return grad_rows
 
 
-def _backward_columns(problem: Problem, rows: Rows) -> int:
+def _backward_columns(problem: Problem, rows: Rows, in_registers: bool) -> int:
     """Columns of a tile of all rows."""
     beside = 0 if problem.threshold_T is None else THRESHOLD_BYTES_PER_LOGIT
-    column_bytes = (Tile.bytes_per_logit(problem.hidden_TD) + beside) * max(rows.target_R.shape[0], 1)
+    logit_bytes = Tile.bytes_per_logit(problem.hidden_TD, has_logits=not in_registers) + beside
+    column_bytes = logit_bytes * max(rows.target_R.shape[0], 1)
     return rounded_columns(_workspace_mib(problem) * 2**20 // column_bytes, problem.hidden_TD)
 
 
@@ -281,19 +287,16 @@ def _to_gradients_(
         torch.mul(out, slope, out=dz)
 
 
-def _seen_first(seen: Tensor, backend: str) -> tuple[Tensor | slice, Tensor | None]:
-    """Which rows backward takes: the rows that the loss sees.
-
-    On a GPU the host does not wait for their number. They come first there, with their number as a () int32 tensor, and
-    Triton's GEMMs stop behind them. The vendor's GEMMs need sizes from the host and take all rows. Triton's GEMMs
-    cannot stand in for the vendor's in backward alone: p - 1 of a certain token would be the difference of two GEMMs'
-    roundings.
-    """
-    if backend == "triton":
-        return seen.logical_not().byte().argsort(stable=True), seen.sum(dtype=torch.int32)
-    if seen.is_cuda or seen.all():
-        return slice(None), None
-    return seen.nonzero().squeeze(-1), None
+def _gradients_without_logits(
+    problem: Problem, factors: _Factors, head: tuple[Tensor, Tensor | None], start: int, out: Tensor
+) -> None:
+    """Writes the gradients of a tile's raw logits; ``head`` is its weight and bias."""
+    rows, *others = factors
+    weight, bias = head
+    problem.kernels.fused_grad(
+        rows.hidden_RD, weight, rows.target_R, start, bias, rows.inv_temperature, problem.softcap, problem.scale,
+        *others, out,
+    )  # fmt: skip
 
 
 def _empty_backward(problem: Problem, *options: Any) -> tuple[Tensor, ...]:

@@ -68,41 +68,24 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Non
             out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
 
 
-def multiply_rows(a: Tensor, b: Tensor, out: Tensor, count: Tensor | None, accumulate: bool = False) -> None:
-    """``out (+)= a @ b``, of the first ``count`` rows where that is given (on a GPU, by Triton)."""
-    if count is None:
-        multiply(a, b, out, accumulate)
-    else:
-        from rlft_fast.ops.logprob import triton_gemm
-
-        triton_gemm.multiply_rows(a, b, out, count, accumulate)
-
-
-def multiply_columns(a: Tensor, b: Tensor, out: Tensor, count: Tensor | None) -> None:
-    """``out = a.T @ b`` over all rows, or the first ``count`` (on a GPU, by Triton)."""
-    if count is None:
-        multiply(a.T, b, out)
-    else:
-        from rlft_fast.ops.logprob import triton_gemm
-
-        triton_gemm.multiply_columns(a, b, out, count)
-
-
 # ---- how rows and columns are cut ------------------------------------------------------------------------------------
 
 
 class Tile:
-    """Memory for the logits of a tile, and for the operand of the next GEMM that is computed from them."""
+    """Memory for the logits of a tile, and for the operand of the next GEMM that is computed from them.
 
-    def __init__(self, hidden_RD: Tensor, columns: int) -> None:
-        shape, dtype = (hidden_RD.shape[0], columns), hidden_RD.dtype
-        self.logits = hidden_RD.new_empty(shape, dtype=torch.float32)
-        self.results = self.logits if dtype == torch.float32 else self.logits.new_empty(shape, dtype=dtype)
+    Without logits, ``logits`` are the results, too.
+    """
+
+    def __init__(self, hidden_RD: Tensor, columns: int, has_logits: bool = True) -> None:
+        self.results = hidden_RD.new_empty(hidden_RD.shape[0], columns)
+        is_narrow = has_logits and hidden_RD.dtype != torch.float32
+        self.logits = torch.empty_like(self.results, dtype=torch.float32) if is_narrow else self.results
 
     @staticmethod
-    def bytes_per_logit(like: Tensor) -> int:
+    def bytes_per_logit(like: Tensor, has_logits: bool = True) -> int:
         dtype = operand_dtype(like)
-        return 4 if dtype == torch.float32 else 4 + dtype.itemsize
+        return dtype.itemsize if dtype == torch.float32 or not has_logits else 4 + dtype.itemsize
 
     def views(self, columns: int) -> tuple[Tensor, Tensor]:
         """(R, columns) logits and results; the same memory where operands are float32.

@@ -7,6 +7,7 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     logprob_grad_     reads it once, writes dlogits once, in the dtype of the GEMM that follows
     logprob_frozen_   reads it twice, the second time from cache, and writes once
     fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
+    fused_grad        the same GEMM with logprob_grad_ as its epilogue: of a tile, dlogits alone are written
 
 Deterministic: a row belongs to one program, or to one per vocabulary split, and splits are merged in their order.
 """
@@ -16,15 +17,44 @@ Deterministic: a row belongs to one program, or to one per vocabulary split, and
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlft_fast.ops.logprob.statistics import Sums
-from rlft_fast.ops.logprob.triton_gemm import LAUNCH, SCHEDULE, gemm_tile, load_depth, on_its_device, tile_of
 
+LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # as nvcc fuses a * b + c; Triton 3.10 stops doing so by default
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it
+# A GEMM's tiles, which do not spill (test_triton_binaries.py compiles them all), by the bytes of an operand's element.
+# With the large one, for Hopper's tensor cores, which read their operands from shared memory, a GEMM reads its operands
+# from L2 half as often. Float32 is multiplied outside of the tensor cores, which takes many more registers.
+_LARGE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64}
+_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
+SCHEDULE = {"GROUP": 16, "num_stages": 3, **LAUNCH}
+
+
+def on_its_device(function):
+    """Launches on the device of the first argument; Triton alone takes the current one."""
+
+    @functools.wraps(function)
+    def launch(first: Tensor, *arguments, **options) -> None:
+        with torch.cuda.device_of(first):
+            function(first, *arguments, **options)
+
+    return launch
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def gemm_tile(operand: Tensor, large: bool) -> dict[str, int]:
+    """A GEMM's tile, ``large`` where that is possible."""
+    large = large and operand.element_size() == 2 and is_hopper(operand.device)
+    return _LARGE if large else _TILES[operand.element_size()]
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -83,6 +113,38 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
     down = tl.where(m == -float("inf"), 0.0, m - finite_top)
     q = weight * (q + down * s) + tl.sum(tl.where(e == 0.0, 0.0, e * d), axis)
     return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
+
+
+@triton.jit
+def tile_of(program, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """Row and column block of a program: neighbours walk down GROUP row blocks, so that both operands stay in L2."""
+    per_group = GROUP * column_blocks
+    first_row = program // per_group * GROUP
+    group = min(row_blocks - first_row, GROUP)
+    return first_row + program % per_group % group, program % per_group // group
+
+
+@triton.jit
+def load_depth(block, offset, d, left, EVEN: tl.constexpr):
+    """A block of a GEMM operand, 0 behind the ``left`` remaining elements of the summed dimension."""
+    if EVEN:
+        return tl.load(block + offset)
+    return tl.load(block + offset, mask=d < left, other=0.0)
+
+
+@triton.jit
+def product(a_block, a_offset, b_block, b_offset, b_step, depth,
+            EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """A block of ``a @ b``. Every kernel that multiplies so adds in one order: the same operands give the same bits."""
+    d = tl.arange(0, DEPTH)
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, depth, DEPTH):
+        a = load_depth(a_block, a_offset, d[None, :], depth - k, EVEN)
+        b = load_depth(b_block, b_offset, d[:, None], depth - k, EVEN)
+        z = tl.dot(a, b, z, input_precision="ieee")
+        a_block += DEPTH
+        b_block += b_step
+    return z
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -222,13 +284,7 @@ def _fused_stats_kernel(
         a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
         b_block = tile_ptr
         tile_ptr += COLUMNS * weight_stride
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, dim, DEPTH):
-            a = load_depth(a_block, a_offset, d[None, :], dim - k, EVEN)
-            b = load_depth(b_block, b_offset, d[:, None], dim - k, EVEN)
-            z = tl.dot(a, b, z, input_precision="ieee")
-            a_block += DEPTH
-            b_block += DEPTH * weight_stride_d
+        z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
         bias = 0.0
         if HAS_BIAS:
             bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
@@ -252,6 +308,48 @@ def _fused_stats_kernel(
         tl.store(squares_ptr + out, r, mask=row_inside)
     if LOGITS:
         tl.store(logits_ptr + out, total, mask=row_inside)
+
+
+@triton.jit
+def _fused_grad_kernel(
+    hidden_ptr, weight_ptr, rows, dim, columns, hidden_stride, weight_stride, weight_stride_d, target_ptr,
+    vocab_start, bias_ptr, inv_temperature_ptr, inv_temperature_stride, softcap, scale, row_blocks, column_blocks,
+    max_ptr, log_sum_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, out_ptr, out_stride,
+    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row_block, column_block = tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
+    first_row, first_column = row_block * ROWS, column_block * COLUMNS
+    i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    j = first_column + tl.arange(0, COLUMNS)
+    row_inside, column_inside = i < rows, j < columns
+    a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
+    b_offset = tl.where(column_inside, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride + d[:, None] * weight_stride_d
+    a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
+    b_block = weight_ptr + first_column.to(tl.int64) * weight_stride
+    z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
+    inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)[:, None]
+    x = _softmax_logits(z, bias, inv_temperature, softcap, scale, SOFTCAP)
+    maximum = tl.load(max_ptr + i, mask=row_inside, other=0.0)[:, None]
+    log_p = (x - maximum) - tl.load(log_sum_ptr + i, mask=row_inside, other=0.0)[:, None]
+    g = tl.load(grad_logprob_ptr + i, mask=row_inside, other=0.0)[:, None]
+    factor, upstream_is_zero = g, g == 0.0
+    if ENTROPY:
+        h = tl.load(grad_entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
+        upstream_is_zero &= h == 0.0
+        entropy = tl.load(entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
+        factor = g + h * (tl.maximum(log_p, -87.0) + entropy)  # p log p is 0 where p is
+    target = tl.load(target_ptr + i, mask=row_inside, other=-1) - vocab_start - first_column
+    target = tl.where((target >= 0) & (target < COLUMNS), target, -1).to(tl.int32)  # half the registers
+    dz = -tl.exp(log_p) * factor + tl.where(tl.arange(0, COLUMNS)[None, :] == target[:, None], g, 0.0)
+    dz *= _slope(x, inv_temperature, softcap, scale, SOFTCAP)
+    dz = tl.where(upstream_is_zero, 0.0, dz)  # as in _grad_kernel
+    out = out_ptr + first_row.to(tl.int64) * out_stride + first_column
+    out_offset = tl.arange(0, ROWS)[:, None] * out_stride + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + out_offset, dz.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
 
 
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
@@ -308,9 +406,8 @@ def logprob_frozen_(
     )  # fmt: skip
 
 
-# ---- forward without logits -----------------------------------------------------------------------------------------
+# ---- GEMMs without logits in memory ---------------------------------------------------------------------------------
 
-_FUSED_TILES = {2: {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64}, 4: {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}}
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
@@ -323,7 +420,7 @@ def fused_stats(
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
     plain = bias is shift is squares is sum_logits is None and softcap == 0
-    shape = gemm_tile(hidden, _FUSED_TILES, large=plain)
+    shape = gemm_tile(hidden, large=plain)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
@@ -345,3 +442,22 @@ def fused_stats(
     for out, part in sums:
         if out is not None:
             out.copy_(part.sum(0))
+
+
+@on_its_device
+def fused_grad(
+    hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor,
+    softcap: float, scale: float, maximum: Tensor, log_sum: Tensor, entropy: Tensor | None, grad_logprob: Tensor,
+    grad_entropy: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Writes the gradients of the raw logits of hidden (R, D) and weight (C, D) to ``out`` (R, C)."""
+    (num_rows, dim), columns = hidden.shape, weight.shape[0]
+    shape = gemm_tile(hidden, large=bias is None and softcap == 0)
+    row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
+    _fused_grad_kernel[(row_blocks * column_blocks,)](
+        hidden, weight, num_rows, dim, columns, hidden.stride(0), *weight.stride(), target, vocab_start, bias,
+        inv_temperature, int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, column_blocks, maximum,
+        log_sum, entropy, grad_logprob, grad_entropy, out, out.stride(0),
+        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+    )  # fmt: skip

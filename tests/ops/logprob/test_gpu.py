@@ -156,7 +156,7 @@ def test_kept_logits_change_nothing_but_roundings(dtype, backend):
     for o, e, t in zip(ours, eager, truth, strict=True):
         assert_no_further_from_truth(o, e, t)
     kept = run(partial(linear_logprob, backend=backend), *problem, options, dtype)
-    assert kept[0].equal(ours[0])
+    assert backend == "triton" or kept[0].equal(ours[0])  # the vendor's GEMM makes the logits that Triton keeps
     for o, k in zip(ours, kept, strict=True):
         torch.testing.assert_close(o, k, rtol=1e-2 if dtype == BF16 else 1e-4, atol=1e-5)
 
@@ -308,8 +308,9 @@ def test_compiles_to_one_graph(monkeypatch):
     monkeypatch.setattr(backends, "_MEASURED", measured)  # `auto` finds a measurement
     hidden, weight, target, old, advantage = loss_problem(T=40, V=300, device="cuda")
 
+    index = (target != -100).nonzero().squeeze(1)
+
     def step(h: Tensor, w: Tensor) -> Tensor:
-        index = torch.arange(40, device="cuda")
         result = linear_logprob(h * 1.0, w, target, return_entropy=True, active_index=index)
         fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage, active_index=index)
         return (result.logprob * advantage).sum() + result.entropy.sum() + 2 * fused.loss

@@ -15,8 +15,7 @@ from tests.ops.logprob.problems import F32, F64, INTERPRETED, logprob_of
 from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
-    "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_multiply_rows_kernel",
-    "_multiply_columns_kernel",
+    "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_fused_grad_kernel"
 }  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from rlft_fast.ops.logprob import triton as kernels
-from rlft_fast.ops.logprob import triton_gemm
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Bytes of shared memory that a block may have, by compute capability.
@@ -52,7 +51,7 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     rows, columns, dim = 64, 4096, 128
     logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
     hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
-    target, count = torch.zeros(rows, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
+    target = torch.zeros(rows, dtype=torch.int64)
     maximum, sum_exp, a, b, target_logit, inv_temperature = torch.zeros(6, rows)
     shift, squares = (a, b) if everything else (None, None)
     options = (torch.zeros(columns) if everything else None, inv_temperature, 5.0 if everything else 0.0, 1.0)
@@ -62,9 +61,7 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
     kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
     kernels.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit, sum_logits)
-    triton_gemm.multiply_rows(hidden, weight.T, logits, count)
-    triton_gemm.multiply_rows(results, weight, torch.zeros(rows, dim), count, accumulate=True)
-    triton_gemm.multiply_columns(results, hidden, torch.zeros(columns, dim, dtype=dtype), count)
+    kernels.fused_grad(hidden, weight, target, 0, *options, maximum, sum_exp, shift, a, shift, results)
 
 
 def resources(binary) -> dict[str, int]:
@@ -86,7 +83,7 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead_of_launch
     for capability in map(int, sys.argv[1:]):
         driver.set_active(Driver(capability))
-        triton_gemm.is_hopper = lambda device, capability=capability: capability == 90
+        kernels.is_hopper = lambda device, capability=capability: capability == 90
         for dtype in (torch.bfloat16, torch.float32):
             for everything in (False, True):
                 call_all(dtype, everything)
