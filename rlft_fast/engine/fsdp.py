@@ -31,7 +31,7 @@ from rlft_fast.engine.forward import (
 )
 from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples, weighted
 from rlft_fast.engine.optimizer import learning_rate_factor
-from rlft_fast.engine.sharding import discard_gradients, reduce_gradients, reshard
+from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
 from rlft_fast.engine.step import Done, OpenStep, Work
 from rlft_fast.models import ModelInputs
@@ -245,6 +245,7 @@ class FSDPEngine(EngineState):
             STOP.leave_or_finish(self.world)
         step, self._open = self._open, None
         with step.phase:
+            hand_over_gradients(self.model)
             norm = grad_norm(self.model.parameters())
             learning_rate = self._step_optimizer(norm)
         totals = self.world.all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}

@@ -119,6 +119,7 @@ class EngineState:
             optimizer: move the optimizer's state.
         """
         if params:
+            reshard(self.model)
             self.model.to(device)
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():

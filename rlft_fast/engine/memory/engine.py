@@ -13,7 +13,15 @@ from torch import nn
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, simulate
-from rlft_fast.engine.sharding import HeadKind, build_model, find_units, resolve_shard_size, shard_numel, state_bytes
+from rlft_fast.engine.sharding import (
+    HeadKind,
+    build_model,
+    find_units,
+    is_wrapped,
+    resolve_shard_size,
+    shard_numel,
+    state_bytes,
+)
 from rlft_fast.models import PolicyModel, RLModel
 from rlft_fast.ops.logprob import scratch_bytes
 
@@ -164,11 +172,6 @@ def copied_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
     units = [unit for _, unit in find_units(model, config.wrap)]
     largest = max((local_numel(unit.parameters(), shard_size) for unit in units), default=0)
     return getattr(torch, config.param_dtype).itemsize * largest
-
-
-def is_wrapped(config: EngineConfig, world_size: int) -> bool:
-    """Whether the engine wraps the model by FSDP, as `rlft_fast.engine.sharding.shard` decides."""
-    return world_size > 1 or config.compute_dtype != "float32" or config.cpu_offload
 
 
 def trained(model: RLModel) -> list[nn.Parameter]:

@@ -5,7 +5,8 @@ import math
 import torch
 
 from rlft_fast.config import Config
-from rlft_fast.engine.memory.engine import is_wrapped, local_numel
+from rlft_fast.engine.memory.engine import local_numel
+from rlft_fast.engine.sharding import is_wrapped
 from rlft_fast.engine.weight_sync import BUCKET_BYTES
 from rlft_fast.models import PolicyModel
 
@@ -27,7 +28,7 @@ class GeneratorMemory:
         awake_bytes: vLLM's bytes on the device while it generates.
         asleep_bytes: vLLM's bytes between rollouts. On CPUs it never sleeps and keeps all.
         loading_bytes: vLLM's bytes while it takes new weights.
-        beside_policy_bytes: bytes of ``generate``: gathered weights, key-value cache and logits; 0 with vLLM.
+        beside_policy_bytes: bytes of ``generate``: gathered or narrow weights, key-value cache and logits; 0 with vLLM.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class GeneratorMemory:
         self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
         has_servers = self.rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
         if not self.in_vllm:
-            gathered = self.whole_weights if self.wrapped else 0
-            self.beside_policy_bytes = gathered + self._cache_bytes() + self._logits_bytes()
+            is_copied = self.wrapped or config.actor.compute_dtype != config.actor.param_dtype
+            self.beside_policy_bytes = is_copied * self.whole_weights + self._cache_bytes() + self._logits_bytes()
         elif has_servers:  # none of it is this process's
             pass
         elif not self.on_gpu:  # vLLM never sleeps on a CPU

@@ -9,6 +9,7 @@ mesh      which ranks share one copy of a model
 from rlft_fast.engine.sharding.build import (
     HeadKind,
     build_model,
+    is_wrapped,
     require_own_numbers,
     require_same_model,
     shard,
@@ -21,6 +22,7 @@ from rlft_fast.engine.sharding.wrap import (
     discard_gradients,
     find_units,
     gathered,
+    hand_over_gradients,
     reduce_gradients,
     reshard,
 )
@@ -34,7 +36,9 @@ __all__ = [
     "discard_gradients",
     "find_units",
     "gathered",
+    "hand_over_gradients",
     "host_memory",
+    "is_wrapped",
     "reduce_gradients",
     "require_own_numbers",
     "require_same_model",

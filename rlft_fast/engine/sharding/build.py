@@ -11,12 +11,13 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blocks
 from rlft_fast.engine.sharding.mesh import device_memory, device_mesh, resolve_shard_size
-from rlft_fast.engine.sharding.wrap import decoder_blocks, shard_model
+from rlft_fast.engine.sharding.narrow import narrow
+from rlft_fast.engine.sharding.wrap import decoder_blocks, reshard, shard_model
 from rlft_fast.models import (
     PolicyModel,
     RLModel,
@@ -69,7 +70,8 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
 
 
 def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str, nn.Module]]:
-    """Wraps the model by FSDP2, in place, unless there is nothing to shard, cast or offload.
+    """Wraps the model by FSDP2, in place, unless there is nothing to shard or offload; one process needs no more than
+    casts (`narrow`).
 
     Returns:
         Name and module of every unit; empty if the model is not wrapped.
@@ -79,20 +81,28 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     """
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
-    if world.size == 1 and config.compute_dtype == "float32" and not config.cpu_offload:
+    methods = ("generate", "deviation") if isinstance(model, PolicyModel) else ()
+    compute_dtype = getattr(torch, config.compute_dtype)
+    if not is_wrapped(config, world.size):
+        if config.compute_dtype != "float32":
+            narrow(model, compute_dtype, methods)
         return []
     units = shard_model(
         model,
         device_mesh(size, world),
-        compute_dtype=getattr(torch, config.compute_dtype),
+        compute_dtype=compute_dtype,
         class_names=config.wrap,
         reshard_after_forward=config.reshard_after_forward,
         cpu_offload=config.cpu_offload,
     )
-    if isinstance(model, PolicyModel):
-        for method in ("generate", "deviation"):
-            register_fsdp_forward_method(model, method)  # the method then gathers the root's weights, as forward does
+    for method in methods:
+        register_fsdp_forward_method(model, method)  # the method then gathers the root's weights, as forward does
     return units
+
+
+def is_wrapped(config: EngineConfig, world_size: int) -> bool:
+    """Whether `shard` wraps a model by FSDP."""
+    return world_size > 1 or config.cpu_offload
 
 
 def state_bytes(model: RLModel, config: EngineConfig) -> int:
@@ -116,9 +126,7 @@ def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
     token_ids = torch.linspace(0, weight.shape[0] - 1, 8, device=weight.device).long()
     with torch.compiler.set_stance("force_eager"):
         deviation = model.deviation(token_ids).item()
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):  # the root and the last block would keep their gathered weights
-            unit.reshard()
+    reshard(model)  # the root and the last block would keep their gathered weights
     is_narrow = "bfloat16" in (config.compute_dtype, config.param_dtype)
     most = _MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION
     if not deviation > most:  # NaN passes: the weights themselves are NaN, whatever the attention does

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from rlft_fast.engine.sharding.narrow import narrow_weights
+
 
 def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
     """Names and modules of the units, in the order in which they run. The root is not among them.
@@ -145,8 +147,10 @@ def reshard(model: nn.Module) -> None:
     """Frees all gathered weights. Some units keep theirs for a backward pass, which does not come after inference.
 
     While the weights of a unit are gathered, the unit's parameters are the gathered tensors instead of the shards. A
-    reader of the shards calls this first.
+    reader of the shards calls this first. So does a reader of weights that `narrow` has copied.
     """
+    if weights := narrow_weights(model):
+        weights.step_back()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -166,8 +170,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for unit in units:
-            unit.reshard()
+        reshard(model)
         for group, mesh in before:
             group.post_forward_mesh_info = mesh
 
@@ -186,8 +189,16 @@ def reduce_gradients(model: nn.Module, is_last: bool, every_micro_batch: bool) -
         model.set_requires_all_reduce(is_last)
 
 
+def hand_over_gradients(model: nn.Module) -> None:
+    """After the last backward pass: each parameter has its own data and its whole gradient, as an optimizer needs."""
+    if weights := narrow_weights(model):
+        weights.hand_over_gradients()
+
+
 def discard_gradients(model: nn.Module) -> None:
     """Drops all gradients, also those that FSDP has not reduced yet, and FSDP's state of a failed pass."""
+    if weights := narrow_weights(model):
+        weights.drop_gradients()
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # torch >= 2.12
         state: Any = model._get_fsdp_state()
         if hasattr(state._comm_ctx, "all_gather_state"):  # made by the first forward pass
