@@ -168,7 +168,7 @@ def read(page: Path, programs: tuple[str, ...], names: dict[str, Any] | None = N
                 if program == "rlft-fast":
                     assert main(arguments) == 0, line
                 else:
-                    path = sys.executable if program == "python" else shutil.which(program)
+                    path = Path(sys.executable).with_name(program)
                     subprocess.run([str(path), *arguments], check=True, timeout=120)
 
 
