@@ -19,9 +19,11 @@ def run(arguments: list[str]) -> int:
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: pip install vllm (on a CPU make install-vllm)")
     token_from_environment()
+    on_gpu = torch.cuda.is_available()
+    actor = config.actor.for_device("cuda" if on_gpu else "cpu")
     command = server_command(
-        config.model, config.actor.compute_dtype, config.rollout, config.longest_sequence,
-        host=options.host, port=options.port, on_cpu=not torch.cuda.is_available(),
+        config.model, actor.compute_dtype, config.rollout, config.longest_sequence,
+        host=options.host, port=options.port, on_cpu=not on_gpu,
     )  # fmt: skip
     os.execve(command[0], command, {**os.environ, **server_environment()})
 

@@ -52,8 +52,10 @@ class ModelConfig(Section):
 
     max_tokens: PositiveInt = 16384
     """Most tokens of a micro-batch. The longest sequence must fit."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forward and backward pass and of gathered weights. Optimizer state is always float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, float32 on a CPU.
+
+    Optimizer state is always float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
     shard_size: Literal["auto"] | int = -1
@@ -64,8 +66,8 @@ class ModelConfig(Section):
     """Class names of the blocks whose weights are gathered together; null: found from the model's structure."""
     sequence_parallel: PositiveInt = 1
     """Ranks that share each micro-batch, each with a part of its tokens (Ulysses). For long sequences."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each block with torch.compile; auto: on a GPU."""
     cpu_offload: bool = False
     """Always keep weights and optimizer state in CPU memory. A block is copied to the GPU when it runs."""
     offload_between_phases: bool = False
@@ -90,6 +92,13 @@ class ModelConfig(Section):
         if self.cpu_offload and self.offload_between_phases:
             raise ValueError("cpu_offload keeps everything on the CPU already: leave offload_between_phases out")
         return self
+
+    def for_device(self, device_type: str) -> Self:
+        """With a value in place of each "auto" that depends on the kind of device, ``"cpu"`` or ``"cuda"``."""
+        on_gpu, dtype, compiles = device_type == "cuda", self.compute_dtype, self.compile
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu or self.param_dtype == "bfloat16" else "float32"
+        return self.model_copy(update={"compute_dtype": dtype, "compile": on_gpu if compiles == "auto" else compiles})
 
 
 class EngineConfig(ModelConfig):

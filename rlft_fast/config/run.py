@@ -213,6 +213,13 @@ class Config(Section):
     log_tokens_mib: PositiveInt | None = None
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
 
+    def for_device(self, device_type: str) -> Self:
+        """With `ModelConfig.for_device` of each model."""
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return self.model_copy(
+            update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}
+        )
+
     @model_validator(mode="after")
     def _clusters_fit(self) -> Self:
         if self.cluster is not None:

@@ -1,6 +1,7 @@
 """``EngineState``: the model and the optimizer of an engine on this rank. They are built, moved and read here."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Self
@@ -55,11 +56,11 @@ class EngineState:
         world: World | None = None,
     ) -> None:
         self.path = path
-        self.config = config
+        self.world = world or World.current()
+        self.config = config.for_device(self.world.device.type)
         self.head = head
         self.num_training_steps = num_training_steps
         self.temperature = temperature
-        self.world = world or World.current()
         self.step = 0
         self.skipped_steps = 0
         self.units = ""
@@ -79,6 +80,12 @@ class EngineState:
                 the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
                 ranks or heads.
         """
+        if self.device.type == "cuda" and self.config.compute_dtype == "float32":
+            warnings.warn(
+                "compute_dtype is float32 on a GPU, where matrix products of bfloat16 are several times faster: set "
+                "compute_dtype: auto, unless you compare numbers",
+                stacklevel=2,
+            )
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
         self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)

@@ -81,19 +81,20 @@ class HFGenerator:
         sampler = _Sampler(params, seeds)
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         end_ids = [*self.eos_token_ids, *end_ids]
-        sequences, prompt_length = self.model.generate(
-            *self._pad(prompts),
-            num_samples=params.n,
-            synced_gpus=False,  # weights are gathered: ranks need not wait for each other
-            stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, stop)] if stop else []),
-            logits_processor=LogitsProcessorList([sampler]),
-            generation_config=GenerationConfig(
-                max_new_tokens=params.max_new_tokens,
-                eos_token_id=end_ids,
-                pad_token_id=_PAD_TOKEN_ID,
-                do_sample=False,  # `_Sampler` has chosen already
-            ),
-        )
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks would compile again for the cache
+            sequences, prompt_length = self.model.generate(
+                *self._pad(prompts),
+                num_samples=params.n,
+                synced_gpus=False,  # weights are gathered: ranks need not wait for each other
+                stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, stop)] if stop else []),
+                logits_processor=LogitsProcessorList([sampler]),
+                generation_config=GenerationConfig(
+                    max_new_tokens=params.max_new_tokens,
+                    eos_token_id=end_ids,
+                    pad_token_id=_PAD_TOKEN_ID,
+                    do_sample=False,  # `_Sampler` has chosen already
+                ),
+            )
         tokens_BL, logprobs_BL, support_BLK = sequences[:, prompt_length:].tolist(), *sampler.results()
         supports = [None] * len(tokens_BL) if support_BLK is None else support_BLK.cpu()
         rows = zip(tokens_BL, logprobs_BL.tolist(), supports, strict=True)

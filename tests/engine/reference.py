@@ -26,7 +26,7 @@ HEAD_WEIGHT = 0.1  # a critic starts at 0, where its backbone has no gradient
 def make_engine(path: Path, *, max_tokens: int = 64, dtype: str = "float32", **options: Any) -> FSDPEngine:
     """A trainable engine that does not clip, so that AdamW's first moment is the gradient."""
     optimizer = {"learning_rate": 1e-3, "eps": 1e-4, "max_grad_norm": None} | options.pop("optimizer", {})
-    settings = {"max_tokens": max_tokens, "compute_dtype": dtype} | options.pop("config", {})
+    settings = {"max_tokens": max_tokens, "compute_dtype": dtype, "compile": False} | options.pop("config", {})
     config = EngineConfig(**settings, optimizer=OptimizerConfig(**optimizer))
     engine = FSDPEngine(str(path), config, **({"num_training_steps": 10} | options)).initialize()
     if engine.head == "value":

@@ -105,7 +105,7 @@ def test_what_is_generated_is_as_likely_as_the_engine_says(config, bound, tiny_m
 
 def test_run(tiny_model, tmp_path):
     """Three steps of GRPO, a checkpoint, three more, and the export."""
-    settings = {"checkpoint__every": 3, "actor__compute_dtype": "bfloat16"}
+    settings = {"checkpoint__every": 3} | ({} if DEVICE == "cuda" else {"actor__compute_dtype": "bfloat16"})
     train(toy_config(tiny_model("llama"), tmp_path, steps=3, **settings))
     train(toy_config(tiny_model("llama"), tmp_path, steps=6, **settings), resume=True)
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in row]

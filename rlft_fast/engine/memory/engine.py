@@ -90,6 +90,7 @@ def plan_engine_memory(
             process has joined a process group.
         MemoryPlanError: the model does not run on tensors without data.
     """
+    config = config.for_device(device_type)
     model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
     work = replace(work, num_micro_batches=num_micro_batches, num_patches=num_patches)
     whole, half = simulate(work), simulate(replace(work, num_tokens=work.num_tokens // 2))
@@ -131,6 +132,7 @@ def inference_bytes(
     path: str, config: EngineConfig, world_size: int, device_type: str, head: HeadKind, memory_bytes: int = 1 << 62
 ) -> int:
     """Bytes on the device while a model infers, without its weights. Arguments as in `plan_engine_memory`."""
+    config = config.for_device(device_type)
     model, work = prepare(path, config, world_size, device_type, head, trains=False, memory_bytes=memory_bytes)
     needed = needed_bytes(model, work, device_type)
     weights = state_by_part(model, config, int(work.config.shard_size))["parameters"]
@@ -216,6 +218,7 @@ def largest_max_tokens(
         device_type: ``"cuda"`` or ``"cpu"``.
         other_bytes: bytes that other models hold on the device meanwhile.
     """
+    config = config.for_device(device_type)
     model, work = prepare(path, config, world_size, device_type, "logprob", trains=True, memory_bytes=int(memory_bytes))
     work = replace(work, num_micro_batches=num_micro_batches)
     copied = copied_bytes(model, config, int(work.config.shard_size)) if work.offloaded else 0

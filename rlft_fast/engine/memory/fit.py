@@ -47,6 +47,7 @@ def check_run(
         MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
+    config = config.for_device(device_type)
     if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
         return None
     plan = plan_memory(config, world_size, memory_bytes, device_type)

@@ -107,6 +107,7 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used, or the process has joined a group.
         MemoryPlanError: a model does not run on tensors without data.
     """
+    config = config.for_device(device_type)
     roles = run_models(config)
     engines = {
         name: plan_engine_memory(
