@@ -81,7 +81,9 @@ tests() {  # tests NAME SECONDS ARGUMENTS...
 
 nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv | tee "$folder/device.csv"
 workers=()
-$python -c 'import xdist' 2>/dev/null && workers=(-n 12)
+memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+most=$((memory / 10000 < 12 ? memory / 10000 : 12))  # tests of the largest vocabulary take ten gigabytes
+$python -c 'import xdist' 2>/dev/null && workers=(-n "$most")
 
 case $part in
   1)

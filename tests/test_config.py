@@ -205,6 +205,7 @@ def test_all_problems_are_named_at_once():
         ("steps", 1.5),
         ("steps", "many"),
         ("steps", True),
+        ("actor.compile", "maybe"),
         ("actor.lora", True),
         ("output_dir", ""),
         ("output_dir", "~nobodyhere/run"),
@@ -335,6 +336,24 @@ def test_inconsistent_values(changes, message):
         values = with_value(key, value, values)
     with pytest.raises(ConfigError, match=message):
         Config.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [
+        ({}, ("float32", False), ("bfloat16", True)),
+        ({"compute_dtype": "float32", "compile": False}, ("float32", False), ("float32", False)),
+        ({"param_dtype": "bfloat16", "compile": True}, ("bfloat16", True), ("bfloat16", True)),
+    ],
+)
+def test_what_auto_means_on_a_device(given, on_cpu, on_gpu):
+    sections = {"actor": given, "reference": given, "algorithm": {"kl_coef": 0.1}}
+    config = Config.parse(MINIMAL | sections)
+    for device, wanted in (("cpu", on_cpu), ("cuda", on_gpu)):
+        resolved = config.for_device(device)
+        for model in (resolved.actor, resolved.reference):
+            assert (model.compute_dtype, model.compile) == wanted
+            assert model.for_device("cpu") == model
 
 
 def test_limits_that_are_just_met():

@@ -39,7 +39,10 @@ class Device(NamedTuple):
     """Time of the host for an operator of PyTorch."""
 
 
-DEVICES = {"h200": Device(780e12, 4.3e12, 6e-6)}
+DEVICES = {
+    "h200": Device(780e12, 4.3e12, 6e-6),  # frozen before anything ran on one
+    "h100": Device(787e12, 3.03e12, 6e-6),  # measured: results/h100.md
+}
 
 
 class Gemm(NamedTuple):

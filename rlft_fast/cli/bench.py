@@ -17,7 +17,7 @@ _OPTIONS = ("--benchmark-only", "--benchmark-columns=median,iqr,rounds", "--disa
 def run(arguments: list[str]) -> int:
     parser = Parser(
         prog="rlft-fast bench",
-        usage="rlft-fast bench [PYTEST OPTIONS]\n       rlft-fast bench --predict h200 [T,D,V ...] [--output FOLDER]",
+        usage="rlft-fast bench [PYTEST OPTIONS]\n       rlft-fast bench --predict DEVICE [T,D,V ...] [--output FOLDER]",
         description="Run the benchmarks of a source checkout with pytest-benchmark: time, and peak memory beyond "
         "inputs and outputs. Options go to pytest: -k planning picks some, --benchmark-json=FILE keeps the numbers. "
         "--predict counts what the head's ways do on a GPU that is not here, and predicts their time.",

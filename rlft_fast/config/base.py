@@ -5,7 +5,7 @@ import os.path
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -36,7 +36,8 @@ class Section(BaseModel):
     def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses true and false for a number: pydantic would read true as 1."""
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("Input should not be true or false")
         return value
 

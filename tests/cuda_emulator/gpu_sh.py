@@ -34,7 +34,8 @@ BARS = {
 }  # fmt: skip
 # Stand-ins for the tools of a GPU machine. Each one checks its own arguments.
 TOOLS = {
-    "nvidia-smi": 'case "$*" in *noheader*) echo 9.0 ;; *) echo "name, compute_cap"; echo "emulated, 9.0" ;; esac',
+    "nvidia-smi": 'case "$*" in *compute_cap*noheader*) echo 9.0 ;; *memory.total*nounits*) echo 81559 ;; '
+    '*) echo "name, compute_cap"; echo "emulated, 9.0" ;; esac',
     "compute-sanitizer": '[[ "$1 $3 $4" == "--tool --error-exitcode 1" && $PYTORCH_NO_CUDA_MEMORY_CACHING == 1 ]] '
     '|| exit 9; shift 4; exec "$@"',
     "ncu": '[[ "$*" == *"--log-file "*" --kernel-name regex:stats|grad|frozen "* ]] || exit 9; shift 7; exec "$@"',

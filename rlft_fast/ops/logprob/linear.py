@@ -28,7 +28,7 @@ from rlft_fast.ops.logprob.checks import (
 from rlft_fast.ops.logprob.frozen import FROZEN
 from rlft_fast.ops.logprob.loss import LOSS, hold, release
 from rlft_fast.ops.logprob.problem import Problem
-from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked
+from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked, is_plain
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.logprob.statistics import rebase_targets
 
@@ -120,6 +120,8 @@ def linear_logprob(
     only_hidden = needs_grad == [True, False, False] and not any(asked)
     freezes = only_hidden and vocab_group is None and threshold_T is None
     kind = "no grad" if not any(needs_grad) else "frozen head" if freezes else "forward + backward"
+    if not freezes and not is_plain(problem, asked):
+        kind = f"{kind}, other statistics"  # which nothing measures: Triton's large tile has no registers for them
     problem = _with_backend(problem, kind)
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)

@@ -63,6 +63,12 @@ class Asked(NamedTuple):
     mean_logits: bool = False
 
 
+def is_plain(problem: Problem, asked: Asked) -> bool:
+    """Whether log-probabilities of the logits as they are suffice, at most divided by a temperature."""
+    has_own_logits = problem.bias_V is not None or problem.softcap > 0 or problem.threshold_T is not None
+    return not has_own_logits and not any(asked._replace(top1=False))
+
+
 class Recompute(Way):
     """1 GEMM forward and 3 backward, or 2 backward where the logits are kept.
 

@@ -111,7 +111,7 @@ def _add_block(x, axis: tl.constexpr, m, s, q, r):
     e = tl.exp(d)
     weight = tl.exp(m - finite_top)
     down = tl.where(m == -float("inf"), 0.0, m - finite_top)
-    q = weight * (q + down * s) + tl.sum(tl.where(e == 0.0, 0.0, e * d), axis)
+    q = weight * (q + down * s) + tl.sum(e * tl.maximum(d, -104.0, propagate_nan=tl.PropagateNan.ALL), axis)
     return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
 
 
@@ -419,8 +419,8 @@ def fused_stats(
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    plain = bias is shift is squares is sum_logits is None and softcap == 0
-    shape = gemm_tile(hidden, large=plain)
+    large = bias is shift is squares is sum_logits is None and softcap == 0  # with more, it would spill
+    shape = gemm_tile(hidden, large)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
@@ -452,7 +452,7 @@ def fused_grad(
 ) -> None:  # fmt: skip
     """Writes the gradients of the raw logits of hidden (R, D) and weight (C, D) to ``out`` (R, C)."""
     (num_rows, dim), columns = hidden.shape, weight.shape[0]
-    shape = gemm_tile(hidden, large=bias is None and softcap == 0)
+    shape = gemm_tile(hidden, bias is None and softcap == 0)
     row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _fused_grad_kernel[(row_blocks * column_blocks,)](
         hidden, weight, num_rows, dim, columns, hidden.stride(0), *weight.stride(), target, vocab_start, bias,

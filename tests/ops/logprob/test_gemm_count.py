@@ -80,7 +80,9 @@ def problem(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 @pytest.mark.parametrize("way", WAYS)
 def test_gemms(way, dtype, device):
     count, function = WAYS[way]
-    assert multiplications(partial(function, *problem(device, dtype)), device) == count * T * D * V
+    # No counter sees the GEMMs inside Triton's kernels, which `auto` takes where they are faster.
+    step = partial(function, *problem(device, dtype), backend="native")
+    assert multiplications(step, device) == count * T * D * V
 
 
 @pytest.mark.parametrize("way", ["loss", "forward + backward", "frozen head"])
@@ -111,7 +113,8 @@ def test_ignored_rows_are_not_multiplied(way, device):
     target[::3] = -100
     active = T - len(range(0, T, 3))
     count, function = WAYS[way]
-    assert multiplications(partial(function, hidden, weight, target), device) == count * active * D * V
+    step = partial(function, hidden, weight, target, backend="native")
+    assert multiplications(step, device) == count * active * D * V
 
 
 # Every third of 130 rows is silent, so 86 rows are multiplied. "kept logits" does not compute logits again.
