@@ -114,7 +114,8 @@ def run_gradients(config: Config) -> dict[str, Any]:
     theirs_T = segment_expand(trainer.advantages, batch.cu_seqlens, num_tokens=batch.num_tokens) * batch.loss_mask_T
     assert ours_T is not None
     batch = batch.replace(advantage_T=theirs_T)
-    engine = FSDPEngine(config.model, config.actor, num_training_steps=1).initialize()
+    actor = config.actor.model_copy(update={"compute_dtype": "float32"})
+    engine = FSDPEngine(config.model, actor, num_training_steps=1).initialize()
     batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
     engine.zero_grad()
     engine.forward_backward(batch, PolicyLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))

@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> int:
         "--predict counts what the head's ways do on a GPU that is not here, and predicts their time.",
         allow_abbrev=False,
     )
-    parser.add_argument("--predict", metavar="DEVICE", help="such as h200")
+    parser.add_argument("--predict", metavar="DEVICE", help="h100 or h200")
     args, pytest_options = parser.parse_known_args(arguments)
     files = benchmark_files()
     if args.predict is not None:

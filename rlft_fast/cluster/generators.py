@@ -156,9 +156,8 @@ class _Host:
             probe.bind((address, 0))
             port = probe.getsockname()[1]
         sizes = config.cluster.generators
-        actor = config.actor.for_device("cuda" if sizes.gpus else "cpu")
         command = server_command(
-            config.model, actor.compute_dtype, config.rollout, config.longest_sequence,
+            config.model, config.actor.compute_dtype, config.rollout, config.longest_sequence,
             host=address, port=port, on_cpu=not sizes.gpus,
         )  # fmt: skip
         environment = {**os.environ, **server_environment(), TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(sizes.cpus)}

@@ -55,7 +55,8 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, float32 on a CPU.
 
-    Optimizer state is always float32."""
+    Optimizer state is always float32. On a CPU auto follows param_dtype. GPUs before Ampere have no fast bfloat16: name
+    float32 there."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
     shard_size: Literal["auto"] | int = -1

@@ -214,7 +214,12 @@ class Config(Section):
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
 
     def for_device(self, device_type: str) -> Self:
-        """With `ModelConfig.for_device` of each model."""
+        """With `ModelConfig.for_device` of each model.
+
+        With a cluster the GPUs of the actor's workers decide, so that all parts of a run compute in one dtype.
+        """
+        if self.cluster is not None:
+            device_type = "cuda" if self.cluster.actor.gpus else "cpu"
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
         return self.model_copy(
             update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}

@@ -88,11 +88,13 @@ class FSDPEngine(EngineState):
         work = self._work(_unweighted(batch))
         done: list[Done] = []
         with self.eval_mode():
-            for micro_batch in work.micro_batches:
-                STOP.leave_together(self.world)
-                inputs = self._inputs(micro_batch)
-                done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
-            reshard(self.model)
+            try:
+                for micro_batch in work.micro_batches:
+                    STOP.leave_together(self.world)
+                    inputs = self._inputs(micro_batch)
+                    done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
+            finally:
+                reshard(self.model)
         return {name: self._gather(done, name, work) for name in outputs}
 
     def _gather(self, done: list[Done], name: Output, work: Work) -> Tensor:
@@ -190,7 +192,8 @@ class FSDPEngine(EngineState):
         """Forward and backward over a batch, in micro-batches. Gradients of several calls add up until the step.
 
         The first call opens `train_mode` until the step, unless it is open. `infer` may run between two calls. A call
-        that fails drops the gradients of all calls.
+        that fails drops the gradients of all calls. In bfloat16 a single process keeps the gradients beside the
+        parameters, and `optimizer_step` sets ``grad``.
 
         Args:
             batch: the same on every rank, on the CPU, with the fields that the loss reads. Without ``loss_weight_T``
@@ -243,9 +246,9 @@ class FSDPEngine(EngineState):
             raise ValueError(f"optimizer_step needs reduced gradients, but {found} since the last step")
         with self._dropping():
             STOP.leave_or_finish(self.world)
+            hand_over_gradients(self.model)
         step, self._open = self._open, None
         with step.phase:
-            hand_over_gradients(self.model)
             norm = grad_norm(self.model.parameters())
             learning_rate = self._step_optimizer(norm)
         totals = self.world.all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}

@@ -16,6 +16,7 @@ from rlft_fast.engine.sharding import (
     HeadKind,
     build_model,
     describe_units,
+    move_gradients,
     require_own_numbers,
     require_same_model,
     reshard,
@@ -128,6 +129,7 @@ class EngineState:
         if params:
             reshard(self.model)
             self.model.to(device)
+            move_gradients(self.model, device)
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():
                 for key, tensor in state.items():

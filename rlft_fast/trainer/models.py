@@ -91,7 +91,7 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
         raise ValueError(
             f"the run has a cluster section, and torchrun started {world.size} processes: take one of both"
         )
-    config, cluster = _with_absolute_paths(config), config.cluster
+    config, cluster = _with_absolute_paths(config).for_device(world.device.type), config.cluster
     roles = {"reward": RewardModelWorker, "critic": CriticWorker, "reference": ReferenceWorker}
     own = {name: part for name in roles if (part := getattr(cluster, name)) is not None}
     parts = [cluster.actor, *own.values()] + ([] if cluster.generators is None else [cluster.generators])

@@ -151,7 +151,7 @@ class PPOTrainer:
         top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
         if top_k is None:
             return
-        dtype = getattr(torch, self.config.actor.for_device(self.world.device.type).compute_dtype)
+        dtype = getattr(torch, self.config.for_device(self.world.device.type).actor.compute_dtype)
         row_bytes = gathered_bytes(with_ties(top_k), self.actor.facts.hidden_size, dtype)
         if row_bytes > workspace_mib * 2**20:
             raise ValueError(

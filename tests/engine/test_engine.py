@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.engine.sharding import build
 from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
@@ -310,8 +311,9 @@ def test_bad_input_changes_nothing(tiny_model, batch):
     assert engine.step == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # without and with FSDP
-def test_a_step_that_fails_leaves_nothing_to_the_next(dtype, tiny_model, batch):
+@pytest.mark.parametrize(("dtype", "wrapped"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_step_that_fails_leaves_nothing_to_the_next(dtype, wrapped, tiny_model, batch, monkeypatch):
+    monkeypatch.setattr(build, "is_wrapped", lambda *_: wrapped)
     failed, fresh = (make_engine(tiny_model("llama"), max_tokens=24, dtype=dtype) for _ in range(2))
     with pytest.raises(RuntimeError, match="out of memory"):
         failed.train_step(batch, reference.FailsLate(call=4))

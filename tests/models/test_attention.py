@@ -184,7 +184,7 @@ def test_widths_that_flash_attention_does_not_have_are_padded(head_dim, value_di
 
 
 def test_flash_attention_runs_where_it_can(monkeypatch):
-    """Not in float32, which is the default of `compute_dtype`; not for wide heads, on older GPUs, or on CPUs."""
+    """Not in float32; not for wide heads, on older GPUs, or on CPUs."""
     capability = {0: (8, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
 

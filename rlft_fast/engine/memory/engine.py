@@ -151,7 +151,7 @@ def prepare(
     memory_bytes: int,
 ) -> tuple[RLModel, Workload]:
     """Builds the model without memory, and the workload of one micro-batch on the mesh that the engine would make."""
-    model = build_model(path, config, head, trains=trains)
+    model = build_model(path, config.model_copy(update={"compile": False}), head, trains=trains)
     shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config), memory_bytes)
     return model, Workload(
         path=path, config=config.model_copy(update={"shard_size": shard_size}), world_size=world_size, head=head,

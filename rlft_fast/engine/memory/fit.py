@@ -17,7 +17,7 @@ from rlft_fast.engine.memory.run import (
     run_models,
     surely_fits,
 )
-from rlft_fast.engine.sharding import build_model
+from rlft_fast.engine.sharding import build_model, is_wrapped
 
 _GIB = 2**30
 
@@ -147,7 +147,8 @@ def _remedies(
             yield f"{name}.max_tokens", [cap for cap in caps if longest <= cap < role.config.max_tokens]
             yield f"{name}.activation_checkpointing", ["full"] * (role.config.activation_checkpointing != "full")
             yield f"{name}.sequence_parallel", _wider(role, world_size)
-            yield f"{name}.reduce_every_micro_batch", [True] * (not role.config.reduce_every_micro_batch)
+            waits = is_wrapped(role.config, world_size) and not role.config.reduce_every_micro_batch
+            yield f"{name}.reduce_every_micro_batch", [True] * waits
             yield f"{name}.shard_size", [-1] * (role.config.shard_size not in (-1, world_size))
     if device_type == "cuda":
         yield from _offloads(config)
@@ -157,7 +158,7 @@ def _remedies(
 
 def _wider(role: ModelRole, world_size: int) -> list[int]:
     """Larger values of `sequence_parallel` that divide the numbers of ranks and attention heads."""
-    model = build_model(role.path, role.config, role.head, trains=False)
+    model = build_model(role.path, role.config.model_copy(update={"compile": False}), role.head, trains=False)
     common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)
     return [n for n in range(2 * role.config.sequence_parallel, common + 1) if common % n == 0]
 

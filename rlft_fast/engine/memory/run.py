@@ -187,7 +187,7 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
     for role in roles.values():
         kept, taken = _roughly(role, world_size, device_type)
         total, state = total + kept + taken, state + kept
-    policy = build_model(config.model, config.actor, "logprob", trains=True)
+    policy = build_model(config.model, config.actor.model_copy(update={"compile": False}), "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
     generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
     most = generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes
@@ -205,7 +205,9 @@ def _roughly(role: ModelRole, world_size: int, device_type: str) -> tuple[int, i
     per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     width = getattr(torch, role.config.compute_dtype).itemsize
     activations = -(-role.config.max_tokens // role.config.sequence_parallel) * text.num_hidden_layers * per_block
-    whole_units = 8 * local_numel(model.parameters(), 1) if world_size > 1 else 0  # gathered weights and gradients
+    # Gathered weights and gradients, or the copies of a single process in bfloat16.
+    per_weight = 8 if world_size > 1 else 4 * (role.config.compute_dtype != "float32")
+    whole_units = per_weight * local_numel(model.parameters(), 1)
     scratch = head_scratch_bytes(model, work, device_type)
     return state_bytes(model, role.config), width * activations + whole_units + scratch
 

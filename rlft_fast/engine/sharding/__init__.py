@@ -23,6 +23,7 @@ from rlft_fast.engine.sharding.wrap import (
     find_units,
     gathered,
     hand_over_gradients,
+    move_gradients,
     reduce_gradients,
     reshard,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "hand_over_gradients",
     "host_memory",
     "is_wrapped",
+    "move_gradients",
     "reduce_gradients",
     "require_own_numbers",
     "require_same_model",

@@ -64,7 +64,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     blocks = decoder_blocks(model, config.wrap)
     if trains and config.activation_checkpointing != "none":
         checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile:
+    if config.compile is True:
         compile_blocks(blocks)
     return model
 

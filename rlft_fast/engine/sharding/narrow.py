@@ -1,11 +1,11 @@
 """Mixed precision of one process, without FSDP: there is nothing to shard, to gather or to reduce.
 
 The parameters keep their own dtype, float32 as a rule, wherever something reads or changes them. While the model runs,
-the data of each parameter is a copy in the compute dtype, made once per step and not once per unit and pass. Gradients
-arrive in the compute dtype and are added up in float32, as FSDP reduces them: the bits are the same.
+the data of each parameter is a copy in the compute dtype, made once per step or inference and not once per unit and
+pass. Gradients arrive in the compute dtype and are added up in float32, as FSDP reduces them: the bits are the same,
+but for `reduce_every_micro_batch` of bfloat16 weights, which FSDP adds up in bfloat16.
 
-FSDP copies every weight and gradient several times, also where it has only one process. Without it, a prototype that
-added up gradients in bfloat16 needed 0.63 s instead of 0.73 s for a step on an H100 (benchmarks/results/h100.md).
+FSDP copies every weight and gradient several times, also where it has only one process.
 """
 
 import functools
@@ -51,6 +51,10 @@ class NarrowWeights:
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves the sums of gradients."""
+        self._sums = {parameter: total.to(device) for parameter, total in self._sums.items()}
 
     def drop_gradients(self) -> None:
         self.step_back()

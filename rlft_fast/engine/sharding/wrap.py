@@ -195,6 +195,12 @@ def hand_over_gradients(model: nn.Module) -> None:
         weights.hand_over_gradients()
 
 
+def move_gradients(model: nn.Module, device: torch.device | str) -> None:
+    """Moves gradients that are not in the parameters yet."""
+    if weights := narrow_weights(model):
+        weights.to(device)
+
+
 def discard_gradients(model: nn.Module) -> None:
     """Drops all gradients, also those that FSDP has not reduced yet, and FSDP's state of a failed pass."""
     if weights := narrow_weights(model):

@@ -90,7 +90,7 @@ def linear_logprob(
             reduced inside.
         backend: ``"native"`` (compiled), ``"triton"``, ``"reference"`` (plain PyTorch, all logits in memory), or
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
-            GPU, backends and Triton's two passes with and without gradient agree to rounding only.
+            GPU, backends agree to rounding only, and so does Triton where it keeps the logits for backward.
         workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU. Where
             the logits of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead
             of four (not under ``torch.compile``, nor with ``threshold_T``).

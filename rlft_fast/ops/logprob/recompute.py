@@ -89,7 +89,7 @@ class Recompute(Way):
         results = per_token_results(hidden, *asked)
         normalizer = hidden.new_empty(2, problem.num_active, dtype=torch.float32)
         kept = in_huge_pages(_kept_logits(problem, keep_logits))
-        in_registers = _in_registers(problem, kept)
+        in_registers = _in_registers(problem, kept, asked)
         limit, columns = _forward_tile(problem)
         if kept.numel() or in_registers:
             limit = max(problem.num_active, 1)
@@ -114,6 +114,7 @@ class Recompute(Way):
     def save(self, ctx: Any, problem: Problem, options: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         _, entropy, *constants = results
         ctx.scalars = problem.scalars()
+        ctx.in_registers = _in_registers(problem, constants[-1], Asked(*options[1:]))
         ctx.save_for_backward(*problem.tensors(), *constants[-2:], entropy)
         ctx.mark_non_differentiable(*constants)
 
@@ -127,7 +128,10 @@ class Recompute(Way):
             grad_logprob = torch.zeros_like(grad_entropy)
         upstream = (grad_logprob, grad_entropy)
         return wanted(
-            _backward_operator(*tensors, *ctx.scalars, normalizer, kept, entropy, *upstream, ctx.needs), ctx.needs
+            _backward_operator(
+                *tensors, *ctx.scalars, normalizer, kept, entropy, *upstream, ctx.needs, ctx.in_registers
+            ),
+            ctx.needs,
         )
 
 
@@ -140,12 +144,12 @@ def _forward_tile(problem: Problem) -> tuple[int, int]:
     return tile_shape(problem.num_active, problem.hidden_TD, max(_workspace_mib(problem) * 4 // (4 + beside), 1))
 
 
-def _in_registers(problem: Problem, kept: Tensor) -> bool:
+def _in_registers(problem: Problem, kept: Tensor, asked: Asked) -> bool:
     """Whether the GEMM that computes a logit also computes what is made of it, so that no logit is stored.
 
     Forward and backward agree on it: errors of a GEMM's rounding cancel in p - 1 only if they are the same ones.
     """
-    return problem.backend == "triton" and problem.threshold_T is None and not kept.numel() and problem.vocab > 0
+    return problem.backend == "triton" and is_plain(problem, asked) and not kept.numel() and problem.vocab > 0
 
 
 def _workspace_mib(problem: Problem) -> int:
@@ -205,7 +209,7 @@ class _Factors(NamedTuple):
 
 def _backward(
     problem: Problem, normalizer: Tensor, kept: Tensor, entropy: Tensor, grad_logprob: Tensor,
-    grad_entropy: Tensor | None, needs_grad: list[bool],
+    grad_entropy: Tensor | None, needs_grad: list[bool], in_registers: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, or two, vocabulary tile by vocabulary tile."""
     grads = Gradients.allocate(problem, needs_grad)
@@ -223,7 +227,7 @@ def _backward(
     row_entropy = None if grad_entropy is None else entropy[active_index]
     maximum, log_sum = normalizer.contiguous()
     factors = _Factors(rows, maximum, log_sum, row_entropy, upstream, upstream_entropy)
-    grad_rows = _add_gradients(problem, factors, _KeptRows(kept, taken), grads)
+    grad_rows = _add_gradients(problem, factors, _KeptRows(kept, taken), grads, in_registers)
     if grad_rows is not None:
         grads.set_hidden(active_index, grad_rows, problem.group)
     return grads
@@ -243,9 +247,11 @@ class _KeptRows(NamedTuple):
         return memory[:, :columns]
 
 
-def _add_gradients(problem: Problem, factors: _Factors, kept: _KeptRows, grads: Gradients) -> Tensor | None:
+def _add_gradients(
+    problem: Problem, factors: _Factors, kept: _KeptRows, grads: Gradients, in_registers: bool
+) -> Tensor | None:
     """Fills dweight and dbias; returns dhidden of the rows, (R, D) float32, or None where it is not needed."""
-    rows, has_kept, in_registers = factors.rows, bool(kept.logits.numel()), _in_registers(problem, kept.logits)
+    rows, has_kept = factors.rows, bool(kept.logits.numel())
     columns = kept.logits.shape[-1] if has_kept else _backward_columns(problem, rows, in_registers)
     memory = Tile(rows.hidden_RD, columns, has_logits=not in_registers)
     grad_rows = None
@@ -306,12 +312,13 @@ def _gradients_without_logits(
 
 
 def _empty_backward(problem: Problem, *options: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(problem, options[-1])
+    return empty_gradients(problem, options[-2])
 
 
 _backward_operator = operator(
     "linear_logprob_backward",
-    "Tensor normalizer, Tensor kept, Tensor entropy, Tensor grad_logprob, Tensor? grad_entropy, bool[] needs_grad",
+    "Tensor normalizer, Tensor kept, Tensor entropy, Tensor grad_logprob, Tensor? grad_entropy, bool[] needs_grad, "
+    "bool in_registers",
     "Tensor, Tensor, Tensor",
     _backward,
     _empty_backward,

@@ -28,7 +28,7 @@ from rlft_fast.ops.logprob.statistics import Sums
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}  # as nvcc fuses a * b + c; Triton 3.10 stops doing so by default
 BLOCK = 2048  # columns per step: paths agree bit for bit if their tiles are multiples of it
-# A GEMM's tiles, which do not spill (test_triton_binaries.py compiles them all), by the bytes of an operand's element.
+# A GEMM's tiles by the bytes of an operand's element. They do not spill (tests/ops/logprob/test_triton.py).
 # With the large one, for Hopper's tensor cores, which read their operands from shared memory, a GEMM reads its operands
 # from L2 half as often. Float32 is multiplied outside of the tensor cores, which takes many more registers.
 _LARGE = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64}
