@@ -74,4 +74,4 @@ def test_pure_bfloat16_cannot_compute_in_float32():
     with pytest.raises(
         ValueError, match="float32 weights cannot be gathered from bfloat16: set compute_dtype: bfloat16"
     ):
-        EngineConfig(param_dtype="bfloat16")
+        EngineConfig(param_dtype="bfloat16", compute_dtype="float32")

@@ -183,6 +183,7 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         device_type: ``"cuda"`` or ``"cpu"``.
         host_bytes: CPU memory for each rank.
     """
+    config = config.for_device(device_type)
     roles, total, state = run_models(config), 0, 0
     for role in roles.values():
         kept, taken = _roughly(role, world_size, device_type)

@@ -79,6 +79,7 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     Raises:
         ValueError: the shard size does not divide the number of ranks, or nothing fits.
     """
+    config = config.for_device(world.device.type)
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
     methods = ("generate", "deviation") if isinstance(model, PolicyModel) else ()

@@ -114,7 +114,11 @@ def test_what_generate_takes(tmp_path):
 
 def test_share_of_vllm(config_of):
     """It sleeps while the policy learns; a process with GPUs of its own takes nothing; on a CPU it never sleeps."""
-    vllm = {"rollout__backend": "vllm", "rollout__vllm__gpu_memory_utilization": 0.25}
+    vllm = {
+        "rollout__backend": "vllm",
+        "rollout__vllm__gpu_memory_utilization": 0.25,
+        "actor__compute_dtype": "float32",
+    }
     colocated = phase_bytes(plan_memory(config_of(**vllm), 1, 8 * GIB))
     assert {name: memory["vLLM"] for name, memory in colocated.items() if memory["vLLM"]} == {
         "generate": 2 * GIB, "score": 2 * GIB, "sync": WEIGHTS,
