@@ -168,7 +168,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.namespace == "rlft_fast":
         return func._op_dk(torch.DispatchKey.CUDA, *args, **kwargs)
     if func is aten.mm.out and args[0].dtype in (torch.float16, torch.bfloat16):  # in minutes on CPUs without AVX-512
-        return kwargs["out"].copy_(torch.mm(args[0].float(), args[1].float()))
+        return kwargs["out"].copy_(args[0].float() @ args[1].float())
     if func is aten.mm.dtype_out:  # which CPUs do not have: narrow operands, float32 sums
         a, b, dtype = args
         _check_widening(a, b, dtype, kwargs["out"])
