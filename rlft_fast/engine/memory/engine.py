@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from rlft_fast.config import EngineConfig
-from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, simulate
+from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, build_plain, simulate
 from rlft_fast.engine.sharding import (
     HeadKind,
-    build_model,
     find_units,
     is_wrapped,
     resolve_shard_size,
@@ -151,7 +150,7 @@ def prepare(
     memory_bytes: int,
 ) -> tuple[RLModel, Workload]:
     """Builds the model without memory, and the workload of one micro-batch on the mesh that the engine would make."""
-    model = build_model(path, config.model_copy(update={"compile": False}), head, trains=trains)
+    model = build_plain(path, config, head, trains)
     shard_size = resolve_shard_size(config.shard_size, world_size, state_bytes(model, config), memory_bytes)
     return model, Workload(
         path=path, config=config.model_copy(update={"shard_size": shard_size}), world_size=world_size, head=head,

@@ -17,7 +17,8 @@ from rlft_fast.engine.memory.run import (
     run_models,
     surely_fits,
 )
-from rlft_fast.engine.sharding import build_model, is_wrapped
+from rlft_fast.engine.memory.simulation import build_plain
+from rlft_fast.engine.sharding import is_wrapped
 
 _GIB = 2**30
 
@@ -158,7 +159,7 @@ def _remedies(
 
 def _wider(role: ModelRole, world_size: int) -> list[int]:
     """Larger values of `sequence_parallel` that divide the numbers of ranks and attention heads."""
-    model = build_model(role.path, role.config.model_copy(update={"compile": False}), role.head, trains=False)
+    model = build_plain(role.path, role.config, role.head, trains=False)
     common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)
     return [n for n in range(2 * role.config.sequence_parallel, common + 1) if common % n == 0]
 

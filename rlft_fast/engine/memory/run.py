@@ -24,7 +24,8 @@ from rlft_fast.engine.memory.engine import (
     state_by_part,
 )
 from rlft_fast.engine.memory.generator import GeneratorMemory
-from rlft_fast.engine.sharding import HeadKind, build_model, state_bytes
+from rlft_fast.engine.memory.simulation import build_plain
+from rlft_fast.engine.sharding import HeadKind, state_bytes
 from rlft_fast.models import PolicyModel
 
 _GENERATOR = "vLLM"
@@ -188,7 +189,7 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
     for role in roles.values():
         kept, taken = _roughly(role, world_size, device_type)
         total, state = total + kept + taken, state + kept
-    policy = build_model(config.model, config.actor.model_copy(update={"compile": False}), "logprob", trains=True)
+    policy = build_plain(config.model, config.actor, "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
     generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
     most = generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes

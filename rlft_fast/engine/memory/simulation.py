@@ -187,8 +187,12 @@ def run_blocks(
 
 def build(workload: Workload) -> RLModel:
     """The workload's model, unsharded and without memory."""
-    config = workload.config.model_copy(update={"compile": False})
-    return build_model(workload.path, config, workload.head, trains=workload.trains)
+    return build_plain(workload.path, workload.config, workload.head, workload.trains)
+
+
+def build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool) -> RLModel:
+    """A model without memory whose blocks are not compiled: a plan only measures it."""
+    return build_model(path, config.model_copy(update={"compile": False}), head, trains=trains)
 
 
 def _gradient_bytes(parameters: list[nn.Parameter]) -> int:
