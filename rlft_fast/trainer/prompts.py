@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
+import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,6 +19,7 @@ from rlft_fast.files import read_text
 
 _MAX_NAMED_ROWS = 5
 _MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
+_TEMPLATE_SECONDS = 1.5  # of CPU time for one row; templates take milliseconds
 _MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # types and keys of transformers, OpenAI and Qwen
 
 
@@ -162,13 +166,33 @@ def _as_read(row: int, prompt: Any, config: DataConfig, tokenizer: Tokenizer, na
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         messages = [*system, {"role": "user", "content": prompt}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is code of the model's: it may divide by 0, or call itself without end
+        with _at_most(_TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is code of the model's: it may divide by 0, or loop without end
         raise ValueError(
             f"{name}: the tokenizer's chat template cannot be applied to row {row} (counted from 0): {error} "
             "(data.chat: false sends texts without a template)"
         ) from error
     return text, {"add_special_tokens": False}  # a template writes them itself
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError once the process has computed for `seconds`. Only the main thread can be interrupted so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, options: dict[str, Any]) -> list[int]:

@@ -124,6 +124,32 @@ def waits_in_step_5(completion_ids: list[list[int]], strike: list[str], **_) -> 
 waits_in_step_5.calls = 0
 
 
+def waits(strike: list[str], **_) -> list[float]:
+    Path(strike[0]).with_name("waiting").touch()
+    time.sleep(120)
+    return [0.0] * len(strike)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_waits_for_no_reward(model, tmp_path):
+    """A terminal sends it to the run's workers, too."""
+    options = FEWER_OPTIONS | {"reward__function": f"{Path(__file__)}:waits", "reward__timeout_s": 120.0}
+    config, log = write_config(model, tmp_path, options), tmp_path / "log"
+    process = start(["rlft_fast", "train", str(config)], log, start_new_session=True)
+    wait_for((tmp_path / "waiting").exists, log)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    os.killpg(process.pid, signal.SIGINT)
+    wait_for(lambda: b"Ctrl-C: " in log.read_bytes(), log)
+    time.sleep(1)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(60) == 130
+    assert time.monotonic() - started < 10
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
