@@ -232,7 +232,12 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const Upstream upstream = make_upstream(chunk.whole.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
-  if (grad_weight) check_contiguous("grad_weight", *grad_weight, weight.size(0), weight.size(1));
+  Tensor trained = hidden;  // the columns that multiply the trained ones of the weight, its last: all, or an adapter's
+  if (grad_weight) {
+    const int64_t columns = grad_weight->dim() == 2 ? std::min(grad_weight->size(1), hidden.size(1)) : 0;
+    check_contiguous("grad_weight", *grad_weight, weight.size(0), columns);
+    trained = torch::stable::narrow(trained, 1, hidden.size(1) - columns, columns);
+  }
   check_vector("grad_bias", grad_bias, weight.size(0));
   const int64_t tiles = chunk.num_tiles();
   const int64_t parts = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
@@ -245,7 +250,7 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
         grad_rows(tile, upstream, 0, tile.rows);
         if (grad_hidden) multiply(torch::stable::select(part_hidden, 0, part), z, chunk.tile_weight(i), true);
         if (grad_weight) {
-          multiply(chunk.tile_rows(*grad_weight, i), torch::stable::transpose(z, 0, 1), chunk.hidden, accumulate);
+          multiply(chunk.tile_rows(*grad_weight, i), torch::stable::transpose(z, 0, 1), trained, accumulate);
         }
         if (grad_bias) add_column_sums(tile, mutable_float(*grad_bias) + chunk.start(i), accumulate);
       }

@@ -59,18 +59,15 @@ class LogprobHead(nn.Module):
     def enable_adapters(self, enabled: bool) -> None:
         self.lora_enabled = enabled
 
-    def _adapted(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states and the weight to multiply, both extended by the rank of the adapter.
+    def _adapted(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The hidden states, extended by the rank of the adapter, and the adapter's columns of the weight, if any.
 
         [x, s A x] [W, B]^T is W x + s B A x. It avoids the rounded sum of W and B A, in which small updates would be
-        lost. The price: every forward copies W, and the backward computes the gradient of W, which nothing uses.
+        lost. The price: every forward copies W.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
-            return hidden, self.weight
-        return (
-            torch.cat([hidden, self.lora_scale * linear(hidden, self.lora_A)], dim=-1),
-            torch.cat([self.weight, self.lora_B], dim=-1),
-        )
+            return hidden, None
+        return torch.cat([hidden, self.lora_scale * linear(hidden, self.lora_A)], dim=-1), self.lora_B
 
     def forward(
         self,
@@ -112,9 +109,9 @@ class LogprobHead(nn.Module):
         Raises:
             ValueError: shapes, devices or option values do not fit each other.
         """
-        hidden, weight = self._adapted(hidden.to(self.weight.dtype))
+        hidden, adapter = self._adapted(hidden.to(self.weight.dtype))
         if target is None:
-            return linear(hidden, weight, self.bias)
+            return linear(hidden, _joined(self.weight, adapter), self.bias)
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.reshape(()).expand(target.shape)
         _check_rows(hidden, target, temperature, per_token, support)
@@ -124,7 +121,7 @@ class LogprobHead(nn.Module):
             _check_goes_with("loss_fn, which reads log-probabilities and entropies alone", extras)
         if support is not None:
             _check_goes_with("a support, because it is of the whole vocabulary", of_vocabulary)
-        arguments = (hidden.flatten(0, -2), weight, target.flatten())
+        hidden_TD, target_T = hidden.flatten(0, -2), target.flatten()
         options = self.options | {
             "bias_V": self.bias, "return_entropy": return_entropy,
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
@@ -132,17 +129,23 @@ class LogprobHead(nn.Module):
         per_token = tuple(x.flatten() for x in per_token)
         if support is not None:
             options["support_TK"] = support.flatten(0, -2)
+            arguments = (hidden_TD, _joined(self.weight, adapter), target_T)
             if loss_fn is None:
                 result = support_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
             else:
                 result = _support_logprob_loss(*arguments, loss_fn, *per_token, **options)
-        elif loss_fn is None:
-            options["active_index"] = active_index
-            result = linear_logprob(*arguments, **options, **extras)
         else:
-            result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options, active_index=active_index)
+            options |= {"adapter_VR": adapter, "active_index": active_index}
+            if loss_fn is None:
+                result = linear_logprob(hidden_TD, self.weight, target_T, **options, **extras)
+            else:
+                result = linear_logprob_loss(hidden_TD, self.weight, target_T, loss_fn, *per_token, **options)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
         return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
+
+
+def _joined(weight: Tensor, adapter: Tensor | None) -> Tensor:
+    return weight if adapter is None else torch.cat([weight, adapter], dim=-1)
 
 
 def _check_goes_with(what: str, asked: dict[str, bool]) -> None:

@@ -110,14 +110,14 @@ def test_head_with_softcap_and_bias(bias):
 
 
 @requires_mkl
-def test_an_adapted_head_multiplies_as_a_trained_one_of_more_dimensions():
+def test_an_adapted_head_multiplies_as_a_frozen_one_and_the_adapter():
     rows, dim, vocab, rank = 20, 8, 500, 2
     head = LogprobHead(torch.nn.Parameter(torch.randn(vocab, dim), requires_grad=False), None, None, 1.0)
     head.add_lora(rank, alpha=4.0)
     torch.nn.init.normal_(head.lora_A), torch.nn.init.normal_(head.lora_B)
     hidden, target = torch.randn(rows, dim, requires_grad=True), torch.arange(rows)
     step = lambda: head(hidden, target, loss_fn=lambda logprob, _: -logprob).loss.backward()  # noqa: E731
-    assert multiplications(step) == 3 * rows * (dim + rank) * vocab + 3 * rows * dim * rank
+    assert multiplications(step) == (2 * (dim + rank) + rank) * rows * vocab + 3 * rows * dim * rank
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -101,6 +101,29 @@ def softcap_or_0(softcap: float | None) -> float:
     return softcap
 
 
+def check_adapter(hidden: Tensor, weight: Tensor, adapter: Any) -> None:
+    """Raises TypeError or ValueError unless an adapter's columns fit beside a frozen weight's."""
+    expected = f"adapter_VR must be a (V, R) {weight.dtype} tensor on {weight.device}"
+    if not isinstance(adapter, Tensor) or adapter.dtype != weight.dtype:
+        raise TypeError(f"{expected}, got {adapter.dtype if isinstance(adapter, Tensor) else type(adapter).__name__}")
+    if adapter.dim() != 2 or adapter.shape[:1] != weight.shape[:1] or adapter.device != weight.device:
+        raise ValueError(
+            f"{expected} beside weight_VD {tuple(weight.shape)}, got {tuple(adapter.shape)} on {adapter.device}"
+        )
+    columns = (weight.shape[-1], adapter.shape[1], hidden.shape[-1])
+    if not adapter.shape[1] or sum(columns[:2]) != columns[2]:
+        raise ValueError(
+            f"weight_VD has {columns[0]} columns and adapter_VR {columns[1]}, expected one or more of adapter_VR and "
+            f"{columns[2]} together, as hidden_TD has: append hidden @ A.T to the hidden states"
+        )
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise ValueError(
+            "weight_VD needs a gradient, and adapter_VR goes with a frozen weight: freeze it by requires_grad_(False), "
+            "or pass one weight, torch.cat([weight_VD, adapter_VR], dim=-1)"
+        )
+    check_no_tangent(weight, adapter)
+
+
 def check_number(name: str, value: Any, kind: type = Real) -> None:
     """Raises ValueError if a value is no number; with ``Integral``, no int."""
     symbolic = (torch.SymInt,) if kind is Integral else (torch.SymInt, torch.SymFloat)

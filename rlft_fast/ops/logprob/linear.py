@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from rlft_fast.ops.backends import resolve_backend
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.checks import (
+    check_adapter,
     check_no_tangent,
     check_per_token,
     check_problem,
@@ -51,6 +52,7 @@ def linear_logprob(
     return_top1: bool = False,
     return_mean_logits: bool = False,
     threshold_T: Tensor | None = None,
+    adapter_VR: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
@@ -82,6 +84,9 @@ def linear_logprob(
         return_top1: also return whether the target is the most probable token.
         return_mean_logits: also return ``mean(z)`` over the vocabulary, not differentiable; not with ``threshold_T``.
         threshold_T: (T,) leaves the tokens with ``z`` below it out of the softmax: see :func:`support_logprob`.
+        adapter_VR: (V, R) trained columns beside a frozen ``weight_VD`` (V, D - R), as a low-rank adapter has them:
+            ``hidden_TD`` (T, D) ends in the R columns that multiply them. The frozen columns' share of the weight's
+            GEMM is left out. The projection is copied once, with the adapter beside it.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
         vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
@@ -103,11 +108,12 @@ def linear_logprob(
         TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
+    hidden_TD, weight_VD, bias_V, adapter_VR = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VR)
+    weight_VD = _joined(hidden_TD, weight_VD, adapter_VR)
     problem = Problem(
-        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), threshold_T, softcap_or_0(softcap), logit_scale, backend,
-        _group_name(vocab_group), workspace_mib, ignore_index,
+        hidden_TD, weight_VD if adapter_VR is None else weight_VD.detach(), target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), threshold_T, adapter_VR, softcap_or_0(softcap), logit_scale,
+        backend, _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
     if return_mean_logits and threshold_T is not None:
@@ -155,6 +161,7 @@ def linear_logprob_loss(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    adapter_VR: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
@@ -185,6 +192,7 @@ def linear_logprob_loss(
         logit_scale: see there.
         ignore_index: see there.
         return_entropy: hand entropies to ``loss_fn`` and return them.
+        adapter_VR: see there.
         active_index: see there.
         vocab_group: see there.
         backend: see there.
@@ -200,11 +208,12 @@ def linear_logprob_loss(
         TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
+    hidden_TD, weight_VD, bias_V, adapter_VR = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VR)
+    weight_VD = _joined(hidden_TD, weight_VD, adapter_VR)
     problem = Problem(
-        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), None, softcap_or_0(softcap), logit_scale, backend,
-        _group_name(vocab_group), workspace_mib, ignore_index,
+        hidden_TD, weight_VD if adapter_VR is None else weight_VD.detach(), target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), None, adapter_VR, softcap_or_0(softcap), logit_scale,
+        backend, _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
     check_per_token(per_token, target_T)
@@ -228,13 +237,24 @@ def linear_logprob_loss(
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
-def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast_inputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Casts them as autocast, where it is on, casts the inputs of a linear layer."""
     device = hidden.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias
+        return hidden, weight, bias, adapter
     dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    bias, adapter = (None if x is None else x.to(dtype) for x in (bias, adapter))
+    return hidden.to(dtype), weight.to(dtype), bias, adapter
+
+
+def _joined(hidden: Tensor, weight: Tensor, adapter: Tensor | None) -> Tensor:
+    """The whole projection."""
+    if adapter is None:
+        return weight
+    check_adapter(hidden, weight, adapter)
+    return torch.cat([weight, adapter], dim=-1)
 
 
 def _group_name(group: ProcessGroup | None) -> str:
@@ -247,7 +267,7 @@ def _group_name(group: ProcessGroup | None) -> str:
 
 
 def _needs_grad(problem: Problem) -> list[bool]:
-    inputs = (problem.hidden_TD, problem.weight_VD, problem.bias_V)
+    inputs = (problem.hidden_TD, problem.trained, problem.bias_V)
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 
@@ -261,7 +281,7 @@ def _with_backend(problem: Problem, kind: str) -> Problem:
 
 def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:
     """The problem with its active tokens found, and targets as rows of this rank's weight; and all ranks' [V, D, T]."""
-    check_no_tangent(problem.hidden_TD, problem.weight_VD, problem.bias_V)
+    check_no_tangent(problem.hidden_TD, problem.trained, problem.bias_V)
     target_T, ignore_index = problem.target_T, problem.ignore_index
     active_index = problem.active_index
     if active_index is None:

@@ -177,7 +177,8 @@ class _LargeGemms:
         weight_sum, bias_sum = self.sums
         accumulate = group[0].rows.start > 0
         if weight_sum is not None:
-            multiply(grad_logits.T, hidden_RD, out=weight_sum, accumulate=accumulate)
+            factor = self.problem.factor_of_trained(hidden_RD)
+            multiply(grad_logits.T, factor, out=weight_sum, accumulate=accumulate)
         if bias_sum is not None:
             column_sums = grad_logits.sum(0, dtype=torch.float32)
             bias_sum.add_(column_sums) if accumulate else bias_sum.copy_(column_sums)
@@ -204,6 +205,8 @@ class _LargeGemms:
 
 class Loss(Way):
     """2 GEMMs, or 1 with a frozen weight, beside the one for the logits, all in the forward.
+
+    The trained columns of an adapter beside a frozen weight take as many columns of the second GEMM.
 
     Options: ``per_token``, tensors for ``loss_fn``; ``loss_fn``, a handle of `hold`; ``shards``, the shapes that
     `rebase_targets` gathers, or None; ``return_entropy``; ``needs_grad`` of hidden, weight and bias.

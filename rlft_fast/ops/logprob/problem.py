@@ -19,9 +19,9 @@ from rlft_fast.ops.logprob.tiles import float_bias, operand
 # The schema of a problem as the first arguments of an operator: tensors, then numbers and names.
 SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor active_index, Tensor? bias, Tensor inv_temperature, "
-    "Tensor? threshold, float softcap, float scale, str backend, str group, int? workspace_mib"
+    "Tensor? threshold, Tensor? adapter, float softcap, float scale, str backend, str group, int? workspace_mib"
 )
-NUM_TENSORS, NUM_ARGUMENTS = 7, 12
+NUM_ARGUMENTS = 13
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Problem:
     """float32 (T,), or (1,) for all tokens."""
     threshold_T: Tensor | None
     """Smallest logit that counts; None: every logit counts."""
+    adapter_VR: Tensor | None
+    """The last columns of ``weight_VD`` once more, as the input that gets their gradient; the others then get none."""
     softcap: float
     """0 for no soft-capping."""
     scale: float
@@ -68,7 +70,7 @@ class Problem:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (
             self.hidden_TD, self.weight_VD, self.target_T, self.active_index, self.bias_V, self.inv_temperature,
-            self.threshold_T,
+            self.threshold_T, self.adapter_VR,
         )  # fmt: skip
 
     def scalars(self) -> tuple[Any, ...]:
@@ -79,6 +81,15 @@ class Problem:
     @property
     def vocab(self) -> int:
         return self.weight_VD.shape[0]
+
+    @property
+    def trained(self) -> Tensor:
+        """The projection as the input that may need a gradient: (V, D), or (V, R) of an adapter."""
+        return self.weight_VD if self.adapter_VR is None else self.adapter_VR
+
+    def factor_of_trained(self, hidden_RD: Tensor) -> Tensor:
+        """The columns of hidden states that multiply `trained`."""
+        return hidden_RD if self.adapter_VR is None else hidden_RD[:, -self.adapter_VR.shape[1] :]
 
     @property
     def num_active(self) -> int:

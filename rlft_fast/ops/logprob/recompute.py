@@ -11,7 +11,7 @@ GEMMs make a tile, and one kernel does everything between two GEMMs (``csrc/cpu/
     the same, few tokens  3 GEMMs  Where all logits fit the workspace they stay there until backward.
     frozen weight        2 GEMMs   (frozen.py) U = (onehot - P) W is built while the logits are there; backward scales
                                    its rows. Only of logprob, and of a whole vocabulary: else as above, without the
-                                   GEMM of dW.
+                                   GEMM of dW, or with R of its D columns where an adapter is trained.
     linear_logprob_loss  3 GEMMs   (loss.py) The loss is known per token, so logits become dlogits in place in the
                                    forward; 2 where the weight is frozen.
 
@@ -254,6 +254,7 @@ def _add_gradients(
     rows, has_kept = factors.rows, bool(kept.logits.numel())
     columns = kept.logits.shape[-1] if has_kept else _backward_columns(problem, rows, in_registers)
     memory = Tile(rows.hidden_RD, columns, has_logits=not in_registers)
+    factor = problem.factor_of_trained(rows.hidden_RD)
     grad_rows = None
     if grads.hidden.numel():
         grad_rows = torch.zeros_like(rows.hidden_RD, dtype=torch.float32)
@@ -270,7 +271,7 @@ def _add_gradients(
         if grad_rows is not None:
             multiply(dz, weight, out=grad_rows, accumulate=True)
         if grads.weight.numel():
-            multiply(dz.T, rows.hidden_RD, out=grads.weight[tile])
+            multiply(dz.T, factor, out=grads.weight[tile])
         if grads.bias.numel():
             grads.bias[tile] = dz.sum(0, dtype=torch.float32)
     return grad_rows

@@ -94,10 +94,10 @@ def support_logprob(
             return_sum_prob_squared=return_sum_prob_squared, workspace_mib=workspace_mib,
         )  # fmt: skip
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, support_TK=support_TK)
-    hidden_TD, weight_VD, bias_V = autocast_inputs(hidden_TD, weight_VD, bias_V)
+    hidden_TD, weight_VD, bias_V, _ = autocast_inputs(hidden_TD, weight_VD, bias_V)
     problem = Problem(
         hidden_TD, weight_VD, target_T, cast(Any, None), bias_V, inverse_temperature(temperature, hidden_TD.device),
-        None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, ignore_index,
+        None, None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature, support_TK=support_TK)
     if workspace_mib is None:

@@ -16,7 +16,7 @@ from rlft_fast.ops.logprob.problem import NUM_ARGUMENTS, SCHEMA, Problem
 from rlft_fast.ops.logprob.statistics import all_reduce
 from rlft_fast.ops.logprob.tiles import in_huge_pages
 
-_HIDDEN, _WEIGHT, _BIAS = 0, 1, 4  # positions in `SCHEMA` of what may need a gradient
+_HIDDEN, _WEIGHT, _BIAS, _ADAPTER = 0, 1, 4, 7  # positions in `SCHEMA` of what may need a gradient
 
 
 class Way(ABC):
@@ -53,17 +53,21 @@ class Way(ABC):
 
     @abstractmethod
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dhidden, dweight, dbias) from the gradients of the results, None for a gradient that nothing asks for."""
+        """(dhidden, dweight, dbias) from the gradients of the results, None for a gradient that nothing asks for.
+
+        Here and below dweight is the gradient of `Problem.trained`: of the weight, or of its adapter.
+        """
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.no_gradients = [[None] * len(x) if _is_tensors(x) else None for x in inputs]
+        ctx.trained = _WEIGHT if inputs[_ADAPTER] is None else _ADAPTER
         ctx.set_materialize_grads(False)  # autograd would make zeros of dweight's or the kept logits' size
         self.save(ctx, Problem.of(inputs), inputs[NUM_ARGUMENTS:], output)
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.needs = [ctx.needs_input_grad[i] for i in (_HIDDEN, _WEIGHT, _BIAS)]
+        ctx.needs = [ctx.needs_input_grad[i] for i in (_HIDDEN, ctx.trained, _BIAS)]
         gradients = list(ctx.no_gradients)
-        gradients[_HIDDEN], gradients[_WEIGHT], gradients[_BIAS] = self.backward(ctx, *grads)
+        gradients[_HIDDEN], gradients[ctx.trained], gradients[_BIAS] = self.backward(ctx, *grads)
         return tuple(gradients)
 
 
@@ -97,7 +101,7 @@ def wanted(grads: tuple[Tensor, ...], needs: list[bool]) -> tuple[Tensor | None,
 
 def empty_gradients(problem: Problem, needs: list[bool]) -> tuple[Tensor, ...]:
     """(dhidden, dweight, dbias) without values, each empty if not needed."""
-    inputs = (problem.hidden_TD, problem.weight_VD, problem.bias_V)
+    inputs = (problem.hidden_TD, problem.trained, problem.bias_V)
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format)
         if x is not None and needed

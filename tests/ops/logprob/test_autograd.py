@@ -1,6 +1,7 @@
 """linear_logprob under autograd, autocast and torch.compile."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -143,11 +144,13 @@ def test_autocast_narrows_the_inputs_and_nothing_else(backend):
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
-def flat_problem(requires_grad: bool, threshold: torch.Tensor | None = None):
+def flat_problem(
+    requires_grad: bool, threshold: torch.Tensor | None = None, adapter: torch.Tensor | None = None
+) -> list[Any]:
     hidden, weight, target, _ = make_inputs(6, 8, 64)  # V is a multiple of 64: padding columns would hold any value
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), threshold, 0.0, 1.0, "native", "", 64]
+    return [*tensors, torch.ones(1), threshold, adapter, 0.0, 1.0, "native", "", 64]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -157,6 +160,9 @@ def test_opcheck(requires_grad):
     torch.library.opcheck(
         namespace.linear_logprob, (*flat_problem(requires_grad, torch.zeros(6)), *[True] * 5), test_utils=tests
     )
+    adapted = flat_problem(requires_grad, adapter=torch.ones(64, 3, requires_grad=requires_grad))
+    adapted[1].requires_grad_(False)
+    torch.library.opcheck(namespace.linear_logprob, (*adapted, *[True] * 5), test_utils=tests)
     torch.library.opcheck(namespace.linear_logprob_frozen, tuple(flat_problem(requires_grad)), test_utils=tests)
     torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))
 

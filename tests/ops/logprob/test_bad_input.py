@@ -59,6 +59,18 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W, Y), {"workspace_mib": 0}, ValueError, "workspace_mib"),
         ((H, W, Y), {"backend": "cuda"}, ValueError, "backend must be"),
         ((H, W.to("meta"), Y), {}, ValueError, "weight_VD is on meta"),
+        ((H, W[:, :6], Y), {"adapter_VR": W[:, :3]}, ValueError, "6 columns and adapter_VR 3, expected .* 8 together"),
+        ((H, W, Y), {"adapter_VR": W[:, :0]}, ValueError, "8 columns and adapter_VR 0, expected one or more"),
+        ((H, W[:, :6], Y), {"adapter_VR": W[:9, :2]}, ValueError, r"beside weight_VD \(10, 6\), got \(9, 2\)"),
+        ((H, W[:, :6], Y), {"adapter_VR": W[0]}, ValueError, r"beside weight_VD \(10, 6\), got \(8,\)"),
+        ((H, W[:, :6], Y), {"adapter_VR": W[:, :2].bfloat16()}, TypeError, "float32 tensor on cpu, got torch.bfloat16"),
+        ((H, W[:, :6], Y), {"adapter_VR": 2}, TypeError, "adapter_VR must be a .* tensor on cpu, got int"),
+        (
+            (H, torch.zeros(10, 6, requires_grad=True), Y),
+            {"adapter_VR": W[:, :2]},
+            ValueError,
+            "goes with a frozen weight",
+        ),
     ],
 )
 def test_bad_input(arguments, options, error, message):

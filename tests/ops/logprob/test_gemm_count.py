@@ -45,13 +45,31 @@ def fuse_frozen(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
     fuse(h, w.detach(), target, **how)
 
 
+RANK = 6
+
+
+def split(w: Tensor) -> tuple[Tensor, Tensor]:
+    """A frozen weight, and an adapter of a quarter of its columns."""
+    return w.detach()[:, :-RANK].contiguous(), w.detach()[:, -RANK:].contiguous().requires_grad_()
+
+
+def adapt(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    weight, adapter = split(w)
+    train(h, weight, target, adapter_VR=adapter, **how)
+
+
+def fuse_adapted(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
+    weight, adapter = split(w)
+    fuse(h, weight, target, adapter_VR=adapter, **how)
+
+
 def train_above(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
     train(h, w, target, threshold_T=torch.zeros(len(target), device=target.device), **how)
 
 
 small = {"workspace_mib": 1}
 # (GEMMs, way): docs/ops.md and the docstrings promise them.
-WAYS: dict[str, tuple[int, Callable[..., None]]] = {
+WAYS: dict[str, tuple[float, Callable[..., None]]] = {
     "no grad": (1, score),
     "no grad, in tiles": (1, partial(score, **small)),
     "forward + backward": (4, partial(train, **small)),
@@ -67,6 +85,10 @@ WAYS: dict[str, tuple[int, Callable[..., None]]] = {
     "loss, in chunks": (3, partial(fuse, **small)),
     "loss, entropy": (3, partial(fuse, return_entropy=True)),
     "loss, frozen head": (2, fuse_frozen),
+    "adapter": (3 + RANK / D, partial(adapt, **small)),
+    "adapter, kept logits": (2 + RANK / D, adapt),
+    "adapter, loss": (2 + RANK / D, fuse_adapted),
+    "adapter, loss, in chunks": (2 + RANK / D, partial(fuse_adapted, **small)),
 }
 
 

@@ -29,6 +29,7 @@ from tests.ops.logprob.problems import (
     gradients,
     plain_logprob,
     run,
+    weighted_by,
 )
 from tests.support.devices import DEVICES
 from tests.support.numerics import assert_no_further_from_truth
@@ -128,6 +129,43 @@ def test_any_shape_and_option(device, T, D, V, softcap, scale, bias, per_token, 
     problem = (hidden.to(device), weight.to(device), target.to(device), {**options, "workspace_mib": workspace_mib})
     for o, t in zip(run(linear_logprob, *problem, F32, **asked), truth, strict=True):
         torch.testing.assert_close(o.cpu().double(), t, rtol=2e-4, atol=2e-5)
+
+
+def with_adapter(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, rank: int, to: torch.dtype, **options):
+    """[logprob, dhidden, dadapter] where only the last columns of the weight are trained."""
+    h, whole = hidden.to(to, copy=True).requires_grad_(), weight.to(to)
+    frozen, adapter = whole[:, :-rank].contiguous(), whole[:, -rank:].clone().requires_grad_()
+    upstream = torch.randn(len(target), generator=torch.Generator().manual_seed(1)).to(target.device)
+    if function in (linear_logprob, linear_logprob_loss):
+        head, options = (h, frozen, target), {**options, "adapter_VR": adapter}
+    else:
+        head = h, torch.cat([frozen, adapter], dim=-1), target
+    if function in (linear_logprob_loss, reference.linear_logprob_loss):
+        result = function(*head, weighted_by, -upstream, **options)
+        result.loss.backward()
+    else:
+        result = function(*head, **options)
+        (result.logprob * upstream).sum().backward()
+    return [result.logprob.detach(), h.grad, adapter.grad]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("way", ["recomputed", "kept", "loss", "loss in chunks"])
+def test_an_adapter_beside_a_frozen_weight(way, dtype, backend, device):
+    T, D, V = (67, 24, 2100) if backend == "triton" else (333, 64, 5003)
+    hidden, weight, target, _ = make_inputs(T, D, V, logits="peaked", dtype=dtype, device=device)
+    target[::7] = -100
+    is_loss = "loss" in way
+    ours = with_adapter(
+        linear_logprob_loss if is_loss else linear_logprob, hidden, weight, target, 6, dtype,
+        workspace_mib=1 if way in ("recomputed", "loss in chunks") else 64, backend=backend,
+    )  # fmt: skip
+    plain = reference.linear_logprob_loss if is_loss else reference.linear_logprob
+    eager, truth = (with_adapter(plain, hidden, weight, target, 6, to) for to in (dtype, F64))
+    for actual, by_torch, exact in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(actual, by_torch, exact)
 
 
 @interpreted
