@@ -42,7 +42,6 @@ from rlft_fast.ops.logprob.statistics import (
 )
 from rlft_fast.ops.logprob.tiles import (
     Tile,
-    float_bias,
     in_huge_pages,
     multiply,
     operand,
@@ -172,8 +171,8 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
 
 def _add_without_logits(problem: Problem, rows: Rows, sums: Sums) -> None:
     problem.kernels.fused_stats(
-        rows.hidden_RD, operand(problem.weight_VD), rows.target_R, float_bias(problem.bias_V), rows.inv_temperature,
-        problem.softcap, problem.scale, *sums,
+        rows.hidden_RD, operand(problem.weight_VD), rows.target_R, rows.inv_temperature, problem.scale, sums.maximum,
+        sums.sum_exp, sums.target_logit,
     )  # fmt: skip
 
 
@@ -261,7 +260,7 @@ def _add_gradients(
     for i, (tile, weight, bias) in enumerate(problem.tiles(columns)):
         z, dz = memory.views(weight.shape[0])
         if in_registers:
-            _gradients_without_logits(problem, factors, (weight, bias), tile.start, dz)
+            _gradients_without_logits(problem, factors, weight, tile.start, dz)
         else:
             if has_kept:
                 z = kept.tile(i, weight.shape[0], memory.logits)
@@ -300,15 +299,12 @@ def _to_gradients_(
         torch.mul(out, slope, out=dz)
 
 
-def _gradients_without_logits(
-    problem: Problem, factors: _Factors, head: tuple[Tensor, Tensor | None], start: int, out: Tensor
-) -> None:
-    """Writes the gradients of a tile's raw logits; ``head`` is its weight and bias."""
-    rows, *others = factors
-    weight, bias = head
+def _gradients_without_logits(problem: Problem, factors: _Factors, weight: Tensor, start: int, out: Tensor) -> None:
+    """Writes the gradients of a tile's raw logits; ``weight`` is its rows of the projection."""
+    rows = factors.rows
     problem.kernels.fused_grad(
-        rows.hidden_RD, weight, rows.target_R, start, bias, rows.inv_temperature, problem.softcap, problem.scale,
-        *others, out,
+        rows.hidden_RD, weight, rows.target_R, start, rows.inv_temperature, problem.scale, factors.maximum,
+        factors.log_sum, factors.grad_logprob, out,
     )  # fmt: skip
 
 

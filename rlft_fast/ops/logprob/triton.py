@@ -9,6 +9,9 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
     fused_grad        the same GEMM with logprob_grad_ as its epilogue: of a tile, dlogits alone are written
 
+The last two give log-probabilities of plain logits: with a bias, a soft-cap, an entropy or another sum, the large tile
+would not fit the registers.
+
 Deterministic: a row belongs to one program, or to one per vocabulary split, and splits are merged in their order.
 """
 
@@ -51,10 +54,9 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def gemm_tile(operand: Tensor, large: bool) -> dict[str, int]:
-    """A GEMM's tile, ``large`` where that is possible."""
-    large = large and operand.element_size() == 2 and is_hopper(operand.device)
-    return _LARGE if large else _TILES[operand.element_size()]
+def gemm_tile(operand: Tensor) -> dict[str, int]:
+    is_large = operand.element_size() == 2 and is_hopper(operand.device)
+    return _LARGE if is_large else _TILES[operand.element_size()]
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -254,10 +256,9 @@ def _frozen_kernel(
 
 @triton.jit
 def _fused_stats_kernel(
-    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, bias_ptr,
-    inv_temperature_ptr, inv_temperature_stride, softcap, scale, row_blocks, splits, tiles_per_split,
-    max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr, logits_ptr,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr,
+    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
+    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, max_ptr, sum_ptr,
+    target_logit_ptr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours have few row blocks among them, which stay in L2 while the weights pass by.
@@ -270,10 +271,6 @@ def _fused_stats_kernel(
     target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
-    q = tl.zeros((ROWS,), tl.float32)
-    r = tl.zeros((ROWS,), tl.float32)
-    if LOGITS:
-        total = tl.zeros((ROWS,), tl.float64)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
     d_offset = d[:, None] * weight_stride_d
@@ -285,10 +282,7 @@ def _fused_stats_kernel(
         b_block = tile_ptr
         tile_ptr += COLUMNS * weight_stride
         z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
-        bias = 0.0
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
-        x = _softmax_logits(z, bias, inv_temperature[:, None], softcap, scale, SOFTCAP)
+        x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False)
         if COLUMNS < 256 or (tile + 1) * COLUMNS > vocab:  # the large tile has no registers to spare for the mask
             x = tl.where(column_inside[None, :], x, -float("inf"))
         # A row's target is in one tile: the sum picks it. Where that is, the row's numbers tell; to ask the tile would
@@ -296,27 +290,18 @@ def _fused_stats_kernel(
         target_logit = tl.sum(tl.where(j[None, :] == target[:, None], x, 0.0), 1)
         in_tile = (target >= tile * COLUMNS) & (target < (tile + 1) * COLUMNS)
         tl.store(target_logit_ptr + i, target_logit, mask=row_inside & in_tile)
-        m, s, q, r = _add_block(x, 1, m, s, q, r)
-        if LOGITS:
-            total += tl.sum(tl.where(column_inside[None, :], x, 0.0), 1)
+        m, s, _, _ = _add_block(x, 1, m, s, 0.0, 0.0)
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
     tl.store(sum_ptr + out, s, mask=row_inside)
-    if SHIFT:
-        tl.store(shift_ptr + out, q, mask=row_inside)
-    if SQUARES:
-        tl.store(squares_ptr + out, r, mask=row_inside)
-    if LOGITS:
-        tl.store(logits_ptr + out, total, mask=row_inside)
 
 
 @triton.jit
 def _fused_grad_kernel(
     hidden_ptr, weight_ptr, rows, dim, columns, hidden_stride, weight_stride, weight_stride_d, target_ptr,
-    vocab_start, bias_ptr, inv_temperature_ptr, inv_temperature_stride, softcap, scale, row_blocks, column_blocks,
-    max_ptr, log_sum_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, out_ptr, out_stride,
-    HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    vocab_start, inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, column_blocks, max_ptr, log_sum_ptr,
+    grad_logprob_ptr, out_ptr, out_stride,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
     first_row, first_column = row_block * ROWS, column_block * COLUMNS
@@ -328,25 +313,15 @@ def _fused_grad_kernel(
     a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
     b_block = weight_ptr + first_column.to(tl.int64) * weight_stride
     z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
-    bias = 0.0
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + j, mask=column_inside, other=0.0)[None, :]
     inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)[:, None]
-    x = _softmax_logits(z, bias, inv_temperature, softcap, scale, SOFTCAP)
+    x = _softmax_logits(z, 0.0, inv_temperature, 0.0, scale, False)
     maximum = tl.load(max_ptr + i, mask=row_inside, other=0.0)[:, None]
     log_p = (x - maximum) - tl.load(log_sum_ptr + i, mask=row_inside, other=0.0)[:, None]
     g = tl.load(grad_logprob_ptr + i, mask=row_inside, other=0.0)[:, None]
-    factor, upstream_is_zero = g, g == 0.0
-    if ENTROPY:
-        h = tl.load(grad_entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
-        upstream_is_zero &= h == 0.0
-        entropy = tl.load(entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
-        factor = g + h * (tl.maximum(log_p, -87.0) + entropy)  # p log p is 0 where p is
     target = tl.load(target_ptr + i, mask=row_inside, other=-1) - vocab_start - first_column
     target = tl.where((target >= 0) & (target < COLUMNS), target, -1).to(tl.int32)  # half the registers
-    dz = -tl.exp(log_p) * factor + tl.where(tl.arange(0, COLUMNS)[None, :] == target[:, None], g, 0.0)
-    dz *= _slope(x, inv_temperature, softcap, scale, SOFTCAP)
-    dz = tl.where(upstream_is_zero, 0.0, dz)  # as in _grad_kernel
+    dz = -tl.exp(log_p) * g + tl.where(tl.arange(0, COLUMNS)[None, :] == target[:, None], g, 0.0)
+    dz = tl.where(g == 0.0, 0.0, dz * (scale * inv_temperature))  # as in _grad_kernel
     out = out_ptr + first_row.to(tl.int64) * out_stride + first_column
     out_offset = tl.arange(0, ROWS)[:, None] * out_stride + tl.arange(0, COLUMNS)[None, :]
     tl.store(out + out_offset, dz.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
@@ -413,51 +388,40 @@ _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more split
 
 @on_its_device
 def fused_stats(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
-    scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
-    sum_logits: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, maximum: Tensor,
+    sum_exp: Tensor, target_logit: Tensor,
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    large = bias is shift is squares is sum_logits is None and softcap == 0  # with more, it would spill
-    shape = gemm_tile(hidden, large)
+    shape = gemm_tile(hidden)
     row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
     if row_blocks == 0:
         return
     splits = min(tiles, max(_PROGRAMS // row_blocks, 1))
     tiles_per_split = triton.cdiv(tiles, splits)
     splits = triton.cdiv(tiles, tiles_per_split)
-    partial = hidden.new_zeros(4, splits, num_rows, dtype=torch.float32)
-    partial_logits = None if sum_logits is None else torch.zeros_like(partial[0], dtype=torch.float64)
+    partial = hidden.new_zeros(2, splits, num_rows, dtype=torch.float32)
     _fused_stats_kernel[(row_blocks * splits,)](
-        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, bias, inv_temperature,
-        int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
-        partial_logits,
-        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
-        LOGITS=sum_logits is not None, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, inv_temperature,
+        int(inv_temperature.shape[0] != 1), scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
-    parts = Sums(*partial, target_logit, partial_logits).at(partial[0].amax(0))
+    parts = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
-    sums = ((sum_exp, parts.sum_exp), (shift, parts.shift), (squares, parts.squares), (sum_logits, parts.logits))
-    for out, part in sums:
-        if out is not None:
-            out.copy_(part.sum(0))
+    sum_exp.copy_(parts.sum_exp.sum(0))
 
 
 @on_its_device
 def fused_grad(
-    hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor,
-    softcap: float, scale: float, maximum: Tensor, log_sum: Tensor, entropy: Tensor | None, grad_logprob: Tensor,
-    grad_entropy: Tensor | None, out: Tensor,
+    hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, inv_temperature: Tensor, scale: float,
+    maximum: Tensor, log_sum: Tensor, grad_logprob: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Writes the gradients of the raw logits of hidden (R, D) and weight (C, D) to ``out`` (R, C)."""
     (num_rows, dim), columns = hidden.shape, weight.shape[0]
-    shape = gemm_tile(hidden, bias is None and softcap == 0)
+    shape = gemm_tile(hidden)
     row_blocks, column_blocks = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(columns, shape["COLUMNS"])
     _fused_grad_kernel[(row_blocks * column_blocks,)](
-        hidden, weight, num_rows, dim, columns, hidden.stride(0), *weight.stride(), target, vocab_start, bias,
-        inv_temperature, int(inv_temperature.shape[0] != 1), softcap, scale, row_blocks, column_blocks, maximum,
-        log_sum, entropy, grad_logprob, grad_entropy, out, out.stride(0),
-        HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, ENTROPY=grad_entropy is not None,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        hidden, weight, num_rows, dim, columns, hidden.stride(0), *weight.stride(), target, vocab_start,
+        inv_temperature, int(inv_temperature.shape[0] != 1), scale, row_blocks, column_blocks, maximum, log_sum,
+        grad_logprob, out, out.stride(0), EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops.logprob import reference
-from tests.ops.logprob.problems import F32, F64, INTERPRETED, logprob_of
+from tests.ops.logprob.problems import F32, F64, INTERPRETED, logprob_of, run
 from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
@@ -20,17 +20,37 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("backend", INTERPRETED)
-@pytest.mark.parametrize("V", [257, 2049])  # one block of columns, and one column more than a tile
-def test_fused_forward_no_further_from_truth_than_pytorch(V, backend):
-    hidden, weight, target, _ = make_inputs(67, 100, V)
+@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "temperature": torch.linspace(0.5, 1.5, 67)}])
+def test_without_logits_no_further_from_truth_than_pytorch(options, backend, monkeypatch):
+    """One column more than several tiles have, and more logits than are kept for backward."""
+    called = count_calls(monkeypatch, "fused_stats", "fused_grad")
+    hidden, weight, target, _ = make_inputs(67, 100, 4201, logits="peaked")
+    target[3], target[5] = -100, 0
     ours, eager, truth = (
-        function(hidden.to(dtype), weight.to(dtype), target, return_entropy=True)
+        run(function, hidden, weight, target, options, dtype, entropy=False)
         for function, dtype in (
-            (logprob_of(backend), F32), (reference.linear_logprob, F32), (reference.linear_logprob, F64)
+            (logprob_of(backend, workspace_mib=1), F32), (reference.linear_logprob, F32),
+            (reference.linear_logprob, F64),
         )
     )  # fmt: skip
-    assert_no_further_from_truth(ours.logprob, eager.logprob, truth.logprob)
-    assert_no_further_from_truth(ours.entropy, eager.entropy, truth.entropy)
+    for actual, plain, exact in zip(ours, eager, truth, strict=True):
+        assert_no_further_from_truth(actual, plain, exact)
+    assert set(called) == {"fused_stats", "fused_grad"}
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Fills the list with the names of the kernels' functions that are called."""
+    from rlft_fast.ops.logprob import triton
+
+    called: list[str] = []
+
+    def recorded(name: str):
+        function = getattr(triton, name)
+        return lambda *arguments: (called.append(name), function(*arguments))[1]
+
+    for name in names:
+        monkeypatch.setattr(triton, name, recorded(name))
+    return called
 
 
 @pytest.mark.parametrize("backend", INTERPRETED)

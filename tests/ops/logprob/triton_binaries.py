@@ -47,7 +47,7 @@ def compile_instead_of_launch(kernel: JITFunction, grid: tuple[int, ...]):
 
 
 def call_all(dtype: torch.dtype, everything: bool) -> None:
-    """Calls each wrapper once, with every option or with none; the GEMMs also with the entropy alone."""
+    """Calls each wrapper once, with every option or with none."""
     rows, columns, dim = 64, 4096, 128
     logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
     hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
@@ -60,11 +60,8 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit, sum_logits)
     kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
     kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
-    kernels.fused_stats(hidden, weight, target, *options, maximum, sum_exp, shift, squares, target_logit, sum_logits)
-    plain = (None, inv_temperature, 0.0, 1.0)
-    kernels.fused_stats(hidden, weight, target, *plain, maximum, sum_exp, a, None, target_logit)
-    kernels.fused_grad(hidden, weight, target, 0, *plain, maximum, sum_exp, a, a, a, results)
-    kernels.fused_grad(hidden, weight, target, 0, *options, maximum, sum_exp, shift, a, shift, results)
+    kernels.fused_stats(hidden, weight, target, inv_temperature, 1.0, maximum, sum_exp, target_logit)
+    kernels.fused_grad(hidden, weight, target, 0, inv_temperature, 1.0, maximum, sum_exp, a, results)
 
 
 def resources(binary) -> dict[str, int]:
