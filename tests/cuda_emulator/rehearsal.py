@@ -11,6 +11,7 @@ import sys
 import time
 
 ABSENT = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "gguf", "datasets", "trl")
+ROUNDS = 2  # of times that mean nothing
 # A few of the tests that are marked gpu; `make emulate` runs the others.
 TESTS = "test_norm_and_scaling or outside_the_vocabulary"
 
@@ -43,7 +44,7 @@ def install_device() -> None:
 
 
 def make_problems_tiny() -> None:
-    from benchmarks.ops import bench_adamw, bench_grad_norm, bench_linear_logprob, bench_packing, kernels_gpu
+    from benchmarks.ops import bench_adamw, bench_grad_norm, bench_linear_logprob, bench_packing, kernels_gpu, report
     from benchmarks.ops.ways import EAGER, OURS
     from benchmarks.support import harness
 
@@ -63,6 +64,7 @@ def make_problems_tiny() -> None:
     kernels_gpu.NUM_ELEMENTS, kernels_gpu.TILE_ROWS = 16_000, (2, 3, 4)
     kernels_gpu.CHUNK_ROWS, kernels_gpu.TILE_COLUMNS = (256,), (8192,)
     kernels_gpu.WORKSPACE_MIB = (256,)
+    report.SMALL_ROUNDS = ROUNDS
 
 
 def main() -> None:
@@ -86,6 +88,7 @@ def main() -> None:
     if module.startswith("benchmarks.") and module != "benchmarks.engine.utilisation_gpu":
         install_device()
         make_problems_tiny()
+        sys.argv += ["--rounds", str(ROUNDS)]
         importlib.import_module(module).main()  # not a second copy of the module, whose problems are large
         return
     if module == "pytest":
