@@ -140,13 +140,14 @@ def test_code_in_a_model_folder_is_not_run(config_file, tiny_model, tmp_path, ca
 
 @pytest.mark.slow
 def test_the_plan_of_a_large_model_takes_seconds():
-    """Of 80 layers a few are simulated, and the others inferred from them: 16 s of CPU on a quiet machine, not 92.
+    """Of 80 layers a few are simulated, and the others inferred from them.
 
-    A busy machine takes longer for the same work, so the bound lies in the middle.
+    16 s of CPU instead of 92 on a fast machine, and 41 s on a slow one: the bound lies below what the fast one would
+    take for all layers.
     """
     command = [sys.executable, "-m", "rlft_fast", "plan", "examples/plan_70b.yaml", "--gpus", "1024", "--memory", "141"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "on 1024 GPUs of 141 GB" in result.stdout, result.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 40
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 80

@@ -34,6 +34,7 @@ class GeneratorMemory:
     def __init__(
         self, config: Config, model: PolicyModel, world_size: int, memory_bytes: float, device_type: str
     ) -> None:
+        config = config.for_device(device_type)
         self.rollout, self.evaluation, vllm = config.rollout, config.evaluation, config.rollout.vllm
         self.model, self.world_size = model, world_size
         self.width = getattr(torch, config.actor.compute_dtype).itemsize
