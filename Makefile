@@ -11,6 +11,8 @@ SEED        ?= 0
 ROLLOUT     ?=
 # Not empty: the demo trains in two workers on Ray.
 RAY         ?=
+# Times that crash-test kills a run.
+KILLS       ?= 50
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
@@ -143,9 +145,9 @@ $(DOCS)/.installed: Makefile
 crash-test-ray: install-vllm install-ray
 	RLFT_KILLS=20 $(BIN)/python -m pytest -m ray -k outlives tests/cluster
 
-# kill -9 at 50 random moments of a saving run of two processes; minutes.
+# kill -9 at random moments of a saving run of two processes; minutes.
 crash-test: install
-	$(BIN)/python -m tests.crash_test
+	$(BIN)/python -m tests.crash_test --rounds $(KILLS)
 
 lint: install
 	$(BIN)/ruff check .
