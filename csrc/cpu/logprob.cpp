@@ -234,7 +234,9 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
   if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
   Tensor trained = hidden;  // the columns that multiply the trained ones of the weight, its last: all, or an adapter's
   if (grad_weight) {
-    const int64_t columns = grad_weight->dim() == 2 ? std::min(grad_weight->size(1), hidden.size(1)) : 0;
+    STD_TORCH_CHECK(grad_weight->dim() == 2 && grad_weight->size(1) >= 1 && grad_weight->size(1) <= hidden.size(1),
+                    "grad_weight must be a matrix of 1 to ", hidden.size(1), " columns");
+    const int64_t columns = grad_weight->size(1);
     check_contiguous("grad_weight", *grad_weight, weight.size(0), columns);
     trained = torch::stable::narrow(trained, 1, hidden.size(1) - columns, columns);
   }

@@ -60,10 +60,10 @@ class LogprobHead(nn.Module):
         self.lora_enabled = enabled
 
     def _adapted(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The hidden states, extended by the rank of the adapter, and the adapter's columns of the weight, if any.
+        """The hidden states and None; with an adapter [x, s A x] and B.
 
         [x, s A x] [W, B]^T is W x + s B A x. It avoids the rounded sum of W and B A, in which small updates would be
-        lost. The price: every forward copies W.
+        lost. The price: W is copied, with B beside it.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
             return hidden, None
@@ -135,11 +135,14 @@ class LogprobHead(nn.Module):
             else:
                 result = _support_logprob_loss(*arguments, loss_fn, *per_token, **options)
         else:
-            options |= {"adapter_VR": adapter, "active_index": active_index}
+            weight = self.weight
+            if weight.requires_grad:  # beside an adapter: it has no part of its own then
+                weight, adapter = _joined(weight, adapter), None
+            options |= {"adapter_VE": adapter, "active_index": active_index}
             if loss_fn is None:
-                result = linear_logprob(hidden_TD, self.weight, target_T, **options, **extras)
+                result = linear_logprob(hidden_TD, weight, target_T, **options, **extras)
             else:
-                result = linear_logprob_loss(hidden_TD, self.weight, target_T, loss_fn, *per_token, **options)
+                result = linear_logprob_loss(hidden_TD, weight, target_T, loss_fn, *per_token, **options)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
         return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
 

@@ -184,13 +184,14 @@ def head_scratch_bytes(model: RLModel, work: Workload, device_type: str) -> int:
     if not isinstance(model, PolicyModel):
         return 0
     vocab, dim = model.head.weight.shape
+    rank = 0 if model.head.lora_B is None else model.head.lora_B.shape[1]
     config, workspace_mib = work.config, work.config.workspace_mib
     if not work.trains and workspace_mib is None:
         workspace_mib = 256 if device_type == "cuda" else 64  # defaults of `linear_logprob`
     num_rows = -(-work.num_tokens // config.sequence_parallel)
-    needs_dweight = work.trains and model.head.weight.requires_grad
+    trained_columns = 0 if not work.trains else dim if model.head.weight.requires_grad else rank
     dtype = getattr(torch, config.compute_dtype)
-    return scratch_bytes(num_rows, dim, vocab, dtype, device_type, workspace_mib, needs_dweight)
+    return scratch_bytes(num_rows, dim + rank, vocab, dtype, device_type, workspace_mib, trained_columns)
 
 
 def largest_max_tokens(

@@ -101,27 +101,29 @@ def softcap_or_0(softcap: float | None) -> float:
     return softcap
 
 
-def check_adapter(hidden: Tensor, weight: Tensor, adapter: Any) -> None:
+def check_adapter(hidden: Tensor, weight: Tensor, adapter: Tensor) -> None:
     """Raises TypeError or ValueError unless an adapter's columns fit beside a frozen weight's."""
-    expected = f"adapter_VR must be a (V, R) {weight.dtype} tensor on {weight.device}"
-    if not isinstance(adapter, Tensor) or adapter.dtype != weight.dtype:
-        raise TypeError(f"{expected}, got {adapter.dtype if isinstance(adapter, Tensor) else type(adapter).__name__}")
-    if adapter.dim() != 2 or adapter.shape[:1] != weight.shape[:1] or adapter.device != weight.device:
+    if adapter.dtype != weight.dtype:
+        raise TypeError(f"adapter_VE and weight_VD must share a dtype, got {adapter.dtype} and {weight.dtype}")
+    if adapter.device != weight.device:
+        raise ValueError(f"adapter_VE is on {adapter.device} but weight_VD is on {weight.device}; move them together")
+    shapes = [tuple(x.shape) for x in (hidden, weight, adapter)]
+    if any(len(shape) != 2 for shape in shapes) or shapes[1][0] != shapes[2][0] or not shapes[2][1]:
         raise ValueError(
-            f"{expected} beside weight_VD {tuple(weight.shape)}, got {tuple(adapter.shape)} on {adapter.device}"
+            "expected hidden_TD (T, D), weight_VD (V, D - E) and adapter_VE (V, E) with at least one column, got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-    columns = (weight.shape[-1], adapter.shape[1], hidden.shape[-1])
-    if not adapter.shape[1] or sum(columns[:2]) != columns[2]:
+    if shapes[0][1] != shapes[1][1] + shapes[2][1]:
         raise ValueError(
-            f"weight_VD has {columns[0]} columns and adapter_VR {columns[1]}, expected one or more of adapter_VR and "
-            f"{columns[2]} together, as hidden_TD has: append hidden @ A.T to the hidden states"
+            f"hidden_TD has {shapes[0][1]} columns, expected the {shapes[1][1]} of weight_VD and then the "
+            f"{shapes[2][1]} of adapter_VE: append those that multiply the adapter, scale * hidden @ A.T of a low-rank "
+            "adapter"
         )
     if torch.is_grad_enabled() and weight.requires_grad:
         raise ValueError(
-            "weight_VD needs a gradient, and adapter_VR goes with a frozen weight: freeze it by requires_grad_(False), "
-            "or pass one weight, torch.cat([weight_VD, adapter_VR], dim=-1)"
+            "weight_VD needs a gradient, and adapter_VE goes with a frozen weight: freeze it by requires_grad_(False), "
+            "or pass one weight, torch.cat([weight_VD, adapter_VE], dim=-1)"
         )
-    check_no_tangent(weight, adapter)
 
 
 def check_number(name: str, value: Any, kind: type = Real) -> None:

@@ -2,7 +2,7 @@
 
 The public face: it checks, finds the backend, and calls one of the ways `recompute`, `frozen` and `loss`.
 
-Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
+Shapes: T packed tokens, A active ones, D hidden, V vocabulary, E trained columns of an adapter.
 """
 
 from dataclasses import replace
@@ -52,7 +52,7 @@ def linear_logprob(
     return_top1: bool = False,
     return_mean_logits: bool = False,
     threshold_T: Tensor | None = None,
-    adapter_VR: Tensor | None = None,
+    adapter_VE: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
@@ -62,15 +62,15 @@ def linear_logprob(
 
     ``z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature``,
     ``logprob = z[target] - logsumexp(z)``, ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Statistics are float32
-    whatever the input dtype, and both results are differentiable in hidden, weight and bias. Under autocast the inputs
-    are cast as ``torch.nn.functional.linear`` casts them. Float32 inputs are multiplied in float32 even where torch's
-    flags allow TF32; ``backend="reference"`` follows the flags.
+    whatever the input dtype, and both results are differentiable in hidden, weight, bias and adapter. Under autocast
+    the inputs are cast as ``torch.nn.functional.linear`` casts them. Float32 inputs are multiplied in float32 even
+    where torch's flags allow TF32; ``backend="reference"`` follows the flags.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
         weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
             backward together cost two GEMMs instead of four; three with an entropy or another statistic,
-            ``threshold_T`` or ``vocab_group``.
+            ``threshold_T`` or ``vocab_group``. With ``adapter_VE`` it is (V, D - E).
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
             vocabulary raises on the CPU; on a device, which would have to be waited for, its row gives nan, and raises
             with the environment variable ``RLFT_FAST_DEBUG=1``. Under ``torch.compile`` its row gives nan.
@@ -84,9 +84,10 @@ def linear_logprob(
         return_top1: also return whether the target is the most probable token.
         return_mean_logits: also return ``mean(z)`` over the vocabulary, not differentiable; not with ``threshold_T``.
         threshold_T: (T,) leaves the tokens with ``z`` below it out of the softmax: see :func:`support_logprob`.
-        adapter_VR: (V, R) trained columns beside a frozen ``weight_VD`` (V, D - R), as a low-rank adapter has them:
-            ``hidden_TD`` (T, D) ends in the R columns that multiply them. The frozen columns' share of the weight's
-            GEMM is left out. The projection is copied once, with the adapter beside it.
+        adapter_VE: (V, E) trained columns beside a ``weight_VD`` that needs no gradient, as a low-rank adapter has
+            them. The last E columns of ``hidden_TD`` multiply them. The gradient of the other columns is not computed:
+            forward and backward together cost 3 + E / D GEMMs. The projection is copied once, with the adapter beside
+            it.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
         vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
@@ -108,11 +109,13 @@ def linear_logprob(
         TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    hidden_TD, weight_VD, bias_V, adapter_VR = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VR)
-    weight_VD = _joined(hidden_TD, weight_VD, adapter_VR)
+    if adapter_VE is not None:
+        check_tensors(adapter_VE=adapter_VE)
+    hidden_TD, weight_VD, bias_V, adapter_VE = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VE)
+    weight_VD = _joined(hidden_TD, weight_VD, adapter_VE)
     problem = Problem(
-        hidden_TD, weight_VD if adapter_VR is None else weight_VD.detach(), target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), threshold_T, adapter_VR, softcap_or_0(softcap), logit_scale,
+        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), threshold_T, adapter_VE, softcap_or_0(softcap), logit_scale,
         backend, _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
@@ -161,7 +164,7 @@ def linear_logprob_loss(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
-    adapter_VR: Tensor | None = None,
+    adapter_VE: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
     backend: str = "auto",
@@ -169,12 +172,12 @@ def linear_logprob_loss(
 ) -> LinearLogprobLoss:
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
-    A frozen weight takes two GEMMs. Each chunk of rows computes its statistics, calls ``loss_fn`` under autograd on
-    these few numbers, turns its logits into their gradients in place and finishes its part of all gradients. The
-    backward pass only scales the gradients, in place, so that a second backward pass raises. The op fits every loss
-    that is a function of one token's numbers: PPO, GRPO, CISPO, KL penalties, entropy bonuses. Two kinds of losses use
-    :func:`linear_logprob` instead: losses that couple tokens (sequence-level ratios), and float16 with a loss scale,
-    which would be applied after the gradients are rounded.
+    A frozen weight takes two GEMMs, and an adapter of E columns beside it E / D more. Each chunk of rows computes its
+    statistics, calls ``loss_fn`` under autograd on these few numbers, turns its logits into their gradients in place
+    and finishes its part of all gradients. The backward pass only scales the gradients, in place, so that a second
+    backward pass raises. The op fits every loss that is a function of one token's numbers: PPO, GRPO, CISPO, KL
+    penalties, entropy bonuses. Two kinds of losses use :func:`linear_logprob` instead: losses that couple tokens
+    (sequence-level ratios), and float16 with a loss scale, which would be applied after the gradients are rounded.
 
     Args:
         hidden_TD: (T, D) final hidden states.
@@ -192,7 +195,7 @@ def linear_logprob_loss(
         logit_scale: see there.
         ignore_index: see there.
         return_entropy: hand entropies to ``loss_fn`` and return them.
-        adapter_VR: see there.
+        adapter_VE: see there.
         active_index: see there.
         vocab_group: see there.
         backend: see there.
@@ -208,11 +211,13 @@ def linear_logprob_loss(
         TypeError: unsupported or mixed dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    hidden_TD, weight_VD, bias_V, adapter_VR = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VR)
-    weight_VD = _joined(hidden_TD, weight_VD, adapter_VR)
+    if adapter_VE is not None:
+        check_tensors(adapter_VE=adapter_VE)
+    hidden_TD, weight_VD, bias_V, adapter_VE = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VE)
+    weight_VD = _joined(hidden_TD, weight_VD, adapter_VE)
     problem = Problem(
-        hidden_TD, weight_VD if adapter_VR is None else weight_VD.detach(), target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), None, adapter_VR, softcap_or_0(softcap), logit_scale,
+        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        inverse_temperature(temperature, hidden_TD.device), None, adapter_VE, softcap_or_0(softcap), logit_scale,
         backend, _group_name(vocab_group), workspace_mib, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
@@ -281,7 +286,9 @@ def _with_backend(problem: Problem, kind: str) -> Problem:
 
 def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:
     """The problem with its active tokens found, and targets as rows of this rank's weight; and all ranks' [V, D, T]."""
-    check_no_tangent(problem.hidden_TD, problem.trained, problem.bias_V)
+    check_no_tangent(problem.hidden_TD, problem.weight_VD, problem.bias_V)
+    if problem.adapter_VE is not None:  # which gets the gradient, not the weight that was made of it
+        problem = replace(problem, weight_VD=problem.weight_VD.detach())
     target_T, ignore_index = problem.target_T, problem.ignore_index
     active_index = problem.active_index
     if active_index is None:

@@ -1,6 +1,7 @@
 """One call of a log-prob op as one object, from the checks down to the kernels.
 
-Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
+Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile, E trained
+columns of an adapter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Problem:
     """float32 (T,), or (1,) for all tokens."""
     threshold_T: Tensor | None
     """Smallest logit that counts; None: every logit counts."""
-    adapter_VR: Tensor | None
+    adapter_VE: Tensor | None
     """The last columns of ``weight_VD`` once more, as the input that gets their gradient; the others then get none."""
     softcap: float
     """0 for no soft-capping."""
@@ -70,7 +71,7 @@ class Problem:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (
             self.hidden_TD, self.weight_VD, self.target_T, self.active_index, self.bias_V, self.inv_temperature,
-            self.threshold_T, self.adapter_VR,
+            self.threshold_T, self.adapter_VE,
         )  # fmt: skip
 
     def scalars(self) -> tuple[Any, ...]:
@@ -84,12 +85,12 @@ class Problem:
 
     @property
     def trained(self) -> Tensor:
-        """The projection as the input that may need a gradient: (V, D), or (V, R) of an adapter."""
-        return self.weight_VD if self.adapter_VR is None else self.adapter_VR
+        """The projection as the input that may need a gradient: (V, D), or (V, E) of an adapter."""
+        return self.weight_VD if self.adapter_VE is None else self.adapter_VE
 
     def factor_of_trained(self, hidden_RD: Tensor) -> Tensor:
         """The columns of hidden states that multiply `trained`."""
-        return hidden_RD if self.adapter_VR is None else hidden_RD[:, -self.adapter_VR.shape[1] :]
+        return hidden_RD if self.adapter_VE is None else hidden_RD[:, -self.adapter_VE.shape[1] :]
 
     @property
     def num_active(self) -> int:

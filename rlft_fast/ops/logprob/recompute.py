@@ -11,7 +11,7 @@ GEMMs make a tile, and one kernel does everything between two GEMMs (``csrc/cpu/
     the same, few tokens  3 GEMMs  Where all logits fit the workspace they stay there until backward.
     frozen weight        2 GEMMs   (frozen.py) U = (onehot - P) W is built while the logits are there; backward scales
                                    its rows. Only of logprob, and of a whole vocabulary: else as above, without the
-                                   GEMM of dW, or with R of its D columns where an adapter is trained.
+                                   GEMM of dW, or with E of its D columns where an adapter of E is trained.
     linear_logprob_loss  3 GEMMs   (loss.py) The loss is known per token, so logits become dlogits in place in the
                                    forward; 2 where the weight is frozen.
 
@@ -210,7 +210,10 @@ def _backward(
     problem: Problem, normalizer: Tensor, kept: Tensor, entropy: Tensor, grad_logprob: Tensor,
     grad_entropy: Tensor | None, needs_grad: list[bool], in_registers: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dhidden, dweight, dbias), each empty if not needed: three GEMMs, or two, vocabulary tile by vocabulary tile."""
+    """(dhidden, dweight, dbias), each empty if not needed, vocabulary tile by vocabulary tile.
+
+    GEMMs: the logits unless they were kept, dhidden, and dweight or the E of its D columns that an adapter trains.
+    """
     grads = Gradients.allocate(problem, needs_grad)
     active_index = problem.active_index
     upstream = grad_logprob[active_index]

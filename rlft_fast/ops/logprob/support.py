@@ -59,7 +59,8 @@ def support_logprob(
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
-        weight_VD: (V, D) projection, same dtype and device.
+        weight_VD: (V, D) projection, same dtype and device; with a low-rank adapter, whose rows are gathered, too, both
+            joined: ``torch.cat([weight, adapter], dim=-1)``.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0.
         support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports.
         threshold_T: (T,) smallest logit that sampling kept, after soft-capping, scale, bias and temperature: the z

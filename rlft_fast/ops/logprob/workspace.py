@@ -33,7 +33,7 @@ def group_limits(dim: int, vocab: int, dtype: torch.dtype, device_type: str, wor
 
 def scratch_bytes(
     num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str, workspace_mib: int | None,
-    needs_dweight: bool = True,
+    trained_columns: int | None = None,
 ) -> int:  # fmt: skip
     """Most memory of `linear_logprob_loss` beside its results: logits, a sum of dweight, copies of rows.
 
@@ -44,7 +44,7 @@ def scratch_bytes(
         dtype: of hidden states and weight.
         device_type: ``"cpu"`` or ``"cuda"``.
         workspace_mib: as the loss takes it.
-        needs_dweight: whether the weight is trained.
+        trained_columns: how many of D columns of the weight are trained; None: all.
     """
     if workspace_mib is None:
         workspace_mib = default_workspace_mib(num_rows, dim, vocab, dtype, device_type)
@@ -54,5 +54,6 @@ def scratch_bytes(
         _, most_rows = group_limits(dim, vocab, dtype, device_type, workspace_mib)
         operand_bytes = dtype.itemsize
     copies = 2 * min(num_rows, most_rows) * dim * operand_bytes  # of hidden states, and their gradients
-    adds_up = needs_dweight and dtype != torch.float32 and (device_type == "cpu" or num_rows > most_rows)
-    return workspace_mib * 2**20 + copies + (4 * vocab * dim if adds_up else 0)
+    columns = dim if trained_columns is None else trained_columns
+    adds_up = dtype != torch.float32 and (device_type == "cpu" or num_rows > most_rows)
+    return workspace_mib * 2**20 + copies + (4 * vocab * columns if adds_up else 0)

@@ -50,6 +50,7 @@ def test_few_blocks_tell_of_all(tmp_path):
         {"num_tokens": 8, "config": {"reshard_after_forward": False}},
         {"num_tokens": 512, "config": {"activation_checkpointing": "full", "sequence_parallel": 2}},
         {"num_tokens": 64, "config": {"lora": {"rank": 2}}, "num_micro_batches": 2},
+        {"num_tokens": 64, "config": {"lora": {"rank": 2, "target_modules": ["q_proj", "lm_head"]}}},
         {"num_tokens": 64, "config": {"cpu_offload": True}, "offloaded": True},
         {"num_tokens": 512, "trains": False},
         {"num_tokens": 512, "head": "value"},

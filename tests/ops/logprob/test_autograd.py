@@ -190,6 +190,9 @@ def test_gradcheck_of_the_reference():
         )
 
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (hidden, weight, bias)])
+    frozen, adapter = weight.detach()[:, :2], weight.detach()[:, 2:].clone().requires_grad_()
+    adapted = lambda h, a: linear_logprob(h, frozen, target, adapter_VE=a).logprob  # noqa: E731
+    assert torch.autograd.gradcheck(adapted, [hidden, adapter])
 
 
 def test_compiles_to_one_graph():

@@ -55,12 +55,12 @@ def split(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def adapt(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
     weight, adapter = split(w)
-    train(h, weight, target, adapter_VR=adapter, **how)
+    train(h, weight, target, adapter_VE=adapter, **how)
 
 
 def fuse_adapted(h: Tensor, w: Tensor, target: Tensor, **how) -> None:
     weight, adapter = split(w)
-    fuse(h, weight, target, adapter_VR=adapter, **how)
+    fuse(h, weight, target, adapter_VE=adapter, **how)
 
 
 def train_above(h: Tensor, w: Tensor, target: Tensor, **how) -> None:

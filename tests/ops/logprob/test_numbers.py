@@ -131,13 +131,17 @@ def test_any_shape_and_option(device, T, D, V, softcap, scale, bias, per_token, 
         torch.testing.assert_close(o.cpu().double(), t, rtol=2e-4, atol=2e-5)
 
 
-def with_adapter(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, rank: int, to: torch.dtype, **options):
-    """[logprob, dhidden, dadapter] where only the last columns of the weight are trained."""
+def with_adapter(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, to: torch.dtype, **options):
+    """[logprob, dhidden, dadapter, dbias] where the last six columns of the weight are trained."""
     h, whole = hidden.to(to, copy=True).requires_grad_(), weight.to(to)
-    frozen, adapter = whole[:, :-rank].contiguous(), whole[:, -rank:].clone().requires_grad_()
+    frozen, adapter = whole[:, :-6].contiguous(), whole[:, -6:].clone().requires_grad_()
+    trained = [h, adapter]
+    if "bias_V" in options:
+        trained.append(options["bias_V"].to(to, copy=True).requires_grad_())
+        options["bias_V"] = trained[-1]
     upstream = torch.randn(len(target), generator=torch.Generator().manual_seed(1)).to(target.device)
     if function in (linear_logprob, linear_logprob_loss):
-        head, options = (h, frozen, target), {**options, "adapter_VR": adapter}
+        head, options = (h, frozen, target), {**options, "adapter_VE": adapter}
     else:
         head = h, torch.cat([frozen, adapter], dim=-1), target
     if function in (linear_logprob_loss, reference.linear_logprob_loss):
@@ -146,24 +150,31 @@ def with_adapter(function: Any, hidden: Tensor, weight: Tensor, target: Tensor, 
     else:
         result = function(*head, **options)
         (result.logprob * upstream).sum().backward()
-    return [result.logprob.detach(), h.grad, adapter.grad]
+    return [result.logprob.detach(), *(x.grad for x in trained)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @each_kernel
 @each_dtype
 @pytest.mark.parametrize("way", ["recomputed", "kept", "loss", "loss in chunks"])
-def test_an_adapter_beside_a_frozen_weight(way, dtype, backend, device):
-    T, D, V = (67, 24, 2100) if backend == "triton" else (333, 64, 5003)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_an_adapter_beside_a_frozen_weight(transformed, way, dtype, backend, device):
+    T, D, V = (67, 24, 4201) if backend == "triton" else (333, 64, 5003)
     hidden, weight, target, _ = make_inputs(T, D, V, logits="peaked", dtype=dtype, device=device)
     target[::7] = -100
+    options: dict[str, Any] = {}
+    if transformed:
+        options = {
+            "bias_V": torch.randn(V, device=device).to(dtype), "softcap": 30.0, "logit_scale": 0.5,
+            "temperature": torch.linspace(0.5, 1.5, T, device=device),
+        }  # fmt: skip
     is_loss = "loss" in way
     ours = with_adapter(
-        linear_logprob_loss if is_loss else linear_logprob, hidden, weight, target, 6, dtype,
+        linear_logprob_loss if is_loss else linear_logprob, hidden, weight, target, dtype, **options,
         workspace_mib=1 if way in ("recomputed", "loss in chunks") else 64, backend=backend,
     )  # fmt: skip
     plain = reference.linear_logprob_loss if is_loss else reference.linear_logprob
-    eager, truth = (with_adapter(plain, hidden, weight, target, 6, to) for to in (dtype, F64))
+    eager, truth = (with_adapter(plain, hidden, weight, target, to, **options) for to in (dtype, F64))
     for actual, by_torch, exact in zip(ours, eager, truth, strict=True):
         assert_no_further_from_truth(actual, by_torch, exact)
 

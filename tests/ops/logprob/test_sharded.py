@@ -67,12 +67,15 @@ def check_uneven_shards(rank: int, sizes: list[int]) -> None:
         fused = call(h, w, target, weighted_by, advantage, workspace_mib=2, active_index=torch.arange(8), **group)
         fused.loss.backward()
         out = linear_logprob(h, w, target, workspace_mib=1, **group).logprob
-        return [fused.loss.detach(), fused.logprob, out.detach(), h.grad, w.grad]
+        x, adapter = hidden.clone().requires_grad_(), weight[rows][:, 2:].clone().requires_grad_()
+        how = {"workspace_mib": 2, "active_index": torch.arange(8), "adapter_VE": adapter, **group}
+        call(x, weight[rows][:, :2], target, weighted_by, advantage, **how).loss.backward()
+        return [fused.loss.detach(), fused.logprob, out.detach(), h.grad, x.grad, w.grad, adapter.grad]
 
-    expected = results(slice(None))
+    *expected, dweight, dadapter = results(slice(None))
     for compiles in (False, True):
         actual = results(own, compiles, vocab_group=dist.group.WORLD)
-        for ours, whole in zip(actual, [*expected[:-1], expected[-1][own]], strict=True):
+        for ours, whole in zip(actual, [*expected, dweight[own], dadapter[own]], strict=True):
             torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
 
 
