@@ -21,6 +21,8 @@ BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX     := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX))
 PIP_TORCH := $(INDEX) $(TORCH)
+# A test computes with one thread. Two processes, each a file at a time, since files share what takes long to make.
+TWO       := -n 2 --dist loadfile
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
@@ -81,13 +83,12 @@ install-ray: install
 methods: install
 	$(BIN)/python -m benchmarks.methods.race
 
-# Two processes, each a file at a time, since files share what takes long to make.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm and not peers and not ray"
+	$(BIN)/python -m pytest $(TWO) -m "not slow and not vllm and not peers and not ray"
 
 # What takes minutes: the demo has to learn its task.
 test-slow: install
-	$(BIN)/python -m pytest -m "slow and not vllm"
+	$(BIN)/python -m pytest $(TWO) -m "slow and not vllm"
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
@@ -119,7 +120,7 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python setup.py -q build --build-base $(OLDEST)/build --build-lib $(OLDEST)/built
 	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
-	$(OLDEST)/bin/python -m pytest -o pythonpath= -m "not slow and not vllm and not dist" \
+	$(OLDEST)/bin/python -m pytest $(TWO) -o pythonpath= -m "not slow and not vllm and not dist" \
 	  tests/ops tests/models tests/engine tests/data/test_batch.py tests/rl tests/rollout/test_hf.py
 
 $(OLDEST)/.installed: pyproject.toml Makefile
@@ -128,7 +129,7 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 	  project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  extras = project['optional-dependencies']; wanted = project['dependencies'] + extras['train'] + extras['lora']; \
 	  print(*(each.replace('>=', '==') for each in wanted))") \
-	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark hypothesis
+	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark pytest-xdist hypothesis
 	@touch $@
 
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
@@ -167,13 +168,13 @@ sanitize: install
 	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" CXXFLAGS="$(SANITIZE)" \
 	$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED)/lib:$(CURDIR) \
-	$(SANITIZED_PYTHON) -m pytest -o pythonpath= --capture=sys -m "not dist and not slow" \
+	$(SANITIZED_PYTHON) -m pytest $(TWO) -o pythonpath= --capture=sys -m "not dist and not slow" \
 	  -k "not memory and not triton" tests/ops tests/data/test_planning.py
 
 # The tests marked gpu without a GPU: tests/cuda_emulator runs the threads of the CUDA kernels on the CPU, under the same
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
-	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest --capture=sys -p tests.cuda_emulator.plugin -m gpu \
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 --capture=sys -p tests.cuda_emulator.plugin -m gpu \
 	  tests/cuda_emulator/kernels.py tests/ops
 
 # benchmarks/gpu.sh from end to end on the emulated GPU, without the packages that a bare GPU machine lacks.
