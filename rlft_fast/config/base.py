@@ -48,12 +48,12 @@ class Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuses a duplicate key: PyYAML would silently keep the last value."""
         node = super().compose_mapping_node(anchor)
-        names: list[Any] = []
-        for key, _ in node.value:
+        names: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # no other can be a key
             if key.value in names:
                 problem = f"the key {key.value} stands in it twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            names.append(key.value)
+            names.add(key.value)
         return node
 
 
