@@ -41,7 +41,7 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray demo methods test test-slow test-vllm test-ray test-peers test-oldest crash-test crash-test-ray lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest crash-test crash-test-ray lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-learning docs clean
 
@@ -86,9 +86,9 @@ methods: install
 test: install
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not vllm and not peers and not ray"
 
-# What takes minutes: the demo has to learn its task.
+# What takes minutes: the demo has to learn its task. ONLY is an expression of pytest -k.
 test-slow: install
-	$(BIN)/python -m pytest $(TWO) -m "slow and not vllm"
+	$(BIN)/python -m pytest $(TWO) -m "slow and not vllm" $(if $(ONLY),-k "$(ONLY)")
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
@@ -101,8 +101,10 @@ test-ray: install-ray
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
-test-peers: $(BESIDE)/.installed
-	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
+install-peers: $(BESIDE)/.installed
+
+test-peers: install-peers
+	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(TWO) -m peers \
 	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
@@ -117,7 +119,9 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
 # torch is the one for CUDA. PYTHONSAFEPATH, here and below, keeps the folder that Python starts in, and with it the usual
 # build, off the path.
-test-oldest: $(OLDEST)/.installed
+install-oldest: $(OLDEST)/.installed
+
+test-oldest: install-oldest
 	$(OLDEST)/bin/python setup.py -q build --build-base $(OLDEST)/build --build-lib $(OLDEST)/built
 	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
 	$(OLDEST)/bin/python -m pytest $(TWO) -o pythonpath= -m "not slow and not vllm and not dist" \
