@@ -101,11 +101,11 @@ test-ray: install-ray
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
-install-peers: $(BESIDE)/.installed
-
 test-peers: install-peers
-	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(TWO) -m peers \
+	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
 	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
+
+install-peers: $(BESIDE)/.installed
 
 # deepspeed comes as source and asks for torch, so that ours has to be in sight before.
 $(BESIDE)/.installed: requirements-peers.txt Makefile | install
@@ -119,13 +119,13 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 # With the oldest versions that pyproject.toml admits, in an environment and a build of its own. Gigabytes, since PyPI's
 # torch is the one for CUDA. PYTHONSAFEPATH, here and below, keeps the folder that Python starts in, and with it the usual
 # build, off the path.
-install-oldest: $(OLDEST)/.installed
-
 test-oldest: install-oldest
 	$(OLDEST)/bin/python setup.py -q build --build-base $(OLDEST)/build --build-lib $(OLDEST)/built
 	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
 	$(OLDEST)/bin/python -m pytest $(TWO) -o pythonpath= -m "not slow and not vllm and not dist" \
 	  tests/ops tests/models tests/engine tests/data/test_batch.py tests/rl tests/rollout/test_hf.py
+
+install-oldest: $(OLDEST)/.installed
 
 $(OLDEST)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(OLDEST)
