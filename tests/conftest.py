@@ -27,6 +27,11 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_runtest_setup() -> None:
+    """Every test draws the same random numbers, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model by name, see `tests.support.tiny_models.ALL_MODELS`. Treat it as read-only."""
