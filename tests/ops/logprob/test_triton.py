@@ -54,6 +54,30 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 1, 3])
+def test_a_soft_cap_costs_no_digits(scale, backend):
+    """tanh(u) within 3 roundings and its slope within 8, near 0, where a polynomial meets exp, and near 1."""
+    import triton
+    import triton.language as tl
+
+    from rlft_fast.ops.logprob.triton import _slope, _softmax_logits
+
+    @triton.jit
+    def kernel(z_ptr, x_ptr, slope_ptr, slope_of: tl.constexpr, logits_of: tl.constexpr):
+        at = tl.arange(0, 1024)
+        z = tl.load(z_ptr + at)
+        tl.store(x_ptr + at, logits_of(z, 0.0, 2.0, 4.0, 1.0, True))
+        tl.store(slope_ptr + at, slope_of(z, 0.0, 2.0, 4.0, 1.0, True))
+
+    z = 4 * scale * torch.linspace(-2, 2, 1024)
+    x, slope = torch.empty_like(z), torch.empty_like(z)
+    kernel[(1,)](z, x, slope, _slope, _softmax_logits)
+    u = z.double() / 4
+    torch.testing.assert_close(x.double(), 8 * u.tanh(), rtol=3 * 2**-24, atol=0)
+    torch.testing.assert_close(slope.double(), 2 / u.cosh() ** 2, rtol=8 * 2**-24, atol=0)
+
+
+@pytest.mark.parametrize("backend", INTERPRETED)
 def test_fused_forward_allocates_no_logits(backend):
     hidden, weight, target, _ = make_inputs(67, 16, 2100)
     with torch.profiler.profile(profile_memory=True) as profiler:
