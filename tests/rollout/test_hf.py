@@ -335,9 +335,10 @@ def test_seeds_are_those_of_their_place():
 def test_a_support_ends_with_its_completion(tiny_model):
     generator = make_generator(tiny_model("llama"))
     params = SamplingParams(n=20, max_new_tokens=8, top_k=3)
-    free = draw_samples(generator, PROMPTS[3:4], params)[0]
-    generator.eos_token_ids = [free[0].token_ids[2]]
-    ended = draw_samples(generator, PROMPTS[3:4], params)[0]
+    seeds = draw_seeds(1, params.n)
+    free = [sample.token_ids for sample in generator.generate(PROMPTS[3:4], params, seeds)[0]]
+    generator.eos_token_ids = [next(token for token in free[0] if any(token not in ids for ids in free))]
+    ended = generator.generate(PROMPTS[3:4], params, seeds)[0]
     assert {sample.finish_reason for sample in ended} == {"stop", "length"}
     for sample in ended:
         assert sample.support.shape == (len(sample.token_ids), 3)
