@@ -83,7 +83,7 @@ def _softmax_logits(z, bias, inv_temperature, softcap, scale, SOFTCAP: tl.conste
 
 @triton.jit
 def _slope(z, bias, inv_temperature, softcap, scale, SOFTCAP: tl.constexpr):
-    """dx/dz: softcap tanh(u) has the derivative softcap (1 - tanh^2 u), of which 1 - tanh^2 would lose the digits."""
+    """dx/dz. softcap tanh(u) has the derivative softcap (1 - tanh^2 u), here from exp: near 1, tanh has lost digits."""
     slope = tl.zeros_like(z) + scale * inv_temperature  # a logit of -inf has one too
     if SOFTCAP:
         e = tl.exp(-2.0 * tl.abs((z + bias) * (scale / softcap)))
@@ -94,7 +94,10 @@ def _slope(z, bias, inv_temperature, softcap, scale, SOFTCAP: tl.constexpr):
 @triton.jit
 def _load_block(z_row, bias_ptr, start, columns, inv_temperature, softcap, scale,
                 HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Column numbers, which of them exist, their logits, -inf beyond the end, and the slopes of these logits."""
+    """Column numbers, which of them exist, their logits (-inf beyond the end), and dx/dz of each.
+
+    The compiler removes the slopes from kernels of statistics, which do not use them.
+    """
     j = start + tl.arange(0, BLOCK)
     inside = j < columns
     z = tl.load(z_row + j, mask=inside, other=0.0).to(tl.float32)

@@ -62,6 +62,7 @@ def test_a_soft_cap_costs_no_digits(scale, backend):
 
     from rlft_fast.ops.logprob.triton import _slope, _softmax_logits
 
+    # The functions are arguments, because Triton looks up names in the module alone.
     @triton.jit
     def kernel(z_ptr, x_ptr, slope_ptr, slope_of: tl.constexpr, logits_of: tl.constexpr):
         at = tl.arange(0, 1024)
