@@ -13,6 +13,8 @@ ROLLOUT     ?=
 RAY         ?=
 # Times that crash-test kills a run.
 KILLS       ?= 50
+# A number N: a suite runs one in N of the variants of each test, and no test marked long. make test is never thinned.
+THIN        ?=
 # The peers of `make bench` other than TRL; without their dependencies, which would replace torch.
 PEERS       ?= liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 TRACKERS    := tensorboard==2.21.0 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
@@ -23,6 +25,7 @@ INDEX     := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX
 PIP_TORCH := $(INDEX) $(TORCH)
 # A test computes with one thread. Two processes, each a file at a time, since files share what takes long to make.
 TWO       := -n 2 --dist loadfile
+THINNED   := $(if $(THIN),--thin $(THIN))
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
@@ -86,23 +89,23 @@ methods: install
 test: install
 	$(BIN)/python -m pytest $(TWO) -m "not slow and not vllm and not peers and not ray"
 
-# What takes minutes: the demo has to learn its task. ONLY is an expression of pytest -k.
+# What takes minutes: the demo has to learn its task, and the tests marked thin have all their variants.
 test-slow: install
-	$(BIN)/python -m pytest $(TWO) -m "slow and not vllm" $(if $(ONLY),-k "$(ONLY)")
+	$(BIN)/python -m pytest $(TWO) $(THINNED) -m "slow and not vllm"
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
-	$(BIN)/python -m pytest -m vllm
+	$(BIN)/python -m pytest $(THINNED) -m vllm
 
 # Worker groups on a real Ray; with generators where vLLM is installed.
 test-ray: install-ray
-	$(BIN)/python -m pytest -m ray tests/cluster tests/test_docs.py
+	$(BIN)/python -m pytest $(THINNED) -m ray tests/cluster tests/test_docs.py
 
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: install-peers
-	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest -m peers \
+	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
 	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
 
 install-peers: $(BESIDE)/.installed
@@ -122,7 +125,7 @@ $(BESIDE)/.installed: requirements-peers.txt Makefile | install
 test-oldest: install-oldest
 	$(OLDEST)/bin/python setup.py -q build --build-base $(OLDEST)/build --build-lib $(OLDEST)/built
 	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
-	$(OLDEST)/bin/python -m pytest $(TWO) -o pythonpath= -m "not slow and not vllm and not dist" \
+	$(OLDEST)/bin/python -m pytest $(TWO) $(THINNED) -o pythonpath= -m "not slow and not vllm and not dist" \
 	  tests/ops tests/models tests/engine tests/data/test_batch.py tests/rl tests/rollout/test_hf.py
 
 install-oldest: $(OLDEST)/.installed
@@ -172,18 +175,18 @@ sanitize: install
 	RLFT_FAST_CPU_ONLY=1 LDFLAGS="-fsanitize=address,undefined" CXXFLAGS="$(SANITIZE)" \
 	$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED)/lib:$(CURDIR) \
-	$(SANITIZED_PYTHON) -m pytest $(TWO) -o pythonpath= --capture=sys -m "not dist and not slow" \
+	$(SANITIZED_PYTHON) -m pytest $(TWO) $(THINNED) -o pythonpath= --capture=sys -m "not dist and not slow" \
 	  -k "not memory and not triton" tests/ops tests/data/test_planning.py
 
 # The tests marked gpu without a GPU: tests/cuda_emulator runs the threads of the CUDA kernels on the CPU, under the same
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
-	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 --capture=sys -p tests.cuda_emulator.plugin -m gpu \
-	  tests/cuda_emulator/kernels.py tests/ops
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 $(THINNED) --capture=sys -p tests.cuda_emulator.plugin \
+	  -m gpu tests/cuda_emulator/kernels.py tests/ops
 
 # benchmarks/gpu.sh from end to end on the emulated GPU, without the packages that a bare GPU machine lacks.
 gpu-rehearsal: install $(EMULATED)
-	RLFT_EMULATED_KERNELS=$(EMULATED) $(BIN)/python -m pytest tests/cuda_emulator/gpu_sh.py
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(BIN)/python -m pytest $(THINNED) tests/cuda_emulator/gpu_sh.py
 
 $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/device.cpp | install
 	@mkdir -p $(@D)

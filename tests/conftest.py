@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +27,46 @@ if not torch.cuda.is_available():
 # threads, because equal bits need equal numbers of threads.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "run one in N of the variants of each test, always the same and at least one, and no test marked long"
+    parser.addoption("--thin", type=int, metavar="N", help=help)
+
+
+def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:
+    """One in ``n`` of the variants of each test, at least one.
+
+    Variants are chosen by a hash of their names. To count every n-th would always choose the same value of a parameter
+    that has a divisor of n values.
+    """
+    variants = defaultdict(list)
+    for item in items:
+        variants[item.nodeid.partition("[")[0]].append(item)
+    return [
+        item
+        for of_test in variants.values()
+        for item in sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))[: -(-len(of_test) // n)]
+    ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Makes most variants of a test marked ``thin`` slow. Applies ``--thin`` to what marks and names have selected."""
+    thin = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("thin")) and not item.get_closest_marker("slow"):
+            thin[mark.args[0]].append(item)
+    for n, of_n in thin.items():
+        kept = set(spread(of_n, n))
+        for item in of_n:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
+    yield
+    if n := config.getoption("thin"):
+        kept = set(spread([item for item in items if not item.get_closest_marker("long")], n))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_runtest_setup() -> None:

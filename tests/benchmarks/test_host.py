@@ -25,6 +25,7 @@ def test_the_stages_are_a_step():
     assert sum(len(layout.row_T) for layout in step.layouts) == step.batch.lengths[step.plan.rank_indices(0)].sum()
 
 
+@pytest.mark.slow
 def test_the_report_adds_up(tmp_path):
     costs = measure([WORK, Work(num_tokens=120_000, num_samples=64, num_ranks=4)], rounds=2)
     for cost in costs:

@@ -18,6 +18,7 @@ def comparison(tiny_model) -> Comparison:
     return compare(str(tiny_model("llama-tied")), WORK, rounds=1)
 
 
+@pytest.mark.slow
 def test_every_trainer_runs_with_every_head(comparison):
     """The comparison itself raises an error if heads disagree."""
     assert set(comparison.results.measured) == {f"{name} | {way}" for name in TRAINERS for way in (OURS, THEIRS, FLOOR)}
@@ -46,6 +47,7 @@ def test_other_gradients_are_an_error(task):
         check(dataclasses.replace(task, runs=task.runs | {OURS: run}))
 
 
+@pytest.mark.slow
 def test_the_report_adds_up(comparison, tmp_path):
     write_report(comparison, WORK, tmp_path)
     text = (tmp_path / "integrations.md").read_text()

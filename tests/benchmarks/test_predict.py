@@ -79,6 +79,7 @@ def test_seconds_by_hand():
     assert counts.ratio(device, floor) == pytest.approx(32.5 / 16)
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_keeps_a_prediction(tmp_path):
     command = [sys.executable, "-m", "rlft_fast", "bench", "--predict", "h200", "1024,64,4096", "--output", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -115,6 +115,7 @@ def test_arguments_cannot_steer_the_terminal(arguments):
         "import rlft_fast.cli.plot as plot; plot.run = lambda _: sys.exit(TEXT); sys.exit(main(['plot', '/nowhere']))",
     ],
 )
+@pytest.mark.thin(4)
 def test_messages_of_libraries_cannot_steer_the_terminal(code):
     before = "import sys; from rlft_fast.cli import main; TEXT = 'z\\x1b[31m'; main(['plot', '/nowhere'])"
     command = [sys.executable, "-c", f"{before}\n{code}"]

@@ -42,6 +42,7 @@ def test_plan_of_every_mesh(config_file, capsys):
     assert output.count("largest max_tokens") == 2
 
 
+@pytest.mark.slow
 def test_every_model_of_the_run_has_a_column(config_file, tiny_model, capsys):
     models = [
         "--reward.model",
@@ -85,6 +86,7 @@ def test_a_machine_without_anything_is_wrong_usage(option, config_file, capsys):
     assert f"{option.partition('=')[0]} must be more than 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_divide_the_gpus_are_left_out(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "3", "--memory", "1", "--gpus-per-node", "2"]) == 0
     assert capsys.readouterr().out.count("largest max_tokens") == 1

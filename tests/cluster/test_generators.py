@@ -93,6 +93,7 @@ def test_what_the_cluster_cannot_give_is_refused(tmp_path):
     ray.shutdown()
 
 
+@pytest.mark.long
 def test_a_generator_that_cannot_start_is_named(tmp_path):
     path = save_tiny_model("llama", tmp_path / "model", **HEADS)
     values = toy_values(path, tmp_path)

@@ -114,6 +114,7 @@ def test_report_holds_every_bar(gpu_sh, tmp_path):
     assert {entry["kind"] for entry in measured_here(tmp_path)} == set(KINDS)
 
 
+@pytest.mark.long
 def test_other_shapes_and_sweeps(gpu_sh, tmp_path):
     assert gpu_sh("3").returncode == 0
     files = packed(tmp_path, 3)
@@ -131,6 +132,7 @@ def test_engine_says_what_it_lacks(gpu_sh, tmp_path):
     assert b"pydantic is not installed, and only the ops work" in packed(tmp_path, 4)["engine.log"]
 
 
+@pytest.mark.long
 def test_engine(gpu_sh, tmp_path):
     """On this machine's CPU, with the packages that it has."""
     assert gpu_sh("4", sys.executable).returncode == 0

@@ -142,6 +142,7 @@ def check_memory() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes(tiny_model):
     folder = {tiny_model(name).parent for name, _ in CASES.values()}.pop()
     run_distributed(check_on_two, 2, folder, sys.platform == "linux")

@@ -25,6 +25,7 @@ SCONTROL = """#!/usr/bin/env bash
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_nodes(tiny_model, tmp_path):
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(script)

@@ -129,6 +129,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if "compiled" in case else ()) for case in CASES]
 )
+@pytest.mark.thin(3)
 def test_training_is_that_of_trl(case, tiny_model, tmp_path, monkeypatch):
     kind, name, options = CASES[case]
     arguments = kind, load(tiny_model(name)), tiny_model(name), tmp_path

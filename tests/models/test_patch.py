@@ -384,6 +384,7 @@ def check_sharded(rank: int, name: str, shard: Callable[[PreTrainedModel, Device
         ("nothing", shard_norm_and_head), ("nothing", shard_as_accelerate), ("tied", shard_as_accelerate),
     ],
 )  # fmt: skip
+@pytest.mark.thin(3)
 def test_sharded(name, shard):
     run_distributed(check_sharded, 2, name, shard)
 

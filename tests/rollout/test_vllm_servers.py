@@ -237,6 +237,7 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_a_lost_server_loses_no_sample(served):
     run_distributed(killed, 1, served.model, served.urls, tuple(process.pid for process in served.processes))
     for place, port in enumerate(served.ports):

@@ -156,6 +156,7 @@ def on_two_processes(rank: int, *folders: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes(model, reward_model, tmp_path):
     """Greedy baselines, a reward model and worker processes; refills, of which both processes need the same number.
 

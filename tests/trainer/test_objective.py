@@ -192,6 +192,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.thin(3)
 def test_learns(name, model, tmp_path):
     options = {f"algorithm__{key}": value for key, value in METHODS[name].items()}
     steps = 20 if name in ("remax", "kl-cov") else 10

@@ -306,6 +306,7 @@ def train_here(rank: int, config: Config) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_number_of_processes_changes_a_run_by_rounding(model, tmp_path):
     """The same samples in the same order, whichever process drew them, also in refills; close numbers."""
     changes = {

@@ -22,6 +22,7 @@ LLAMA_70B = Path(__file__).parents[3] / "examples" / "llama_70b"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.thin(2)
 def test_plan_is_what_one_process_allocates(tmp_path, checkpointing):
     path = save_model(tmp_path, width=256)
     config = EngineConfig(max_tokens=1024, workspace_mib=16, activation_checkpointing=checkpointing)
@@ -101,6 +102,7 @@ def test_ranks_share_the_tokens(tmp_path):
 
 # A GPU loses what the CPU's memory gains. bfloat16 weights have masters in the optimizer.
 @pytest.mark.parametrize("dtypes", [{}, {"param_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+@pytest.mark.thin(2)
 def test_offloaded_parts_are_those_of_the_engine(dtypes, tmp_path):
     path = save_model(tmp_path, width=128)
     config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", workspace_mib=16, cpu_offload=True, **dtypes)

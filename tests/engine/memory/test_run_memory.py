@@ -41,6 +41,7 @@ def config_of(tiny_model, tmp_path):
     return config
 
 
+@pytest.mark.slow
 def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
     config = config_of()
     plan = phase_bytes(plan_memory(config, 1, 80 * GIB))
@@ -64,6 +65,7 @@ def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
     trainer.close()
 
 
+@pytest.mark.slow
 def test_an_adapter_needs_no_reference(config_of):
     memory = phase_bytes(plan_memory(config_of(actor__lora={"rank": 2}), 1, 80 * GIB))
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
@@ -72,6 +74,7 @@ def test_an_adapter_needs_no_reference(config_of):
 # The reference and the reward model run as the policy does.
 @pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["cpu_offload", "offload_between_phases"])
+@pytest.mark.thin(2)
 def test_offload_never_needs_more_in_any_phase(name, how, config_of):
     kept, moved = (plan_memory(config_of(**change), 2, 80 * GIB) for change in ({}, {f"{name}__{how}": True}))
     owners = ["critic"] if name == "critic" else ["actor", "reference", "reward"]
@@ -112,6 +115,7 @@ def test_what_generate_takes(tmp_path):
     assert measured < planned < 1.25 * measured
 
 
+@pytest.mark.slow
 def test_share_of_vllm(config_of):
     """It sleeps while the policy learns; a process with GPUs of its own takes nothing; on a CPU it never sleeps."""
     vllm = {
@@ -234,6 +238,7 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
     ],
     ids=str,
 )
+@pytest.mark.thin(2)
 def test_what_surely_fits_does_fit(changes, device_type, config_of):
     config, memory = config_of(**changes, rollout__vllm__cpu_cache_gib=0.001), 80.0 * GIB
     while plan_memory(config, 2, memory, device_type).fits(memory):

@@ -31,6 +31,7 @@ def repeats_of(folder: Path) -> Repeats | None:
     return find_repeats(build_model(str(folder), EngineConfig(compute_dtype="bfloat16"), "logprob", trains=True))
 
 
+@pytest.mark.slow
 def test_few_blocks_tell_of_all(tmp_path):
     path = save_model(tmp_path, width=64, num_hidden_layers=12)
     config = EngineConfig(compute_dtype="bfloat16")
@@ -115,6 +116,7 @@ def plan_then_load(rank: int, path: Path, store: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_to_the_run(tiny_model, tmp_path):
     """The plan pretends to be rank 0. Rank 1 loaded rank 0's rows, out of DTensor's cache."""
     mp.start_processes(plan_then_load, (tiny_model("llama"), tmp_path / "store"), nprocs=2, start_method="spawn")

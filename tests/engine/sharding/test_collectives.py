@@ -93,5 +93,6 @@ def test_collectives_after_a_rollout(tiny_model):
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
+@pytest.mark.thin(2)
 def test_collectives_of_a_step(num_copies, tiny_model):
     run_distributed(check, 2 * num_copies, tiny_model("llama"), 2, num_copies)

@@ -109,6 +109,7 @@ def check_two(rank: int, world_size: int, path: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "check"), [(2, check_two), (3, check_ways), (4, check_four)])
+@pytest.mark.thin(3)
 def test_every_mesh_computes_what_one_process_does(world_size, check, tiny_model, tmp_path):
     path = tiny_model("llama")
     torch.save(run_steps(path), tmp_path / "expected.pt")

@@ -123,6 +123,7 @@ def on_two_processes(rank: int, path: Path, batch: Batch, expected: Path) -> Non
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(path, batch, tmp_path):
     for name, cap, size in CASES:
         torch.save(gradients(path, batch.select(range(size)), LOSSES[name], cap), tmp_path / f"{name}-{cap}.pt")

@@ -69,6 +69,7 @@ def test_pieces_are_the_whole(way, tiny_model):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [{}, {"config": {"sequence_parallel": 2}}], ids=["sharded", "sequence_parallel"])
+@pytest.mark.thin(2)
 def test_pieces_are_the_whole_on_two_processes(options, tiny_model):
     run_distributed(check_pieces, 2, tiny_model("llama"), options)
 

@@ -34,6 +34,7 @@ def check_shares(rank: int, path, options) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [{}, {"config": {"sequence_parallel": 2}}], ids=["data", "sequence"])
+@pytest.mark.thin(2)
 def test_shares_are_the_whole(tiny_model, options):
     run_distributed(check_shares, 2, tiny_model("llama"), options)
 

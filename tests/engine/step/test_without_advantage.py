@@ -74,6 +74,7 @@ def test_the_gradient_is_that_of_all_tokens(path, batch, name):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("config", [{}, {"sequence_parallel": 2}], ids=["data", "sequence"])
+@pytest.mark.thin(2)
 def test_the_gradient_is_that_of_all_tokens_on_two_processes(path, batch, config):
     run_distributed(check_same_gradient, 2, path, batch, ["ppo", "gspo"], config)
 

@@ -19,12 +19,15 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 # A new backend is one more name here. Triton needs its interpreter for tensors on the CPU, and there is none on a
 # machine with a GPU: test_gpu.py has it there. The interpreter takes a second for what others do in a millisecond, so
-# Triton gets smaller problems.
+# Triton gets smaller problems, and most of them are slow tests.
 INTERPRETED = ["triton"] if find_spec("triton") and not torch.cuda.is_available() else []
 BACKENDS = ["native", "reference", *INTERPRETED]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
+thin = pytest.mark.thin(4)
+_INTERPRETED = [pytest.param(name, marks=thin) for name in INTERPRETED]
+interpreted = pytest.mark.parametrize("backend", _INTERPRETED)
+each_backend = pytest.mark.parametrize("backend", ["native", "reference", *_INTERPRETED])
 each_fast_backend = pytest.mark.parametrize("backend", ["native", "reference"])
-each_kernel = pytest.mark.parametrize("backend", ["native", *INTERPRETED])  # without the reference
+each_kernel = pytest.mark.parametrize("backend", ["native", *_INTERPRETED])  # without the reference
 
 
 def logprob_of(backend: str, **options: Any) -> Callable[..., LinearLogprob]:

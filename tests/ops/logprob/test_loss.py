@@ -16,7 +16,7 @@ from rlft_fast.ops import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.logprob.loss import loss_functions
 from rlft_fast.ops.logprob.tiles import padded_columns
 from rlft_fast.ops.logprob.workspace import default_workspace_mib, group_limits, scratch_bytes
-from tests.ops.logprob.problems import BF16, F32, INTERPRETED, check_loss, loss_problem, ppo_clip
+from tests.ops.logprob.problems import BF16, F32, check_loss, interpreted, loss_problem, ppo_clip
 from tests.support.memory import peak_allocated_bytes
 from tests.support.threads import num_threads
 
@@ -30,7 +30,7 @@ def test_loss_no_further_from_truth_than_pytorch(num_tokens, workspace_mib, entr
     check_loss(problem, dtype, {"workspace_mib": workspace_mib}, temperature=0.8, return_entropy=entropy)
 
 
-@pytest.mark.parametrize("backend", INTERPRETED)
+@interpreted
 @pytest.mark.parametrize("workspace_mib", [1, 64])  # several chunks, and one
 def test_loss_in_triton(workspace_mib, backend):
     how = {"workspace_mib": workspace_mib, "backend": backend}

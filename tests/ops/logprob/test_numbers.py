@@ -20,13 +20,13 @@ from tests.ops.logprob.problems import (
     F16,
     F32,
     F64,
-    INTERPRETED,
     WAYS,
     check,
     each_backend,
     each_fast_backend,
     each_kernel,
     gradients,
+    interpreted,
     plain_logprob,
     run,
     weighted_by,
@@ -36,7 +36,6 @@ from tests.support.numerics import assert_no_further_from_truth
 
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 each_logits = pytest.mark.parametrize("logits", LOGITS)
-interpreted = pytest.mark.parametrize("backend", INTERPRETED)
 
 
 # V: below and above a lane multiple (17, 257), an odd one below a block (37), just over a tile (2049), several tiles
@@ -57,6 +56,7 @@ def test_small_shapes(T, V, backend):
         (1000, 64, 5003), (1, 64, 50257), (7, 64, 129920), (1, 64, 151936),
     ],
 )  # fmt: skip
+@pytest.mark.thin(2)
 def test_real_shapes(T, D, V, backend):
     check(T, D, V, backend=backend, rows=1 if V > 10_000 else 64)
 
@@ -73,6 +73,7 @@ def test_small_shapes_in_triton(T, V, backend):
 @each_dtype
 @pytest.mark.parametrize("V", [37, 2049, 50257])
 @each_logits
+@pytest.mark.thin(2)
 def test_logits(logits, V, dtype, backend):
     check(100, 64, V, logits=logits, dtype=dtype, backend=backend)
 

@@ -90,6 +90,7 @@ def check_shards_that_all_ranks_refuse(rank: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_uneven_shards():
     run_distributed(check_uneven_shards, 2, [400_000, 120_000])
 

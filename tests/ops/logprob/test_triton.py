@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops.logprob import reference
-from tests.ops.logprob.problems import F32, F64, INTERPRETED, logprob_of, run
+from tests.ops.logprob.problems import F32, F64, interpreted, logprob_of, run
 from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
@@ -19,7 +19,7 @@ KERNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", INTERPRETED)
+@interpreted
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "temperature": torch.linspace(0.5, 1.5, 67)}])
 def test_without_logits_no_further_from_truth_than_pytorch(options, backend, monkeypatch):
     """One column more than several tiles have, and more logits than are kept for backward."""
@@ -53,7 +53,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("backend", INTERPRETED)
+@interpreted
 @pytest.mark.parametrize("scale", [1e-3, 0.3, 1, 3])
 def test_a_soft_cap_costs_no_digits(scale, backend):
     """tanh(u) within 3 roundings and its slope within 8, near 0, where a polynomial meets exp, and near 1."""
@@ -78,7 +78,7 @@ def test_a_soft_cap_costs_no_digits(scale, backend):
     torch.testing.assert_close(slope.double(), 2 / u.cosh() ** 2, rtol=8 * 2**-24, atol=0)
 
 
-@pytest.mark.parametrize("backend", INTERPRETED)
+@interpreted
 def test_fused_forward_allocates_no_logits(backend):
     hidden, weight, target, _ = make_inputs(67, 16, 2100)
     with torch.profiler.profile(profile_memory=True) as profiler:

@@ -82,6 +82,7 @@ def test_the_uninterrupted_run_has_every_line_once(uninterrupted):
     assert [row["step"] for row in rows if "accuracy" not in row] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_killed(model, uninterrupted, tmp_path):
     config = write_config(model, tmp_path, OPTIONS | {"checkpoint__asynchronous": False})  # complete when step 4 begins
     (tmp_path / "strike").write_text(f"SIGKILL {IN_STEP_5} 0")
@@ -135,6 +136,7 @@ def test_ctrl_c_before_the_first_step_saves_nothing(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("call", [BEFORE_THE_FIRST_CHECKPOINT, IN_THE_LAST_EVALUATION])
+@pytest.mark.thin(2)
 def test_death_without_saving(call, model, uninterrupted, tmp_path, capsys):
     config = write_config(model, tmp_path)
     (tmp_path / "strike").write_text(f"die {call} 0")
@@ -299,6 +301,7 @@ def test_torchrun_writes_everything_once(by_torchrun):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes_stop_together(model, by_torchrun, tmp_path):
     folders = {how: tmp_path / how for how in ("raise", "SIGINT", "SIGTERM")}
     for how, folder in folders.items():

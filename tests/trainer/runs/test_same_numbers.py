@@ -67,6 +67,7 @@ def _train(rank: int, model: Path, folder: Path, changes: dict[str, Any]) -> Non
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.thin(2)
 def test_numbers_are_the_recorded_ones(name, tmp_path):
     """To the bit on the kind of machine that recorded them; elsewhere GEMMs round differently."""
     recorded = json.loads(RECORDED.read_text())

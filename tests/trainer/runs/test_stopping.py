@@ -70,6 +70,7 @@ def stop_and_resume(model: Path, folder: Path, uninterrupted: Path, capsys) -> s
 
 # A step asks three models once each, and then takes four optimizer steps of the critic and four of the policy.
 @pytest.mark.parametrize(("method", "call"), [("infer", 3 + 2), ("train_step", 8 + 1)])
+@pytest.mark.thin(3)
 def test_before_the_first_optimizer_step_the_step_is_left(
     method, call, model, uninterrupted, signal_at, tmp_path, capsys
 ):
@@ -82,6 +83,7 @@ def test_before_the_first_optimizer_step_the_step_is_left(
 
 
 @pytest.mark.parametrize(("method", "call"), [("_step_optimizer", 8 + 1), ("train_step", 8 + 2)])
+@pytest.mark.thin(2)
 def test_after_an_optimizer_step_the_step_is_finished(method, call, model, uninterrupted, signal_at, tmp_path, capsys):
     signal_at(FSDPEngine, method, call)
     said = stop_and_resume(model, tmp_path, uninterrupted, capsys)
