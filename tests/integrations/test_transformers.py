@@ -63,6 +63,7 @@ def make_trainer(trainer_class: type[Trainer], folder: Path, output: Path, lora=
         ("llama", {"flat": True}),  # one row of several sequences
     ],
 )
+@pytest.mark.thin(2)
 def test_training_and_evaluation_are_those_of_transformers(name, options, tiny_model, tmp_path, monkeypatch):
     histories, models = [], []
     for trainer_class in (Trainer, FusedLossTrainer):

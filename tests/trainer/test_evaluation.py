@@ -64,6 +64,7 @@ def test_the_best_policy_is_kept(sampled, capsys):
     assert metrics == {name: best[name] for name in metrics}
 
 
+@pytest.mark.slow
 def test_the_best_policy_survives_a_run_that_goes_on(tiny_model, tmp_path, capsys):
     """The last evaluation of the first part is the best: the second part learns the opposite."""
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": word} for word in ("sea", "ice", "fog")])

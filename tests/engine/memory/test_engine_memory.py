@@ -130,7 +130,8 @@ def test_offload_never_needs_more(options, tmp_path):
 
 
 # Images, of which the tower takes far more than the text does.
-@pytest.mark.parametrize("name", ["qwen2-vl", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 def test_plan_of_a_vision_tower(name, tmp_path):
     path, config = save_tiny_model(name, tmp_path), EngineConfig(max_tokens=1024, workspace_mib=1)
     num_patches, inputs = 48 * 64, {"pixel_values": [torch.randn(48 * 64, 24)]}
@@ -166,6 +167,7 @@ def test_plan_of_70b_on_1024_ranks():
     assert 30e9 < plan.total_bytes < 50e9
 
 
+@pytest.mark.slow
 def test_copies_add_up_their_gradients_once_a_step(tmp_path):
     path, options = str(save_model(tmp_path, width=64)), {"compute_dtype": "bfloat16", "shard_size": 2}
     once, every = (

@@ -127,6 +127,7 @@ def save_expected(tiny_model, folder: Path, names: list[str]) -> Path:
     return tiny_model(names[0]).parent
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(tiny_model, tmp_path):
     run_distributed(on_two_processes, 2, save_expected(tiny_model, tmp_path, NAMES), tmp_path)
 

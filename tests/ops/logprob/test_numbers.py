@@ -73,7 +73,7 @@ def test_small_shapes_in_triton(T, V, backend):
 @each_dtype
 @pytest.mark.parametrize("V", [37, 2049, 50257])
 @each_logits
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 def test_logits(logits, V, dtype, backend):
     check(100, 64, V, logits=logits, dtype=dtype, backend=backend)
 

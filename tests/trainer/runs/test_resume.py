@@ -321,6 +321,7 @@ def train_with_an_advantage_that_fails(rank: int, config: Config) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_an_own_advantage_that_fails_on_one_of_two_processes_loses_nothing(model, tmp_path):
     advantage = f"{HERE.with_name('my_methods.py')}:fails_in_step_3"
     config = toy_config(model, tmp_path, steps=4, algorithm__advantage=advantage)
