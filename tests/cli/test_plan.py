@@ -141,6 +141,7 @@ def test_code_in_a_model_folder_is_not_run(config_file, tiny_model, tmp_path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_of_a_large_model_takes_seconds():
     """Of 80 layers a few are simulated, and the others inferred from them.
 

@@ -178,6 +178,7 @@ def settings(message: str) -> tuple[list[dict[str, Any]], bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_fits_when_ranks_share_sequences(long_run):
     memory = memory_for(long_run(actor__sequence_parallel=4), 1.01)
     assert check_run(long_run(actor__sequence_parallel=4), 4, memory, "cuda", 80 * GIB) is not None
@@ -195,6 +196,7 @@ def test_a_run_that_fits_when_ranks_share_sequences(long_run):
     ("changes", "share", "device_type"),
     [({}, 0.8, "cuda"), ({}, 0.3, "cuda"), ({"actor__max_tokens": 40000}, 0.8, "cuda"), ({}, 0.8, "cpu")],
 )
+@pytest.mark.long
 def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long_run):
     vllm = {"rollout__vllm__cpu_cache_gib": 0.01, "rollout__vllm__gpu_memory_utilization": 0.8}
     config = long_run(**vllm, **changes)

@@ -94,6 +94,7 @@ def test_without_a_pattern_all_blocks_run(types, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_few_blocks_tell_of_80():
     config = EngineConfig(compute_dtype="bfloat16", activation_checkpointing="full")
     work = Workload(path=str(LLAMA_70B), config=config, world_size=1024, num_tokens=16384)
