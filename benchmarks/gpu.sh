@@ -89,7 +89,7 @@ case $part in
   1)
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
     [[ $capability == 90 ]] && capability=90a
-    RLFT_FAST_CUDA_ARCHS=$capability run build 150 $python setup.py build_ext --inplace
+    RLFT_FAST_CUDA_ARCHS=$capability run build 240 $python setup.py build_ext --inplace
     kernels limits "${shapes[0]}" 90
     folders=(tests/ops tests/models tests/data/test_batch.py)
     if $python -c 'import pydantic, rich, transformers' 2>"$folder/missing.log"; then

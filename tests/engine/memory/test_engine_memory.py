@@ -86,6 +86,7 @@ def test_plan_is_what_each_of_two_processes_allocates(num_micro_batches, options
     run_distributed(compare, 2, path, num_micro_batches, options, planned)
 
 
+@pytest.mark.slow
 def test_ways_to_shard_need_different_memory(tmp_path):
     path = save_model(tmp_path, width=256)
     assert len({planned_bytes(path, *case) for case in CASES[:4]}) == 4
