@@ -105,6 +105,7 @@ test-ray: install-ray
 # ours.
 # Their wheels bring a package named tests, so that the repository has to come before them.
 test-peers: install-peers
+	rm -rf $(BESIDE)/trackio  # what a test looks for may not be left by the suite's last run
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
 	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
 
