@@ -103,9 +103,10 @@ test-ray: install-ray
 
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
-# Their wheels bring a package named tests, so that the repository has to come before them.
+# Their wheels bring a package named tests, so that the repository has to come before them. Tests read Trackio's folder,
+# which the last run may have left full.
 test-peers: install-peers
-	rm -rf $(BESIDE)/trackio  # what a test looks for may not be left by the suite's last run
+	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
 	  tests/integrations tests/rl tests/cluster tests/trainer/test_trackers.py
 
@@ -182,8 +183,8 @@ sanitize: install
 # The tests marked gpu without a GPU: tests/cuda_emulator runs the threads of the CUDA kernels on the CPU, under the same
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
-	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 $(THINNED) --capture=sys -p tests.cuda_emulator.plugin \
-	  -m gpu tests/cuda_emulator/kernels.py tests/ops
+	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 $(THINNED) --capture=sys \
+	  -p tests.cuda_emulator.plugin -m gpu tests/cuda_emulator/kernels.py tests/ops
 
 # benchmarks/gpu.sh from end to end on the emulated GPU, without the packages that a bare GPU machine lacks.
 gpu-rehearsal: install $(EMULATED)

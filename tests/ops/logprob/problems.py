@@ -17,11 +17,10 @@ from tests.support.numerics import assert_no_further_from_truth
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
-# A new backend is one more name here. Triton needs its interpreter for tensors on the CPU, and there is none on a
-# machine with a GPU: test_gpu.py has it there. The interpreter takes a second for what others do in a millisecond, so
-# Triton gets smaller problems, and most of them are slow tests.
+# A new backend is one more name in these lists. Triton needs its interpreter for tensors on the CPU, and there is none
+# on a machine with a GPU: test_gpu.py has it there. The interpreter takes a second for what others do in a millisecond,
+# so Triton gets smaller problems, and most of them are slow tests.
 INTERPRETED = ["triton"] if find_spec("triton") and not torch.cuda.is_available() else []
-BACKENDS = ["native", "reference", *INTERPRETED]
 thin = pytest.mark.thin(8)
 _INTERPRETED = [pytest.param(name, marks=thin) for name in INTERPRETED]
 interpreted = pytest.mark.parametrize("backend", _INTERPRETED)
