@@ -50,6 +50,8 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def("next_token_targets(Tensor input_ids, Tensor cu_seqlens, int ignore_index) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def("segment_expand(Tensor values, Tensor cu_seqlens, SymInt num_tokens) -> Tensor");
+  m.def("take_rows(Tensor values, Tensor index, Tensor order, Tensor cu_uses) -> Tensor");
+  m.def("sum_rows(Tensor values, Tensor index, Tensor order, Tensor cu_uses) -> Tensor");
 
   // Norm and clipping: one pass over all gradients of a (device, dtype) group, without a host sync. The order of the
   // additions is fixed.

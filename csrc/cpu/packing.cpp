@@ -7,6 +7,10 @@
 //   next_token_targets  out[cu[b] + i]       = ids[cu[b] + i + 1], and ignore_index at the last position of b
 //   segment_sum         out[b]               = sum_i values[cu[b] + i]         double accumulators, ascending i
 //   segment_expand      out[cu[b] + i]       = values[b]
+//   take_rows           out[m]               = values[index[m]]
+//   sum_rows            out[t]               = sum_{index[m] = t} values[m]    fp32 (fp64 for fp64), ascending m
+//
+// order lists the m by index[m], then ascending, and cu_uses[t] to cu_uses[t + 1] are the places of t in this list.
 //
 // column(b, i) is columns[cu[b] + i] if columns are given, else i + shift_b. shift_b is L - length_b if left, else 0.
 // Packed rows from cu[B] on belong to no sequence. They get 0 in most outputs, ignore_index in targets, and -1 in
@@ -195,6 +199,37 @@ void segment_expand_kernel(const char* values, const Sequences& sequences, char*
   std::memset(out + sequences.num_tokens() * row, 0, (T - sequences.num_tokens()) * row);
 }
 
+void take_rows_kernel(const char* values, const int64_t* index, char* out, int64_t M, int64_t row) {
+  torch::stable::parallel_for(0, M, grain_rows(row), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) std::memcpy(out + m * row, values + index[m] * row, row);
+  });
+}
+
+// Most rows have one use, and are copied.
+template <class Value, class Sum>
+void sum_rows_kernel(const Value* values, const int64_t* order, const int32_t* cu_uses, Value* out, int64_t T,
+                     int64_t D) {
+  constexpr int64_t kBlock = 256;
+  torch::stable::parallel_for(0, T, grain_rows(D * sizeof(Value)), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t *use = order + cu_uses[t], uses = cu_uses[t + 1] - cu_uses[t];
+      if (uses == 1) {
+        std::memcpy(out + t * D, values + *use * D, D * sizeof(Value));
+        continue;
+      }
+      for (int64_t column = 0; column < D; column += kBlock) {
+        const int64_t width = std::min(kBlock, D - column);
+        Sum sum[kBlock] = {};
+        for (int64_t u = 0; u < uses; ++u) {
+          const Value* value = values + use[u] * D + column;
+          for (int64_t d = 0; d < width; ++d) sum[d] += static_cast<Sum>(value[d]);
+        }
+        for (int64_t d = 0; d < width; ++d) out[t * D + column + d] = static_cast<Value>(sum[d]);
+      }
+    }
+  });
+}
+
 // The columns are summed in blocks, so that the accumulators of a block stay in L1.
 template <class Value, class Sum>
 void segment_sum_kernel(const Value* values, const Sequences& sequences, Sum* out, int64_t D) {
@@ -377,6 +412,67 @@ Tensor segment_expand(const Tensor& values, const Tensor& cu_seqlens, int64_t nu
   return out;
 }
 
+struct RowIndex {
+  const int64_t *index, *order;
+  const int32_t* cu_uses;
+  int64_t M, T;
+};
+
+// order must list every m once, grouped by index[m], and cu_uses must be the boundaries of the groups.
+RowIndex checked(const Tensor& index, const Tensor& order, const Tensor& cu_uses) {
+  const RowIndex rows{static_cast<const int64_t*>(index.const_data_ptr()),
+                      static_cast<const int64_t*>(order.const_data_ptr()),
+                      static_cast<const int32_t*>(cu_uses.const_data_ptr()), index.size(0), cu_uses.size(0) - 1};
+  check_value(order.size(0) == rows.M && rows.T >= 0 && rows.cu_uses[0] == 0 && rows.cu_uses[rows.T] == rows.M,
+              "index has ", rows.M, " entries, order has ", order.size(0), ", and cu_uses ends at ",
+              rows.T >= 0 ? rows.cu_uses[rows.T] : 0, "; take all three from row_index().");
+  for (int64_t t = 0; t < rows.T; ++t) {
+    check_value(rows.cu_uses[t] <= rows.cu_uses[t + 1] && rows.cu_uses[t + 1] <= rows.M, "cu_uses does not ascend to ",
+                rows.M, " at row ", t, "; take it from row_index().");
+    for (int64_t u = rows.cu_uses[t], before = -1; u < rows.cu_uses[t + 1]; before = rows.order[u++]) {
+      const int64_t m = rows.order[u];
+      check_value(m > before && m < rows.M && rows.index[m] == t, "order does not list the places of row ", t,
+                  " in ascending order; take it from row_index().");
+    }
+  }
+  return rows;
+}
+
+Tensor take_rows(const Tensor& values, const Tensor& index, const Tensor& order, const Tensor& cu_uses) {
+  const Tensor input = torch::stable::contiguous(values);
+  const RowIndex rows = checked(index, order, cu_uses);
+  check_value(input.size(0) == rows.T, "values has ", input.size(0), " rows, but cu_uses describes ", rows.T, ".");
+  Tensor out = torch::stable::new_empty(input, with_trailing({rows.M}, input, 1));
+  if (out.numel() > 0) {
+    take_rows_kernel(static_cast<const char*>(input.const_data_ptr()), rows.index,
+                     static_cast<char*>(with_huge_pages(out)), rows.M, row_bytes(input, 1));
+  }
+  return out;
+}
+
+template <class Value, class Sum>
+void sum_rows_typed(const Tensor& values, const RowIndex& rows, Tensor& out) {
+  const int64_t D = row_bytes(values, 1) / static_cast<int64_t>(sizeof(Value));
+  sum_rows_kernel<Value, Sum>(static_cast<const Value*>(values.const_data_ptr()), rows.order, rows.cu_uses,
+                              static_cast<Value*>(with_huge_pages(out)), rows.T, D);
+}
+
+Tensor sum_rows(const Tensor& values, const Tensor& index, const Tensor& order, const Tensor& cu_uses) {
+  const Tensor input = torch::stable::contiguous(values);
+  const RowIndex rows = checked(index, order, cu_uses);
+  check_value(input.size(0) == rows.M, "values has ", input.size(0), " rows, but index has ", rows.M, " entries.");
+  Tensor out = torch::stable::new_empty(input, with_trailing({rows.T}, input, 1));
+  if (out.numel() == 0) return out;
+  switch (input.scalar_type()) {
+    case ScalarType::Double: sum_rows_typed<double, double>(input, rows, out); break;
+    case ScalarType::Float: sum_rows_typed<float, float>(input, rows, out); break;
+    case ScalarType::Half: sum_rows_typed<torch::headeronly::Half, float>(input, rows, out); break;
+    case ScalarType::BFloat16: sum_rows_typed<torch::headeronly::BFloat16, float>(input, rows, out); break;
+    default: STD_TORCH_CHECK(false, "sum_rows: unsupported dtype ", toString(input.scalar_type()));
+  }
+  return out;
+}
+
 }  // namespace
 }  // namespace rlft
 
@@ -388,4 +484,6 @@ STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CPU, m) {
   m.impl("next_token_targets", TORCH_BOX(&rlft::next_token_targets));
   m.impl("segment_sum", TORCH_BOX(&rlft::segment_sum));
   m.impl("segment_expand", TORCH_BOX(&rlft::segment_expand));
+  m.impl("take_rows", TORCH_BOX(&rlft::take_rows));
+  m.impl("sum_rows", TORCH_BOX(&rlft::sum_rows));
 }

@@ -1,10 +1,11 @@
 // Packing on CUDA: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1) int32.
 //
-// Three of the operators only move rows. They differ in the source of a row. A row without a source (-1) is filled.
+// Four of the operators only move rows. They differ in the source of a row. A row without a source (-1) is filled.
 //
 //   unpad           packed[t]    <- padded[b, column(t)]             b = the sequence of t
 //   pad             padded[b, l] <- packed[t]                        the t of b with column(t) = l, if there is one
 //   segment_expand  out[t]       <- values[b]
+//   take_rows       out[m]       <- values[index[m]]
 //
 // column(t) is columns[t] if columns are given, else t - cu[b] + shift_b. shift_b is L - length_b if left, else 0.
 // unpad and pad take any number of tensors of any dtypes and row sizes. The kernel's parameters hold the addresses of
@@ -14,27 +15,35 @@
 //   position_ids        out[t] = t - cu[b]
 //   next_token_targets  out[t] = ids[t + 1], and ignore_index where t + 1 == cu[b + 1]
 //   segment_sum         out[b] = sum_{t in b} values[t], fp32 (fp64 for fp64)
+//   sum_rows            out[t] = sum_{m: index[m] = t} values[m], added in fp32 (fp64 for fp64)
 //
-// Bytes moved: every output row is written once, and its source is read once. The B + 1 offsets are read, too, and each
-// row adds a binary search of log2(B) cached reads. Columns add 4 bytes per row of unpad, and a search of
-// log2(length_b) cached reads per row of pad. mask_columns reads B L bytes and writes 4 T bytes.
+// sum_rows gets the places m of each row from the host: order lists them by row, and cu_uses holds the boundaries. The
+// backward of torch's embedding would sort the index again in every layer of a model.
+//
+// Bytes moved: every output row is written once, and each of its sources is read once. Operators with cu_seqlens read
+// its B + 1 offsets, and add per row a binary search of log2(B) cached reads. Columns add 4 bytes per row of unpad, and
+// a search of log2(length_b) cached reads per row of pad. take_rows and sum_rows read 8 bytes per place, and sum_rows 4
+// bytes per row. mask_columns reads B L bytes and writes 4 T bytes.
 //
 // A row is copied in the widest word (1 to 16 bytes) that divides the row size and both addresses. The threads of a
 // warp take consecutive words of a row, then consecutive rows, so that accesses to narrow rows coalesce, too.
 //
-// cu_seqlens and columns are not checked, because a check would sync with the host. They may hold any values: a row is
-// filled if no sequence covers it or if its source lies outside of the input. Nothing is written outside of the output.
+// cu_seqlens, columns and row indices are not checked, because a check would sync with the host. They may hold any
+// values: a row is filled if no sequence covers it or if its source lies outside of the input, and a sum skips such
+// sources. Nothing is written outside of the output.
 //
-// Sums are deterministic: a thread adds its tokens in ascending order, and a fixed tree adds the threads. There are no
-// atomics.
+// Sums are deterministic: a thread adds its tokens or places in ascending order, and in segment_sum a fixed tree adds
+// the threads. There are no atomics.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <bit>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
+#include "cuda/dtypes.cuh"
 #include "cuda/launch.cuh"
 #include "packing.h"
 
@@ -98,6 +107,12 @@ struct ExpandSource {
   const int32_t* cu_seqlens;
   int64_t B;
   __device__ int64_t operator()(int64_t t) const { return covering_sequence(cu_seqlens, B, t); }
+};
+
+struct IndexSource {
+  const int64_t* index;
+  int64_t rows;
+  __device__ int64_t operator()(int64_t m) const { return index[m] >= 0 && index[m] < rows ? index[m] : -1; }
 };
 
 // One tensor of a copy. A row of `out` is a copy of a row of `in`, or is filled with the pattern. 2^log2_lanes threads
@@ -283,6 +298,43 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Value, int kElements>
+struct alignas(kElements * sizeof(Value)) Vector {
+  Value element[kElements];
+};
+
+constexpr int kSumResidentBlocks = 4;  // without this bound, ptxas aims at eight blocks and spills registers
+
+// 2^log2_lanes threads share an output row. Each adds the uses of its vectors in ascending order.
+template <class Value, class Sum, int kElements>
+__global__ void __launch_bounds__(kThreads, kSumResidentBlocks)
+    sum_rows_kernel(const Vector<Value, kElements>* __restrict__ values, const int64_t* __restrict__ order,
+                    const int32_t* __restrict__ cu_uses, Vector<Value, kElements>* __restrict__ out, int64_t T,
+                    int64_t M, int64_t vectors, int log2_lanes) {
+  const int64_t rows_per_block = kThreads >> log2_lanes, lanes = int64_t{1} << log2_lanes;
+  const int64_t lane = threadIdx.x & (lanes - 1);
+  const int64_t first = blockIdx.x * rows_per_block + (threadIdx.x >> log2_lanes);
+  for (int64_t t = first; t < T; t += gridDim.x * rows_per_block) {
+    const int64_t begin = max(static_cast<int64_t>(cu_uses[t]), int64_t{0});
+    const int64_t end = min(static_cast<int64_t>(cu_uses[t + 1]), M);
+    for (int64_t v = lane; v < vectors; v += lanes) {
+      Sum sum[kElements] = {};
+#pragma unroll 4
+      for (int64_t u = begin; u < end; ++u) {
+        const int64_t m = order[u];
+        if (m < 0 || m >= M) continue;
+        const Vector<Value, kElements> value = values[m * vectors + v];
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) sum[k] += static_cast<Sum>(value.element[k]);
+      }
+      Vector<Value, kElements> total;
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) total.element[k] = static_cast<Value>(sum[k]);
+      out[t * vectors + v] = total;
+    }
+  }
+}
+
 // ---- launchers -------------------------------------------------------------------------------------------------
 
 // log2 of the number of threads that share a row of `width` words or columns: as many as the row needs, at most a warp.
@@ -324,6 +376,25 @@ void launch_segment_sum(const void* values, const int32_t* cu_seqlens, void* out
   const dim3 block(x, kThreads / x);
   launch(segment_sum_kernel<Value, Sum>, blocks_for(B * ((D + x - 1) / x), 1), block, static_cast<const Value*>(values),
          cu_seqlens, static_cast<Sum*>(out), B, T, D);
+}
+
+// Rows are read in vectors of 16 bytes where their size and both addresses allow it.
+template <class Value, class Sum>
+void launch_sum_rows(const void* values, const int64_t* order, const int32_t* cu_uses, void* out, int64_t T, int64_t M,
+                     int64_t D, const Launcher& launch) {
+  const auto start = [&]<int kElements>(std::integral_constant<int, kElements>) {
+    using Elements = Vector<Value, kElements>;
+    const int64_t vectors = D / kElements;
+    const int lanes = std::min<int>(8, std::bit_width(static_cast<uint64_t>(vectors - 1)));
+    launch(sum_rows_kernel<Value, Sum, kElements>, blocks_for(T, kThreads >> lanes), kThreads,
+           static_cast<const Elements*>(values), order, cu_uses, static_cast<Elements*>(out), T, M, vectors, lanes);
+  };
+  const auto bits = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) | D * sizeof(Value);
+  if (bits % 16 == 0) {
+    start(std::integral_constant<int, 16 / sizeof(Value)>());
+  } else {
+    start(std::integral_constant<int, 1>());
+  }
 }
 
 // ---- binding ---------------------------------------------------------------------------------------------------
@@ -440,6 +511,34 @@ Tensor segment_sum(const Tensor& values, const Tensor& cu_seqlens) {
   return out;
 }
 
+Tensor take_rows(const Tensor& values, const Tensor& index, const Tensor& order, const Tensor& cu_uses) {
+  const Launcher launch(values);
+  const Tensor input = torch::stable::contiguous(values);
+  STD_TORCH_CHECK(input.size(0) == cu_uses.size(0) - 1 && order.size(0) == index.size(0),
+                  "the row index must describe the rows of the values");
+  const int64_t M = index.size(0);
+  Tensor out = torch::stable::new_empty(input, with_trailing({M}, input, 1));
+  const IndexSource source{static_cast<const int64_t*>(index.const_data_ptr()), input.size(0)};
+  launch_copies({copy_of(input, out, row_bytes(input, 1), 0)}, M, source, launch);
+  return out;
+}
+
+Tensor sum_rows(const Tensor& values, const Tensor& index, const Tensor& order, const Tensor& cu_uses) {
+  const Launcher launch(values);
+  const Tensor input = torch::stable::contiguous(values);
+  const int64_t M = index.size(0), T = cu_uses.size(0) - 1;
+  STD_TORCH_CHECK(input.size(0) == M && order.size(0) == M, "the row index must describe the rows of the values");
+  const int64_t D = row_bytes(input, 1) / static_cast<int64_t>(input.element_size());
+  Tensor out = torch::stable::new_empty(input, with_trailing({T}, input, 1));
+  if (T == 0 || D == 0) return out;
+  dispatch(input.scalar_type(), [&]<class Value>(Value*) {
+    using Sum = std::conditional_t<std::is_same_v<Value, double>, double, float>;
+    launch_sum_rows<Value, Sum>(input.const_data_ptr(), static_cast<const int64_t*>(order.const_data_ptr()),
+                                offsets(cu_uses), out.mutable_data_ptr(), T, M, D, launch);
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace rlft
 
@@ -451,4 +550,6 @@ STABLE_TORCH_LIBRARY_IMPL(rlft_fast, CUDA, m) {
   m.impl("next_token_targets", TORCH_BOX(&rlft::next_token_targets));
   m.impl("segment_sum", TORCH_BOX(&rlft::segment_sum));
   m.impl("segment_expand", TORCH_BOX(&rlft::segment_expand));
+  m.impl("take_rows", TORCH_BOX(&rlft::take_rows));
+  m.impl("sum_rows", TORCH_BOX(&rlft::sum_rows));
 }

@@ -21,7 +21,7 @@ from rlft_fast.models import (
     rotary_positions,
 )
 from rlft_fast.ops import slice_tokens
-from rlft_fast.ops.packing import segment_expand, segment_sum
+from rlft_fast.ops.packing import RowIndex, row_index, segment_expand, segment_sum
 from rlft_fast.world import World
 
 _Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
@@ -73,7 +73,7 @@ def prepare_model_inputs(
     """
     layout = share_prompts(micro_batch)
     num_padded = _num_padded(len(layout.token_index_U), sequence_group)
-    boundaries_q, boundaries_k, key_index_M = _pad_segments(layout, num_padded)
+    boundaries_q, boundaries_k, key_index = _pad_segments(layout, num_padded)
 
     def own_rows(x_T: Tensor) -> Tensor:
         """(*, T) -> (*, U), the rows of this rank; padded rows hold 0."""
@@ -92,7 +92,7 @@ def prepare_model_inputs(
         cu_seqlens_k=boundaries_k,
         max_seqlen_q=int(boundaries_q.diff().max()),
         max_seqlen_k=int(boundaries_k.diff().max()),
-        key_index_M=key_index_M,
+        key_index=key_index,
         active_index_A=active_row[active_row >= 0],
         target_A=micro_batch.target_T[output_index_A],
         output_index_A=output_index_A,
@@ -207,21 +207,27 @@ def _own_row(layout: PackedLayout, num_rows: int, group: ProcessGroup | None) ->
     return row_T.where((row_T >= 0) & (row_T < num_rows), -1)
 
 
-def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pad_segments(layout: PackedLayout, num_padded: int) -> tuple[Tensor, Tensor, RowIndex | None]:
     """Boundaries of segments and keys, and the keys, with the padded rows as a segment of their own."""
-    boundaries_q, boundaries_k, key_index = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_index_M
-    if num_padded == 0:
-        return boundaries_q, boundaries_k, key_index
-    if key_index is not None:
-        key_index = torch.cat([key_index, len(layout.token_index_U) + torch.arange(num_padded)])
-    longer_q, longer_k = (torch.cat([x, x[-1:] + num_padded]) for x in (boundaries_q, boundaries_k))
-    return longer_q, longer_k, key_index
+    boundaries_q, boundaries_k, num_rows = layout.cu_seqlens_q, layout.cu_seqlens_k, len(layout.token_index_U)
+    if num_padded > 0:
+        boundaries_q, boundaries_k = (torch.cat([x, x[-1:] + num_padded]) for x in (boundaries_q, boundaries_k))
+    if layout.key_index_M is None:
+        return boundaries_q, boundaries_k, None
+    index_M = torch.cat([layout.key_index_M, num_rows + torch.arange(num_padded)])
+    return boundaries_q, boundaries_k, row_index(index_M, num_rows + num_padded)
 
 
 def _move_fields(inputs: _Inputs, device: torch.device) -> _Inputs:
     """The same with its tensors on the device, but for the places of the outputs, which are filled on the host."""
-    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "output_index_A"}
-    return replace(inputs, **{name: _move(x, device) for name, x in tensors.items() if isinstance(x, Tensor)})
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name != "output_index_A"}
+    moved: dict[str, Tensor | RowIndex] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            moved[name] = _move(value, device)
+        elif isinstance(value, RowIndex):
+            moved[name] = RowIndex(*(_move(x, device) for x in value))
+    return replace(inputs, **moved)
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

@@ -26,12 +26,13 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_heads
+from rlft_fast.ops.packing import RowIndex, take_rows
 
 PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 
@@ -52,7 +53,7 @@ def packed_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    key_index: Tensor | None = None,
+    key_index: RowIndex | None = None,
     sequence_group: ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -74,7 +75,7 @@ def packed_attention(
         cu_seq_lens_k: int32 boundaries of the segments' keys; None: a segment attends to itself.
         max_length_q: length of the longest segment.
         max_length_k: largest number of keys of a segment.
-        key_index: (M,) int64 row of each key among all T rows; None: the keys are the rows in order.
+        key_index: the row of each of the M keys among all T rows; None: the keys are the rows in order.
         sequence_group: the N ranks that share the rows; heads is a multiple of N.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         dropout: must be 0, as in eval mode, because flash attention over packed rows has no dropout.
@@ -99,8 +100,7 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
     if key_index is not None:
-        take = _take_exactly if key.is_cuda else _take
-        key, value = take(key, key_index), take(value, key_index)
+        key, value = (take_rows(x.squeeze(0).transpose(0, 1), key_index).transpose(0, 1)[None] for x in (key, value))
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
     if softcap is None and _has_varlen_kernel(query):
@@ -172,20 +172,6 @@ def all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
 
 
-def _take(x: Tensor, row_index: Tensor) -> Tensor:
-    """Selects rows: (1, heads, T, d) -> (1, heads, K, d)."""
-    return x.index_select(2, row_index)
-
-
-def _take_exactly(x: Tensor, row_index: Tensor) -> Tensor:
-    """`_take` on a GPU, with a backward that adds the gradients of a row in a fixed order and in float32.
-
-    The backward of `index_select` adds them by atomics in any order, and rounds to x's dtype after every addition.
-    """
-    rows = x[0].transpose(0, 1)  # (T, heads, d)
-    return embedding(row_index, rows.flatten(1)).unflatten(1, rows.shape[1:]).transpose(0, 1).unsqueeze(0)
-
-
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
     num_queries, num_keys = q.shape[2], k.shape[2]
     mask = None
@@ -226,7 +212,7 @@ def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None)
     # The kernel takes heads of one width, a multiple of 8. DeepSeek's keys and values differ in width.
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = -(-max(head_dim, value_dim) // 8) * 8
-    packed_q, packed_k, packed_v = (_widened(x[0].transpose(0, 1), width) for x in (q, k, v))
+    packed_q, packed_k, packed_v = (_widened(x.squeeze(0).transpose(0, 1), width) for x in (q, k, v))
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = boundaries
     out = varlen_attn(
         packed_q, packed_k, packed_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

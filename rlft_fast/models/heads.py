@@ -302,7 +302,7 @@ def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor)
     boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
     return ModelInputs(
         input_ids_U=input_ids_T, position_ids_U=position_ids_T,
-        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index_M=None,
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index=None,
         active_index_A=torch.arange(length, device=device), target_A=target_T, output_index_A=torch.arange(length),
     )  # fmt: skip
 

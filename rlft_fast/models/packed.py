@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rlft_fast.models.vision import ImageInputs, embed_with_images
+from rlft_fast.ops.packing import RowIndex
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class ModelInputs:
             `cu_seqlens_q` where every segment attends to itself alone.
         max_seqlen_q: length of the longest segment.
         max_seqlen_k: most keys of a segment.
-        key_index_M: (M,) int64 row of each key among the rows of all ranks; None: keys are the rows in order.
+        key_index: the row of each of the M keys among the rows of all ranks; None: keys are the rows in order.
         active_index_A: (A,) int64 rows that need the head; a row may need it several times, with different targets.
         target_A: (A,) int64 next tokens.
         output_index_A: (A,) int64 on the CPU, position in the micro-batch that each output belongs to.
@@ -38,7 +39,7 @@ class ModelInputs:
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    key_index_M: Tensor | None
+    key_index: RowIndex | None
     active_index_A: Tensor
     target_A: Tensor
     output_index_A: Tensor
@@ -62,7 +63,7 @@ def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         cu_seq_lens_k=inputs.cu_seqlens_k,
         max_length_q=inputs.max_seqlen_q,
         max_length_k=inputs.max_seqlen_k,
-        key_index=inputs.key_index_M,
+        key_index=inputs.key_index,
         sequence_group=inputs.sequence_group,
     )
     return outputs.last_hidden_state[0]

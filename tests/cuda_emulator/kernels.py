@@ -135,7 +135,10 @@ def packing_results() -> list[Tensor]:
     padded = packing.pad(packed, tokens.cu_seqlens, 9001, tokens.column_T)
     segments = packing.segment_sum(packed["values"], tokens.cu_seqlens)
     positions = packing.position_ids(tokens.cu_seqlens, 40_000)
-    return [*tokens, *packed.values(), *padded.values(), segments, positions]
+    rows = packing.RowIndex(*(x.cuda() for x in packing.row_index(torch.randint(99, (40_000,), generator=g), 99)))
+    sums = torch.ops.rlft_fast.sum_rows(packed["values"], *rows)
+    taken = packing.take_rows(sums, rows)
+    return [*tokens, *packed.values(), *padded.values(), segments, positions, sums, taken]
 
 
 def list_results() -> list[Tensor]:
@@ -174,6 +177,10 @@ def test_nothing_outside_the_tensors_is_touched():
             KERNELS.pad([x.flatten(0, 1)[:6].clone()], nonsense, column_T, 4, left, [0.0])
     KERNELS.segment_sum(x.flatten(0, 1), nonsense)
     KERNELS.segment_expand(x[:, 0].clone(), nonsense, 6)
+    bad = torch.tensor([-1, 2**40, 0, 5])
+    for width in (2, 4):  # rows of 8 bytes, and of a vector
+        assert KERNELS.take_rows(torch.ones(3, width), bad, bad, nonsense)[:, 0].tolist() == [0, 0, 1, 0]
+        assert KERNELS.sum_rows(torch.ones(4, width), bad, bad, nonsense)[:, 0].tolist() == [1, 0, 1]
     KERNELS.position_ids(nonsense, 6)
     KERNELS.next_token_targets(torch.arange(6), nonsense, -100)
     KERNELS.mask_columns(torch.ones(3, 4, dtype=torch.bool), nonsense, 6)

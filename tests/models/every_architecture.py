@@ -249,7 +249,7 @@ def _packed_logprobs(policy: PolicyModel, parts: tuple[Tensor, ...], target: Ten
     return policy(ModelInputs(
         input_ids_U=torch.cat(parts, 1)[0], position_ids_U=torch.cat([torch.arange(n) for n in LENGTHS]),
         cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS),
-        key_index_M=None, active_index_A=everything, target_A=target, output_index_A=everything,
+        key_index=None, active_index_A=everything, target_A=target, output_index_A=everything,
     )).logprob  # fmt: skip
 
 

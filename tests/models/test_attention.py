@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rlft_fast.models import attention, packed_attention
 from rlft_fast.models.attention import grouped_attention, grouped_heads
+from rlft_fast.ops.packing import RowIndex, row_index
 from tests.support.devices import DEVICES
 
 
@@ -91,7 +92,7 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window, soft
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
     tokens = torch.arange(sum(lengths)).split(lengths)
     repeated = torch.cat([torch.cat([tokens[0], completion]) for completion in tokens[1:]])
-    key_index = torch.cat([tokens[0], repeated])
+    key_index = row_index(torch.cat([tokens[0], repeated]), sum(lengths))
     key_lengths = torch.tensor([prefix, *(prefix + length for length in completions)])
     shared = run(
         qkv, lengths, key_index=key_index, max_length_k=int(key_lengths.max()), sliding_window=window,
@@ -120,7 +121,7 @@ def test_bfloat16_on_a_device(shared, heads, kv_heads, head_dim, window, device)
     options = {}
     if shared:  # three completions of the first segment
         boundaries = torch.tensor([0, *torch.tensor(key_lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-        key_index = torch.cat([tokens[0], *sequences]).to(device)
+        key_index = RowIndex(*(x.to(device) for x in row_index(torch.cat([tokens[0], *sequences]), sum(lengths))))
         options = {"key_index": key_index, "cu_seq_lens_k": boundaries, "max_length_k": max(key_lengths)}
     actual = run(there, lengths, sliding_window=window, **options)[0].cpu().float()
     wide = tuple(x.detach().double().requires_grad_() for x in qkv)
@@ -136,17 +137,6 @@ def test_bfloat16_on_a_device(shared, heads, kv_heads, head_dim, window, device)
     gradients = [torch.autograd.grad(y, x, upstream.to(y)) for y, x in ((actual, there), (first, wide))]
     for ours, exact in zip(*gradients, strict=True):
         assert (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
-
-
-def test_rows_are_taken_on_a_gpu_as_on_a_cpu():
-    """Values and gradients; row 2 three times, row 1 not at all."""
-    x = random_qkv([4], 3, 3, 5)[0].requires_grad_()
-    index = torch.tensor([2, 0, 2, 3, 2])
-    actual, wanted = attention._take_exactly(x, index), attention._take(x, index)
-    assert torch.equal(actual, wanted)
-    upstream = torch.arange(wanted.numel(), dtype=torch.float64).view(wanted.shape)
-    (gradient,), (expected,) = (torch.autograd.grad(y, x, upstream) for y in (actual, wanted))
-    assert torch.equal(gradient, expected)
 
 
 def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **fewer_key_heads) -> Tensor:

@@ -48,7 +48,7 @@ def packed(lengths: list[int], active: list[int]) -> ModelInputs:
         cu_seqlens_k=boundaries,
         max_seqlen_q=max(lengths),
         max_seqlen_k=max(lengths),
-        key_index_M=None,
+        key_index=None,
         active_index_A=torch.tensor(active, dtype=torch.int64),
         target_A=torch.randint(0, 67, (len(active),), generator=generator),
         output_index_A=torch.tensor(active, dtype=torch.int64),

@@ -234,7 +234,7 @@ def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None)
         position_ids, images = ids.expand(3, -1), _images(model.backbone, num_rows, workload.num_patches)
     return ModelInputs(
         input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
-        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index_M=None, active_index_A=ids,
+        max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index_A=ids,
         target_A=ids, output_index_A=ids, images=images, sequence_group=group,
     )  # fmt: skip
 

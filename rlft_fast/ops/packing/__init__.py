@@ -1,4 +1,4 @@
-"""Padded and packed tensors, and sums over the sequences of a packed one."""
+"""Padded and packed tensors, sums over the sequences of a packed one, and rows that are taken several times."""
 
 from rlft_fast.ops.packing.pack import (
     MaskedTokens,
@@ -11,15 +11,19 @@ from rlft_fast.ops.packing.pack import (
     segment_sum,
     unpad,
 )
+from rlft_fast.ops.packing.rows import RowIndex, row_index, take_rows
 
 __all__ = [
     "MaskedTokens",
+    "RowIndex",
     "masked_tokens",
     "next_token_targets",
     "pad",
     "position_ids",
+    "row_index",
     "segment_expand",
     "segment_mean",
     "segment_sum",
+    "take_rows",
     "unpad",
 ]

@@ -1,4 +1,7 @@
-"""Shapes of what the packing ops return, and their backward passes: `pad` and `unpad` are each other's."""
+"""Shapes of what the packing ops return, and their backward passes.
+
+The pairs `pad` and `unpad`, `segment_sum` and `segment_expand`, `take_rows` and `sum_rows` are each other's backward.
+"""
 
 from collections.abc import Callable
 
@@ -42,6 +45,16 @@ def _(values, cu_seqlens):
 @torch.library.register_fake("rlft_fast::segment_expand")
 def _(values, cu_seqlens, num_tokens):
     return values.new_empty((num_tokens, *values.shape[1:]))
+
+
+@torch.library.register_fake("rlft_fast::take_rows")
+def _(values, index, order, cu_uses):
+    return values.new_empty((index.shape[0], *values.shape[1:]))
+
+
+@torch.library.register_fake("rlft_fast::sum_rows")
+def _(values, index, order, cu_uses):
+    return values.new_empty((cu_uses.shape[0] - 1, *values.shape[1:]))
 
 
 def _setup_unpad(ctx, inputs, output):
@@ -106,7 +119,21 @@ def _backward_segment_expand(ctx, grad_T):
     return torch.ops.rlft_fast.segment_sum(grad_T, cu_seqlens).to(ctx.dtype), None, None
 
 
+def _setup_rows(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward_take_rows(ctx, grad_M):
+    return torch.ops.rlft_fast.sum_rows(grad_M, *ctx.saved_tensors), None, None, None
+
+
+def _backward_sum_rows(ctx, grad_T):
+    return torch.ops.rlft_fast.take_rows(grad_T, *ctx.saved_tensors), None, None, None
+
+
 torch.library.register_autograd("rlft_fast::unpad", _backward_unpad, setup_context=_setup_unpad)
 torch.library.register_autograd("rlft_fast::pad", _backward_pad, setup_context=_setup_pad)
 torch.library.register_autograd("rlft_fast::segment_sum", _backward_segment_sum, setup_context=_setup_segment)
 torch.library.register_autograd("rlft_fast::segment_expand", _backward_segment_expand, setup_context=_setup_segment)
+torch.library.register_autograd("rlft_fast::take_rows", _backward_take_rows, setup_context=_setup_rows)
+torch.library.register_autograd("rlft_fast::sum_rows", _backward_sum_rows, setup_context=_setup_rows)

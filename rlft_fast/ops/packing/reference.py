@@ -99,6 +99,17 @@ def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None =
     return torch.stack(means) if means else values_T.new_zeros(0, dtype=torch.float64)
 
 
+def take_rows(values_T: Tensor, index_M: Tensor) -> Tensor:
+    """out[m] = values[index[m]]."""
+    return torch.stack([values_T[t] for t in index_M.tolist()]) if len(index_M) else values_T[:0]
+
+
+def sum_rows(values_M: Tensor, index_M: Tensor, num_rows: int) -> Tensor:
+    """out[t] = the sum of values[m] over the m with index[m] = t, added in float64 and rounded once."""
+    sums = [values_M[index_M == t].double().sum(0) for t in range(num_rows)]
+    return torch.stack(sums).to(values_M.dtype) if sums else values_M[:0]
+
+
 def _bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """Start and end of every sequence."""
     ends = cu_seqlens.tolist()

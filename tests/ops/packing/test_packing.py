@@ -252,6 +252,7 @@ def test_one_launch_moves_all_tensors():
     packed = packing.unpad(padded, *tokens)
     assert len(padded) > 3
     lengths, ids = tokens.cu_seqlens, torch.arange(256, device="cuda")
+    rows = rows_on("cuda", [0] * 256, 256)
     for function, kernel in {
         lambda: packing.unpad(padded, *tokens): "copy_rows",
         lambda: packing.pad(packed, lengths, 64, tokens.column_T): "copy_rows",
@@ -260,6 +261,8 @@ def test_one_launch_moves_all_tensors():
         lambda: packing.next_token_targets(ids, lengths): "next_token_targets_kernel",
         lambda: packing.segment_sum(packed["scalars"], lengths): "segment_sum_kernel",
         lambda: packing.segment_expand(lengths[1:], lengths, 256): "copy_rows",
+        lambda: packing.take_rows(packed["scalars"], rows): "copy_rows",
+        lambda: torch.ops.rlft_fast.sum_rows(packed["scalars"], *rows): "sum_rows_kernel",
     }.items():
         assert count_launches(function, [kernel]) == {kernel: 1}
 
@@ -274,6 +277,13 @@ def test_nothing_outside_the_tensors_is_touched():
         packing.unpad(x, nonsense, column_T, num_tokens=6)
         packing.pad(x.flatten(0, 1)[:6], nonsense, 4, column_T)
     packing.segment_sum(x.flatten(0, 1), nonsense)
+    bad = torch.tensor([-1, 2**40, 0, 5], device="cuda")
+    for width in (2, 4):  # rows of 8 bytes, and of a vector
+        values = torch.ones(4, width, device="cuda")
+        taken = torch.ops.rlft_fast.take_rows(values[:3], bad, bad, nonsense)
+        assert taken[:, 0].tolist() == [0, 0, 1, 0]
+        sums = torch.ops.rlft_fast.sum_rows(values, bad, bad, nonsense)
+        assert sums[:, 0].tolist() == [1, 0, 1]  # of order's places from 0 to 49, none, and all again: one is a place
     torch.cuda.synchronize()
 
 
@@ -309,6 +319,39 @@ def test_segment_sum_counts_bools_and_integers_and_repeats_bitwise(device):
     values_T = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device)
     cu_seqlens = cumulative([60_000, 40_000], device)
     assert torch.equal(packing.segment_sum(values_T, cu_seqlens), packing.segment_sum(values_T, cu_seqlens))
+
+
+def rows_on(device: str, index: list[int], num_rows: int) -> packing.RowIndex:
+    return packing.RowIndex(*(x.to(device) for x in packing.row_index(torch.tensor(index).long(), num_rows)))
+
+
+# Nothing taken; nothing to take; some rows never; a row more often than a loop is unrolled; every row once.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("trailing", [(), (3,), (16,), (2, 520)])
+@pytest.mark.parametrize(
+    ("index", "num_rows"), [([], 3), ([], 0), ([2, 0, 2, 3, 2], 5), ([1] * 21 + [0], 2), ([*range(700)], 700)]
+)
+def test_rows_are_taken_and_their_gradients_added(index, num_rows, trailing, dtype, device):
+    """The sum in float32, rounded once: rounded after every addition, 21 places in bfloat16 would be too far off."""
+    values = torch.randn(num_rows, *trailing).to(device, dtype).requires_grad_()
+    upstream = torch.randn(len(index), *trailing).to(device, dtype)
+    taken = packing.take_rows(values, rows_on(device, index, num_rows))
+    at = torch.tensor(index).long()
+    assert torch.equal(taken.cpu(), reference.take_rows(values.detach().cpu(), at))
+    taken.backward(upstream)
+    rtol, atol = (1e-12, 1e-12) if dtype == torch.float64 else (max(torch.finfo(dtype).eps, 1e-6), 1e-6)
+    exact = reference.sum_rows(upstream.cpu(), at, num_rows)
+    torch.testing.assert_close(values.grad.cpu(), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_vectors_behind_an_address_of_none(device):
+    """Rows of 16 bytes, the first of which begins 4 bytes behind a vector."""
+    upstream = torch.arange(13.0, device=device)[1:].view(3, 4)
+    values = torch.zeros(2, 4, device=device, requires_grad=True)
+    packing.take_rows(values, rows_on(device, [1, 0, 1], 2)).backward(upstream)
+    assert values.grad.tolist() == [[5, 6, 7, 8], [10, 12, 14, 16]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -352,6 +395,7 @@ def test_gradients_match_finite_differences(side):
         assert check(lambda x: packing.pad(x, tokens.cu_seqlens, 4, tokens.column_T), torch.cat([packed, packed[:1]]))
         assert check(lambda x: packing.segment_sum(x, cu_seqlens), packed)
         assert check(lambda x: packing.segment_expand(x, cu_seqlens), values_B)
+        assert check(lambda x: packing.take_rows(x, rows_on("cpu", [2, 0, 2, 2], 5)), packed)
         assert check(lambda v, w: packing.segment_mean(v[:, 0], cu_seqlens, w), (packed, weight_T))
 
 
@@ -394,6 +438,8 @@ def op_samples(device: str) -> dict[str, tuple]:
         "next_token_targets": (torch.arange(5, device=device), cu_seqlens, -100),
         "segment_sum": (packed, cu_seqlens),
         "segment_expand": (values_B, cu_seqlens, 5),
+        "take_rows": (packed, *rows_on(device, [2, 0, 2, 3, 2, 4], 5)),
+        "sum_rows": (packed, *rows_on(device, [2, 0, 2, 3, 2], 7)),
     }
 
 
@@ -417,18 +463,20 @@ def test_opcheck_with_columns(name, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiles_once_for_all_lengths(device):
-    def loss(x: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    def loss(x: Tensor, cu_seqlens: Tensor, num_tokens: int, rows: packing.RowIndex) -> Tensor:
         packed = packing.unpad(x, cu_seqlens, num_tokens=num_tokens, padding_side="left")
         mean = packing.segment_mean(packed[:, 0], cu_seqlens)
-        return packing.pad(packed * 2, cu_seqlens, x.shape[1]).sum() + mean.sum()
+        taken = packing.take_rows(packed, rows).square()
+        return packing.pad(packed * 2, cu_seqlens, x.shape[1]).sum() + mean.sum() + taken.sum()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ([2, 3, 4], [1, 2, 6]):
         x = random((3, sum(lengths), 5), torch.float32, device).requires_grad_()
         cu_seqlens, num_tokens = cumulative(lengths, device), sum(lengths)
+        rows = rows_on(device, [0, 0, *range(lengths[2])], num_tokens)
         with torch.compiler.set_stance("default" if lengths[0] == 2 else "fail_on_recompile"):
-            got = compiled(x, cu_seqlens, num_tokens)
-        expected = loss(x, cu_seqlens, num_tokens)
+            got = compiled(x, cu_seqlens, num_tokens, rows)
+        expected = loss(x, cu_seqlens, num_tokens, rows)
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(*(torch.autograd.grad(value, x)[0] for value in (got, expected)))
 
@@ -496,6 +544,41 @@ def test_masks_and_many_tensors_compile(device):
         (lambda x, cu: packing.next_token_targets(x[:, 0], cu), TypeError, "expected torch.int64"),
         (lambda x, cu: packing.next_token_targets(x.long(), cu), ValueError, "expected .T,."),
         (lambda x, cu: packing.segment_expand(x, cu), ValueError, "values_B has 5 rows"),
+        (lambda x, cu: packing.row_index(cu, 6), TypeError, "index_M is torch.int32"),
+        (lambda x, cu: packing.row_index(x.long(), 6), ValueError, "expected .M,. on the CPU"),
+        (lambda x, cu: packing.row_index(cu.long(), 5), ValueError, "names rows 0 to 5, expected 0 to 4"),
+        (lambda x, cu: packing.row_index(cu.long() - 1, 5), ValueError, "names rows -1 to 4, expected 0 to 4"),
+        (lambda x, cu: packing.take_rows(x.long(), rows_on("cpu", [0], 5)), TypeError, "take integers by"),
+        (lambda x, cu: packing.take_rows(x[:4], rows_on("cpu", [0], 5)), ValueError, "expected .5, ...."),
+        (lambda x, cu: packing.take_rows(x, rows_on("cpu", [0], 5)._replace(order_M=cu)), TypeError, "order_M is"),
+        (lambda x, cu: packing.take_rows(x, rows_on("meta", [0], 5)), ValueError, "index_M is on meta"),
+        (
+            lambda x, cu: packing.take_rows(x, packing.RowIndex(*rows_on("cpu", [0, 1], 5)[:2], cu)),
+            ValueError,
+            "expected .2, ....",
+        ),
+        (lambda x, cu: packing.row_index(torch.tensor([2**62]), 5), ValueError, "names rows 4.* expected 0 to 4"),
+        (lambda x, cu: packing.row_index(cu[:0].long(), -1), ValueError, "got 0 places and -1 rows"),
+        (
+            lambda x, cu: packing.take_rows(x[:2], rows_on("cpu", [0, 0], 2)._replace(cu_uses=cumulative([3, -1]))),
+            ValueError,
+            "cu_uses does not ascend to 2 at row 0",
+        ),
+        (
+            lambda x, cu: packing.take_rows(x[:2], rows_on("cpu", [0, 0], 2)._replace(cu_uses=cumulative([2, 1]))),
+            ValueError,
+            "index has 2 entries, order has 2, and cu_uses ends at 3",
+        ),
+        (
+            lambda x, cu: packing.take_rows(x, rows_on("cpu", [0, 0], 5)._replace(order_M=torch.tensor([1, 0]))),
+            ValueError,
+            "does not list the places of row 0 in ascending order",
+        ),
+        (
+            lambda x, cu: packing.take_rows(x, rows_on("cpu", [0, 0], 5)._replace(index_M=torch.tensor([0, 9]))),
+            ValueError,
+            "does not list the places of row 0",
+        ),
         (lambda x, cu: packing.segment_mean(x[:, 0], cu, x[:4, 0]), ValueError, "expected .T,. for both"),
     ],
 )

@@ -19,6 +19,9 @@ def results() -> list[Tensor]:
     outputs = [*masked, packing.position_ids(cu_seqlens, T), packing.next_token_targets(packed["ids"], cu_seqlens)]
     outputs.append(packing.segment_expand(torch.arange(4.0), cu_seqlens, T))
     outputs.append(packing.segment_sum(torch.rand(T, 5, generator=generator), cu_seqlens))
+    rows = packing.row_index(torch.randint(T // 2, (T,), generator=generator), T // 2)
+    outputs.append(packing.take_rows(torch.rand(T // 2, 5, generator=generator), rows))
+    outputs.append(torch.ops.rlft_fast.sum_rows(torch.rand(T, 5, generator=generator), *rows))
     for side in ("left", "right"):
         padded = packing.pad(packed, cu_seqlens, L, padding_side=side, value=-1)
         outputs += [*padded.values(), *packing.unpad(padded, cu_seqlens, num_tokens=T, padding_side=side).values()]
