@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Generators:
                     continue
             except (ray.exceptions.RayError, TimeoutError) as error:
                 words = str(error).splitlines()[0]
-            warnings.warn(f"generator {place} died: {words}. Starting another one", stacklevel=2)
+            warnings.warn(f"generator {place} died at {_now()}: {words}. Starting another one", stacklevel=2)
             self._end(place)
             self._start(place)
         deadline = time.monotonic() + 60 * self.config.timeout_minutes
@@ -119,7 +120,9 @@ class Generators:
             self._failures += 1
             if not self._has_run or self._failures > _MAX_FAILURES:
                 raise WorkerError(f"generator {place} could not start: {reason}") from None
-            warnings.warn(f"generator {place} could not start: {reason}. Starting another one", stacklevel=2)
+            warnings.warn(
+                f"generator {place} could not start at {_now()}: {reason}. Starting another one", stacklevel=2
+            )
             self._end(place)
             self._start(place)
 
@@ -135,6 +138,11 @@ class Generators:
                 ray.get(actor.stop.remote(), timeout=10)
         with contextlib.suppress(Exception):
             ray.kill(actor)
+
+
+def _now() -> str:
+    """Local time. Python shows a warning once, so two deaths with the same last words have to differ."""
+    return f"{datetime.now():%H:%M:%S}"
 
 
 class _Host:
