@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlft_fast.data import IGNORE_INDEX
 from rlft_fast.models.architectures import padded_attention
@@ -259,38 +259,51 @@ class PolicyModel(nn.Module):
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
         return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
 
-    def generate(
-        self, prompt_ids: Tensor, attention_mask: Tensor, *, num_samples: int, **options: Any
-    ) -> tuple[Tensor, int]:
-        """Samples by transformers' ``generate``. Every prompt is prefilled once for all its samples.
+    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int) -> Cache:
+        """The key-value cache of prompts but for their last tokens, which `generate` runs. Each prompt runs once.
 
         Args:
             prompt_ids: (P, L) left-padded prompts.
             attention_mask: (P, L), 0 at padding.
-            num_samples: completions per prompt.
+            num_samples: sequences per prompt.
+
+        Returns:
+            The cache of P * num_samples sequences, in which the samples of a prompt follow each other.
+        """
+        cache = DynamicCache(config=self.model.config)
+        if prompt_ids.shape[1] > 1:
+            self.backbone(
+                input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
+                position_ids=_positions(attention_mask)[:, :-1], past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            cache.batch_repeat_interleave(num_samples)
+        return cache
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache, **options: Any) -> Tensor:
+        """Continues sequences by transformers' ``generate``.
+
+        Args:
+            input_ids: (B, L) left-padded sequences.
+            attention_mask: (B, L), 0 at padding.
+            cache: of all tokens but the last of each sequence. Afterwards it has the new tokens, but for the last.
             **options: for ``generate``.
 
         Returns:
-            (P * num_samples, L + new) token ids, in which the samples of a prompt follow each other, and L.
+            (B, L + new) token ids.
         """
-        position_ids, cache = (attention_mask.cumsum(1) - 1).clamp(min=0), None
-        if prompt_ids.shape[1] > 1:
-            # generate() runs the tokens that are not in the cache; here this is the last token of the prompt.
-            prefill = self.backbone(
-                input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
-                position_ids=position_ids[:, :-1], use_cache=True,
-            )  # fmt: skip
-            cache = prefill.past_key_values
-            cache.batch_repeat_interleave(num_samples)
-        sequences = cast(Any, self.model).generate(
-            prompt_ids.repeat_interleave(num_samples, 0),
-            attention_mask=attention_mask.repeat_interleave(num_samples, 0),
+        return cast(Any, self.model).generate(
+            input_ids,
+            attention_mask=attention_mask,
             # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
-            position_ids=position_ids.repeat_interleave(num_samples, 0),
+            position_ids=_positions(attention_mask),
             past_key_values=cache,
             **options,
         )
-        return sequences, prompt_ids.shape[1]
+
+
+def _positions(attention_mask: Tensor) -> Tensor:
+    """(B, L) positions of left-padded tokens."""
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor) -> ModelInputs:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -26,11 +27,22 @@ from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span
 _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding
 
 
+@dataclass
+class _Sampled:
+    """What was sampled of one completion so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    supports: list[Tensor] = field(default_factory=list)
+    """(n, K) of each round, if tokens are drawn among K."""
+
+
 class HFGenerator:
     """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
 
     Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. Prompts are
-    padded on the left; nowhere else are sequences padded.
+    padded on the left; nowhere else are sequences padded. When a quarter of the completions of a batch have ended, they
+    leave the batch and its cache.
 
     Args:
         model: the policy.
@@ -54,7 +66,8 @@ class HFGenerator:
         """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
         prompts_at_once = max(self.batch_size // params.n, 1)
         completions: list[list[Completion]] = []
-        with _generation_mode(self.model):
+        # The stance: compiled blocks would compile again for the cache.
+        with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
             for start in range(0, len(prompts), prompts_at_once):
                 part = slice(start, start + prompts_at_once)
                 flat = self._generate(prompts[part], params, [*chain.from_iterable(seeds[part])])
@@ -78,27 +91,51 @@ class HFGenerator:
     def _generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        sampler = _Sampler(params, seeds)
+        """A round ends when a quarter of its rows have ended, and the next round continues the others alone."""
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         end_ids = [*self.eos_token_ids, *end_ids]
-        with torch.compiler.set_stance("force_eager"):  # compiled blocks would compile again for the cache
-            sequences, prompt_length = self.model.generate(
-                *self._pad(prompts),
-                num_samples=params.n,
+        prompt_ids, prompt_mask = self._pad(prompts)
+        cache = self.model.prefill(prompt_ids, prompt_mask, params.n)
+        ids, mask = (x.repeat_interleave(params.n, 0) for x in (prompt_ids, prompt_mask))
+        prompt_length, limit = ids.shape[1], ids.shape[1] + params.max_new_tokens
+        uniform_BN = _uniform_numbers(seeds, params.max_new_tokens, ids.device) if params.temperature else None
+        sampled = [_Sampled() for _ in seeds]
+        running = sampled
+        while running:
+            first = ids.shape[1]
+            sampler = _Sampler(params, uniform_BN)
+            ends = _Ends(self.tokenizer, prompt_length, end_ids, stop, torch.zeros_like(ids[:, 0], dtype=torch.bool))
+            ids = self.model.generate(
+                ids,
+                mask,
+                cache,
                 synced_gpus=False,  # weights are gathered: ranks need not wait for each other
-                stopping_criteria=StoppingCriteriaList([_StopTexts(self.tokenizer, stop)] if stop else []),
+                stopping_criteria=StoppingCriteriaList([ends]),
                 logits_processor=LogitsProcessorList([sampler]),
                 generation_config=GenerationConfig(
-                    max_new_tokens=params.max_new_tokens,
-                    eos_token_id=end_ids,
+                    max_length=limit,
                     pad_token_id=_PAD_TOKEN_ID,
                     do_sample=False,  # `_Sampler` has chosen already
+                    # No end tokens: `_Ends` knows them.
                 ),
             )
-        tokens_BL, logprobs_BL, support_BLK = sequences[:, prompt_length:].tolist(), *sampler.results()
-        supports = [None] * len(tokens_BL) if support_BLK is None else support_BLK.cpu()
-        rows = zip(tokens_BL, logprobs_BL.tolist(), supports, strict=True)
-        return [self._completion(*row, end_ids, stop) for row in rows]
+            # transformers may run one more pass and undo it, so far on MPS alone.
+            assert len(sampler.logprobs) == ids.shape[1] - first, "generate() ran more passes than it returned tokens"
+            rows = zip(running, ids[:, first:].tolist(), sampler.logprobs_BN().tolist(), strict=True)
+            for row, token_ids, logprobs in rows:
+                row.token_ids += token_ids
+                row.logprobs += logprobs
+            if sampler.supports:
+                for row, support in zip(running, sampler.support_BNK().cpu(), strict=True):
+                    row.supports.append(support)
+            if ids.shape[1] == limit:
+                break
+            left = (~ends.ended_B).nonzero().squeeze(1)
+            cache.batch_select_indices(left)
+            ids, mask = ids[left], pad(mask[left], (0, ids.shape[1] - first), value=1)
+            uniform_BN = None if uniform_BN is None else uniform_BN[left, ids.shape[1] - first :]
+            running = [running[row] for row in left.tolist()]
+        return [self._completion(row, end_ids, stop) for row in sampled]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
@@ -107,45 +144,55 @@ class HFGenerator:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         return ids, mask
 
-    def _completion(
-        self,
-        tokens: list[int],
-        logprobs: list[float],
-        support: Tensor | None,
-        end_ids: list[int],
-        stop: tuple[str, ...],
-    ) -> Completion:
+    def _completion(self, sampled: _Sampled, end_ids: list[int], stop: tuple[str, ...]) -> Completion:
+        tokens, logprobs = sampled.token_ids, sampled.logprobs
         ends = [i for i, token in enumerate(tokens) if token in end_ids][:1]
         if stop:
             counts = range(1, len(tokens) + 1)
             complete = bisect_left(counts, True, key=lambda count: _has_stop(self.tokenizer, stop, tokens[:count]))
             ends += [complete] if complete < len(tokens) else []
         length = min(ends) + 1 if ends else len(tokens)
-        support = None if support is None else support[:length]
+        support = torch.cat(sampled.supports)[:length] if sampled.supports else None
         reason = "stop" if ends else "length"
         return Completion(tokens[:length], logprobs[:length], reason, (Span(length, self.weight_version),), support)
 
 
-class _StopTexts(StoppingCriteria):
-    """Stops a row when its completion contains a stop text. transformers' own criterion also searches the prompt.
+class _Ends(StoppingCriteria):
+    """Stops a round when a quarter of its rows have ended: by an end token, or by a stop text in the completion.
 
-    Only the last tokens are decoded first: decoding the whole row after each token would be quadratic in its length. A
-    stop text that special tokens stretch beyond the last tokens is missed here, and `_completion` cuts the row later.
+    transformers' own criterion of texts also searches the prompt. Only the last tokens are decoded first: decoding the
+    whole row after each token would be quadratic in its length. A stop text that special tokens stretch beyond the last
+    tokens is missed here, and `HFGenerator._completion` cuts the row later.
+
+    Args:
+        tokenizer: decodes rows.
+        prompt_length: tokens of each row before its completion.
+        end_ids: end tokens.
+        stop: stop texts.
+        ended_B: (B,) bool on the rows' device; turns true where a row has ended.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_length: int, end_ids: list[int], stop: tuple[str, ...],
+        ended_B: Tensor,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
+        self.prompt_length = prompt_length
+        self.end_ids = torch.tensor(end_ids, dtype=torch.int64, device=ended_B.device)
         self.stop = stop
-        self.span = 8 + max(len(text.encode()) for text in stop)  # a token has at least one byte; 8 tokens of context
-        self.prompt_length: int | None = None
+        # A token has at least one byte; 8 tokens of context.
+        self.span = 8 + max((len(text.encode()) for text in stop), default=0)
+        self.ended_B = ended_B
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # pyrefly: ignore
-        if self.prompt_length is None:
-            self.prompt_length = input_ids.shape[1] - 1  # the first call comes after the first new token
-        rows = input_ids[:, self.prompt_length :].tolist()
-        return torch.tensor([self._ends(row) for row in rows], device=input_ids.device)
+        self.ended_B |= torch.isin(input_ids[:, -1], self.end_ids)
+        if self.stop:
+            rows = zip(input_ids[:, self.prompt_length :].tolist(), self.ended_B.tolist(), strict=True)
+            ended = [has_ended or self._has_text(row) for row, has_ended in rows]
+            self.ended_B |= torch.tensor(ended, device=self.ended_B.device)
+        return self.ended_B | (4 * self.ended_B.sum() >= len(self.ended_B))
 
-    def _ends(self, row: list[int]) -> bool:
+    def _has_text(self, row: list[int]) -> bool:
         return all(_has_stop(self.tokenizer, self.stop, tokens) for tokens in (row[-self.span :], row))
 
 
@@ -154,24 +201,27 @@ def _has_stop(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], tokens:
     return any(wanted in text for wanted in stop)
 
 
+def _uniform_numbers(seeds: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """(B, count) float64 in [0, 1). A row depends on its seed alone."""
+    rows = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]  # torch's keeps 32 bits of a seed
+    return torch.from_numpy(np.stack([row.random(count) for row in rows])).to(device)
+
+
 class _Sampler(LogitsProcessor):
     """Chooses each token, and keeps its log-probability and the ids that it was drawn among instead of (B, V) scores.
 
-    Draws one uniform number per row, from the row's own generator. ``generate`` would sample by torch.multinomial,
-    which draws one exponential number per row and vocabulary entry: on two CPU cores the draws took a quarter of a
-    rollout (128 rows, V = 49152). The sampler passes its choice to ``generate`` as the only largest score.
+    Draws with one uniform number per row. ``generate`` would sample by torch.multinomial, which draws one exponential
+    number per row and vocabulary entry: on two CPU cores the draws took a quarter of a rollout (128 rows, V = 49152).
+    The sampler passes its choice to ``generate`` as the only largest score.
 
     Args:
         params: temperature, top-k and top-p. At temperature 0 the most likely token of the vocabulary is taken.
-        seeds: (B,) of the rows. A row's draws depend on no other row.
+        uniform_BN: (B, N) float64, a number in [0, 1) for each of the next N tokens; not read at temperature 0.
     """
 
-    def __init__(self, params: SamplingParams, seeds: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, uniform_BN: Tensor | None) -> None:
         self.params = params
-        self.uniform_BL: Tensor | None = None
-        if params.temperature:
-            rows = [np.random.Generator(np.random.PCG64(seed)) for seed in seeds]  # torch's keeps 32 bits of a seed
-            self.uniform_BL = torch.from_numpy(np.stack([row.random(params.max_new_tokens) for row in rows]))
+        self.uniform_BN = uniform_BN
         self.logprobs: list[Tensor] = []
         self.supports: list[Tensor] = []
 
@@ -183,19 +233,20 @@ class _Sampler(LogitsProcessor):
             z, ids = most_likely(z_BV, params.support_size, params.top_p)
             self.supports.append(ids.where(z > -torch.inf, -1).int())
         probability = z.softmax(-1)
-        chosen = probability.argmax(-1, keepdim=True) if self.uniform_BL is None else self._draw(probability)
+        if self.uniform_BN is None:
+            chosen = probability.argmax(-1, keepdim=True)
+        else:
+            chosen = draw(probability, self.uniform_BN[:, len(self.logprobs)])
         self.logprobs.append(probability.gather(1, chosen).squeeze(1).log())
         return z_BV.zero_().scatter_(1, chosen if ids is None else ids.gather(1, chosen), 1.0)
 
-    def _draw(self, probability: Tensor) -> Tensor:
-        assert self.uniform_BL is not None
-        self.uniform_BL = self.uniform_BL.to(probability.device)  # copies once
-        return draw(probability, self.uniform_BL[:, len(self.logprobs)])
+    def logprobs_BN(self) -> Tensor:
+        """(B, N) float32 log-probabilities of the N tokens that were chosen."""
+        return torch.stack(self.logprobs, dim=1)
 
-    def results(self) -> tuple[Tensor, Tensor | None]:
-        """(B, N) log-probabilities of all N new tokens, and the (B, N, K) ids that they were drawn among."""
-        supports = torch.stack(self.supports, dim=1) if self.supports else None
-        return torch.stack(self.logprobs, dim=1), supports
+    def support_BNK(self) -> Tensor:
+        """(B, N, K) int32, the ids that each token was drawn among, most likely first; -1 where there are fewer."""
+        return torch.stack(self.supports, dim=1)
 
 
 def most_likely(z_BV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -263,7 +263,8 @@ def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
     policy.model.generation_config = GenerationConfig()
     config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
     with padded_attention(policy.model):
-        output, _ = policy.generate(ids, mask, num_samples=2, generation_config=config)
+        twice = (x.repeat_interleave(2, 0) for x in (ids, mask))
+        output = cast(Any, policy.generate(*twice, policy.prefill(ids, mask, num_samples=2), generation_config=config))
     return torch.stack(output.logits, 1)
 
 

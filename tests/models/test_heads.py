@@ -303,10 +303,15 @@ def test_padding_of_prompts_makes_no_difference_to_absolute_positions():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
     policy, options = PolicyModel(model), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     prompts = torch.tensor([[0, 0, 7, 8], [3, 4, 5, 6]])
-    together, length = policy.generate(prompts, (prompts != 0).long(), num_samples=2, **options)
-    for row, prompt in ((0, prompts[:1, 2:]), (2, prompts[1:])):
-        alone, own_length = policy.generate(prompt, torch.ones_like(prompt), num_samples=1, **options)
-        assert together[row, length:].tolist() == together[row + 1, length:].tolist() == alone[0, own_length:].tolist()
+
+    def generated(prompt_ids: torch.Tensor, num_samples: int) -> list[list[int]]:
+        mask = (prompt_ids != 0).long()
+        repeated = (x.repeat_interleave(num_samples, 0) for x in (prompt_ids, mask))
+        ids = policy.generate(*repeated, policy.prefill(prompt_ids, mask, num_samples), **options)
+        return ids[:, prompt_ids.shape[1] :].tolist()
+
+    (first,), (second,) = generated(prompts[:1, 2:], 1), generated(prompts[1:], 1)
+    assert generated(prompts, 2) == [first, first, second, second]
 
 
 def test_critic_starts_at_zero_and_values_are_linear_in_its_head():

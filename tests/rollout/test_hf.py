@@ -1,7 +1,9 @@
 """Rollouts against plain transformers and against the engine's own log-probabilities."""
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ from rlft_fast.rollout import (
     build_rollout,
     sample_seeds,
 )
-from rlft_fast.rollout.hf import _StopTexts, draw, most_likely
+from rlft_fast.rollout.hf import _Ends, draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
@@ -359,6 +361,33 @@ def test_end_token_stops(tiny_model):
         assert sample[0].logprobs == pytest.approx(before.logprobs[:length], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "qwen2-vl"])
+def test_ended_rows_leave_the_batch(tiny_model, name):
+    """A forward pass has less than a third more rows than have not ended, and the rows that stay are not disturbed."""
+    generator = make_generator(tiny_model(name), 80)
+    params = SamplingParams(n=16, max_new_tokens=24, top_k=8)
+    seeds = [[16 * prompt + number for number in range(16)] for prompt in range(len(PROMPTS))]
+    free = [*chain.from_iterable(generator.generate(PROMPTS, params, seeds))]
+    counts = Counter(chain.from_iterable(sample.token_ids for sample in free))
+    generator.eos_token_ids = [*generator.eos_token_ids, *counts.most_common(1)[0][:1]]
+    num_rows: list[int] = []
+    generator.model.backbone.register_forward_pre_hook(
+        lambda _, args, inputs: num_rows.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    ended = [*chain.from_iterable(generator.generate(PROMPTS, params, seeds))]
+    for sample, before in zip(ended, free, strict=True):
+        length = len(sample.token_ids)
+        assert sample.token_ids == before.token_ids[:length]
+        assert torch.equal(sample.support, before.support[:length])
+        assert sample.logprobs == pytest.approx(before.logprobs[:length], abs=1e-5)
+    lengths = [len(sample.token_ids) for sample in ended]
+    assert len(set(lengths)) > 8
+    assert max(lengths) == params.max_new_tokens
+    assert num_rows.pop(0) == len(PROMPTS)  # the prefill
+    left = [sum(length > position for length in lengths) for position in range(max(lengths))]
+    assert all(rows >= unended > 0.75 * rows for rows, unended in zip(num_rows, left, strict=True))
+
+
 def test_stop_texts_end_a_completion(tiny_model):
     generator = make_generator(tiny_model("llama"))
     free = [group[0] for group in draw_samples(generator, PROMPTS, GREEDY)]
@@ -377,13 +406,16 @@ def test_stop_texts_end_a_completion(tiny_model):
 def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
     tokenizer = load_tokenizer(tiny_model("llama"))
     text = tokenizer.encode("never; so stop")
+    # The prompt has the text, too.
     rows = torch.tensor([[*text, *range(60, 100), *text, 65], [*text, *range(40, 80), *text[:-1], 65, 65]])
-    criteria = _StopTexts(tokenizer, ("nonsense", "so stop"))
-    first = len(text) + 1  # the prompt has the text, too
-    found = [criteria(rows[:, :length], None).tolist() for length in range(first, rows.shape[1] + 1)]
-    assert [one for one, _ in found].index(True) == len(found) - 2
-    assert not any(other for _, other in found)
-    assert criteria._ends([*text[:-4], *[PAD_TOKEN_ID] * 8, *text[-4:]])  # special tokens are no text
+    criteria = _Ends(tokenizer, len(text), [], ("nonsense", "so stop"), torch.zeros(2, dtype=torch.bool))
+    ended = []
+    for length in range(len(text) + 1, rows.shape[1] + 1):
+        criteria(rows[:, :length], torch.empty(0))
+        ended.append(criteria.ended_B.tolist())
+    assert [one for one, _ in ended].index(True) == len(ended) - 2
+    assert not any(other for _, other in ended)
+    assert criteria._has_text([*text[:-4], *[PAD_TOKEN_ID] * 8, *text[-4:]])  # special tokens are no text
 
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):

@@ -82,7 +82,7 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     config = config.for_device(world.device.type)
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
-    methods = ("generate", "deviation") if isinstance(model, PolicyModel) else ()
+    methods = ("prefill", "generate", "deviation") if isinstance(model, PolicyModel) else ()
     compute_dtype = getattr(torch, config.compute_dtype)
     if not is_wrapped(config, world.size):
         if config.compute_dtype != "float32":
