@@ -106,11 +106,12 @@ def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch
     return parts
 
 
-def mismatch(batch: Batch) -> dict[str, float]:
-    """How far the sampler's log-probabilities are from the policy's; {} where the batch lacks one of them."""
-    if batch.logprob_T is None or batch.rollout_logprob_T is None:
+def mismatch(*batches: Batch) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the policy's, over these batches; {} where one lacks them."""
+    columns = [(batch.logprob_T, batch.rollout_logprob_T, batch.loss_mask_T) for batch in batches]
+    if not columns or any(x_T is None for column in columns for x_T in column):
         return {}
-    return mismatch_metrics(batch.logprob_T, batch.rollout_logprob_T, batch.loss_mask_T)
+    return mismatch_metrics(*map(torch.cat, zip(*columns, strict=True)))
 
 
 def merge_metrics(steps: list[dict[str, float]]) -> dict[str, float]:

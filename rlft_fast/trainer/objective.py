@@ -39,6 +39,7 @@ class Objective:
         config: names and coefficients.
         max_new_tokens: most tokens of a completion.
         has_critic: whether batches have values.
+        logs_tokens: whether log π_old of every token is logged.
 
     Attributes:
         advantage: the estimator.
@@ -48,8 +49,11 @@ class Objective:
         ValueError: an unknown method or option, or a method reads what the run does not have.
     """
 
-    def __init__(self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False, logs_tokens: bool = False
+    ) -> None:
         self.config = config
+        self._logs_tokens = logs_tokens
         self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
         if self._corrects:
             check_correction(config.rollout_correction, **self._bounds)
@@ -61,7 +65,7 @@ class Objective:
             loss=policy_loss, clip_low=config.clip_low, clip_high=config.clip_high, options=config.loss_options,
             entropy_coef=config.entropy_coef, kl_coef=config.kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator, aggregation=config.aggregation, max_response_tokens=max_new_tokens,
-            on_policy=self.on_policy, every_token=config.entropy_target is not None,
+            every_token=config.entropy_target is not None,
         )  # fmt: skip
         self._kl: AdaptiveKL | None = None
         if config.kl_target is not None:
@@ -79,10 +83,11 @@ class Objective:
         return {name for method in methods for name in parameter_names(method)}
 
     @property
-    def on_policy(self) -> bool:
-        """Whether π_old is read in the update's only step alone.
+    def defers_old(self) -> bool:
+        """Whether π_old is read in the update alone, and each token is in one optimizer step.
 
-        The forward of this step computes π_old itself, on CPUs to the bit, so no pass before the update is needed.
+        The forward of the first step computes π_old itself, on CPUs to the bit. For later steps, a pass computes it
+        when the advantages say which tokens run.
         """
         config = self.config
         read_before = (
@@ -91,16 +96,17 @@ class Objective:
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
             or "old_logprob_T" in self._reads
         )
-        return config.epochs * config.mini_batches == 1 and not read_before and not self._statistics
+        is_cut = config.mini_batches > 1
+        return config.epochs == 1 and not (read_before or self._statistics or (is_cut and self._logs_tokens))
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """The outputs to infer with the policy that starts the update.
+        """The outputs to infer of all tokens before the update.
 
-        Log-probabilities are left out where the update computes them (`on_policy`) or the sampler's are used (bypass).
+        Log-probabilities are left out where they are computed later (`defers_old`) or the sampler's are used (bypass).
         """
         logprob: tuple[Output, ...] = ("logprob",)
-        if self.on_policy or self.config.rollout_correction == "bypass":
+        if self.defers_old or self.config.rollout_correction == "bypass":
             logprob = ()
         return (*logprob, *self._statistics)
 

@@ -8,6 +8,7 @@ open there. The number of processes changes a run by rounding alone.
 
 import contextlib
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,7 +127,10 @@ class PPOTrainer:
 
     def _make_objective(self) -> Objective:
         config = self.config
-        return Objective(config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
+        return Objective(
+            config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
+            logs_tokens=config.log_tokens_mib is not None,
+        )  # fmt: skip
 
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
@@ -186,8 +190,7 @@ class PPOTrainer:
             batch, taught = batch.select(stopped), taught.select(stopped)
         running = weighted(batch, self.objective.policy_loss)[0]  # with the weights that say which tokens run
         outputs: dict[Output, Tensor] = {}
-        with self.phases.timed("update"):
-            metrics |= self._update(batch, self._seed(step), outputs)
+        metrics |= self._update(batch, self._seed(step), outputs)
         with self.phases.timed("sync"):
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
@@ -310,7 +313,7 @@ class PPOTrainer:
     def _infer(self, batch: Batch) -> Batch:
         """Log-probabilities and values under the models as they are before the updates."""
         inferred = self.actor.infer(batch, self.objective.outputs) if self.objective.outputs else {}
-        old_logprob_T = None if self.objective.on_policy else inferred.get("logprob", batch.rollout_logprob_T)
+        old_logprob_T = None if self.objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
             logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
             sum_prob_squared_T=inferred.get("sum_prob_squared"),
@@ -349,27 +352,41 @@ class PPOTrainer:
         cut = partial(mini_batches, batch, self.config.algorithm, seed)
         metrics: dict[str, float] = {}
         if self.critic is not None:
-            with self.critic.train_mode():
+            with self.phases.timed("update"), self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
-        with self.actor.train_mode():
-            return metrics | self._actor_steps(cut(), outputs)
+        steps = cut()
+        if self.objective.defers_old and len(steps) > 1:
+            with self.phases.timed("logprobs"), self.actor.eval_mode():
+                steps[1:] = map(self._with_old_logprob, steps[1:])
+        with self.phases.timed("update"), self.actor.train_mode():
+            return metrics | self._actor_steps(steps, outputs)
+
+    def _with_old_logprob(self, mini_batch: Batch) -> Batch:
+        """The batch of a later optimizer step with log π_old of the tokens that run."""
+        active_T = weighted(mini_batch, self.objective.policy_loss)[0].active_T
+        logprob_T = self.actor.infer(mini_batch.replace(loss_mask_T=active_T), ("logprob",))["logprob"]
+        return mini_batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
 
     def _actor_steps(self, cut: list[Batch], outputs: dict[Output, Tensor]) -> dict[str, float]:
-        """Metrics of the policy's optimizer steps, and the mismatch where no pass before them gave log-probabilities.
+        """Metrics of the policy's optimizer steps, and the mismatch where no pass over the rollout gave it.
 
-        The forward of the first step then gives them: in later steps the policy is no longer the one that sampled.
+        The forward of the first step then gives log π_old of its tokens. In later steps the policy is no longer the one
+        that sampled.
         """
         steps: list[dict[str, float]] = []
-        found: dict[str, float] = {}
+        ran: list[Batch] = []  # with log π_old of the tokens that ran
         for mini_batch in cut:
             asked = None if steps or mini_batch.logprob_T is not None else outputs
-            active_T = weighted(mini_batch, self.objective.policy_loss)[0].active_T
-            metrics = self.actor.train_step(mini_batch, self.objective.policy_loss, outputs=asked)
+            loss = replace(self.objective.policy_loss, on_policy=self.objective.defers_old and not steps)
+            active_T = weighted(mini_batch, loss)[0].active_T
+            metrics = self.actor.train_step(mini_batch, loss, outputs=asked)
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
-            if asked:
-                found = mismatch(mini_batch.replace(logprob_T=outputs["logprob"], loss_mask_T=active_T))
-        return found | merge_metrics(steps)
+            if asked is not None:
+                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=outputs["logprob"]))
+            elif self.objective.defers_old:
+                ran.append(mini_batch.replace(loss_mask_T=active_T))
+        return mismatch(*ran) | merge_metrics(steps)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
         assert self.critic is not None

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from rlft_fast.config import AlgorithmConfig
 from rlft_fast.data import Batch
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.trainer import PPOTrainer, Run, train
 from rlft_fast.trainer.objective import Objective
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, write_rows
@@ -229,7 +230,8 @@ def test_a_single_step_needs_no_pass_for_old_logprobs(options, model, tmp_path):
         ({"rollout_correction": "bypass"}, ()),
         ({"rollout_correction": "bypass", "high_entropy_share": 0.5}, ("entropy",)),
         ({"epochs": 2}, ("logprob",)),
-        ({"mini_batches": 2}, ("logprob",)),
+        ({"mini_batches": 2}, ()),
+        ({"mini_batches": 2, "kl_coef": 0.1}, ()),
         ({"mask_truncated": True}, ("logprob",)),  # whose metrics tell of all samples, an update of some
         ({"rollout_correction": "token-mask"}, ("logprob",)),
         ({"policy_loss": "kl-cov"}, ("logprob",)),
@@ -243,7 +245,9 @@ def test_a_single_step_needs_no_pass_for_old_logprobs(options, model, tmp_path):
 def test_what_is_inferred_before_the_update(options, outputs):
     objective = Objective(AlgorithmConfig(**options), max_new_tokens=8)
     assert objective.outputs == outputs
-    assert objective.on_policy == objective.policy_loss.on_policy == (not outputs and "bypass" not in options.values())
+    assert objective.defers_old == (not outputs and "bypass" not in options.values())
+    one, several = (Objective(AlgorithmConfig(mini_batches=n), max_new_tokens=8, logs_tokens=True) for n in (1, 2))
+    assert (one.outputs, several.outputs) == ((), ("logprob",))
 
 
 def test_mismatch_without_a_pass_is_that_of_the_first_optimizer_step(model, tmp_path):
@@ -254,6 +258,31 @@ def test_mismatch_without_a_pass_is_that_of_the_first_optimizer_step(model, tmp_
     for name in MISMATCH:
         assert bypassed[name] == pytest.approx(inferred[name], rel=1e-5, abs=1e-8)
     assert bypassed["approx_kl"] > 1e-3  # of the second step
+
+
+def test_old_logprobs_of_later_steps_are_inferred_where_they_are_read(model, tmp_path, monkeypatch):
+    """The numbers are those of a pass over the whole rollout, but for rounding; the mismatch is over what ran."""
+    counts: list[int] = []
+    infer = FSDPEngine.infer
+    monkeypatch.setattr(
+        FSDPEngine,
+        "infer",
+        lambda self, batch, *a: counts.append(int(batch.loss_mask_T.sum())) or infer(self, batch, *a),
+    )
+    options = {"algorithm__mini_batches": 3, "reward__function": f"{HERE}:even_share_of_some", "steps": 2}
+    deferred = run(model, tmp_path / "deferred", **options)
+    of_deferred = counts.copy()
+    counts.clear()
+    whole = run(model, tmp_path / "whole", **options, log_tokens_mib=1)
+    assert len(counts) == 2  # one pass for each rollout
+    assert len(of_deferred) == 4  # one for each mini-batch but the first
+    for step, (row, other) in enumerate(zip(deferred, whole, strict=True)):
+        assert row["ratio_max"] > 1.0
+        assert 0 < sum(of_deferred[2 * step : 2 * step + 2]) < row["taught_share"] * counts[step]
+        assert row.keys() == other.keys()
+        for name in row.keys() - {*MISMATCH}:
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+        assert 0 < row["mismatch_mean"] <= row["mismatch_max"] <= other["mismatch_max"] + 1e-6
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -283,8 +312,10 @@ def test_groups_without_a_signal_do_not_run(mini_batches, model, tmp_path):
         torch.testing.assert_close(weight, exported[1][name], rtol=0, atol=2e-4)
 
 
-def test_a_step_without_any_advantage_has_no_means(model, tmp_path):
-    (row,) = run(model, tmp_path, steps=1, reward__function=f"{HERE}:constant")
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_step_without_any_advantage_has_no_means(mini_batches, model, tmp_path):
+    options = {"reward__function": f"{HERE}:constant", "algorithm__mini_batches": mini_batches}
+    (row,) = run(model, tmp_path, steps=1, **options)
     assert row["taught_share"] == row["loss"] == row["grad_norm"] == 0.0
     assert not row.keys() & {"entropy", "approx_kl", "clip_share", "ratio_max", *MISMATCH}
 
