@@ -179,11 +179,13 @@ class _Host:
         deadline = time.monotonic() + 60 * config.timeout_minutes
         while time.monotonic() < deadline:
             if (words := self.died()) is not None:
+                self.stop()  # the server's own processes may live: an engine waits for its server for ever
                 raise WorkerError(words)
             if VLLMServer(url, token).answers():
                 self.url = url
                 return url
             time.sleep(0.2)
+        self.stop()
         raise WorkerError(f"no answer within {config.timeout_minutes:g} minutes")
 
     def died(self) -> str | None:

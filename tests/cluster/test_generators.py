@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import psutil
 import pytest
 import yaml
 
-from rlft_fast.cluster import Generators, connect
+from rlft_fast.cluster import Generators, WorkerError, connect
+from rlft_fast.cluster.generators import _Host
+from rlft_fast.config import Config
 from tests.cluster.test_trainer import ALONE, ROOT, ancestry, wait_for
 from tests.rollout.test_vllm import HEADS, SMALL
 from tests.support.tiny_models import save_tiny_model
@@ -55,12 +58,12 @@ def test_a_run_outlives_its_generators(tmp_path):
         [*ALONE, "train", str(tmp_path / "config.yaml")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as run:  # fmt: skip
-        pids: set[int] = set()  # of all servers and their engines
+        servers: set[psutil.Process] = set()  # and their engines
         for kill in range(KILLS):
             wait_for(lambda n=8 * kill + 1: metrics.exists() and len(metrics.read_text().splitlines()) >= n, run)
             wait_for(lambda: len(generators_of(run)) == 2, run)
             time.sleep(draw.uniform(0, 2))
-            pids |= {q.pid for p in generators_of(run) for q in [p, *p.children(recursive=True)]}
+            servers |= {q for p in generators_of(run) for q in [p, *p.children(recursive=True)]}
             for victim in generators_of(run) if kill % 3 == 1 else draw.sample(generators_of(run), 1):
                 family = [victim, *victim.children(recursive=True)]  # a server outlives its resource tracker
                 family = [process for process in family if "resource_tracker" not in " ".join(process.cmdline())]
@@ -78,7 +81,28 @@ def test_a_run_outlives_its_generators(tmp_path):
     taught = [row for row in read_lines(metrics) if row["taught_share"]]  # without equal rewards alone
     assert len(taught) > STEPS // 2
     assert all(row["mismatch_max"] < 1e-3 for row in taught)
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in servers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_server_that_is_killed_while_it_starts_leaves_no_engine(tmp_path):
+    """An engine waits for its server for ever."""
+    path = save_tiny_model("llama", tmp_path / "model", **HEADS)
+    values = toy_values(path, tmp_path)
+    values["rollout"] |= {"backend": "vllm", "vllm": SMALL}
+    values["cluster"] = {"generators": {}}
+    host, engines = _Host(), []
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(host.start, Config.parse(values), "token")
+        while not engines:
+            assert not call.done(), call.result()
+            time.sleep(0.1)
+            processes = psutil.Process(host.server.pid).children(recursive=True) if host.server else []
+            engines = [p for p in processes if "EngineCore" in " ".join(p.cmdline())]
+        os.kill(host.server.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            call.result()
+    _, left = psutil.wait_procs(engines, timeout=10)
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_what_the_cluster_cannot_give_is_refused(tmp_path):
