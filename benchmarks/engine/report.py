@@ -41,8 +41,8 @@ that take at most {slowdown:g} times the time of the fastest TRL. The other bars
 with TRL's at micro-batches of 4 sequences.
 
 Liger's layer kernels (`use_liger_kernel`) were tried, too: they need Triton and so a GPU. TRL's own fused head is
-always on. Our loop infers old log-probabilities before it updates. TRL does not where a rollout serves one update; a
-row of its own shows the cost.
+always on. Neither side infers old log-probabilities, which a rollout that serves one update does not need; a row of
+its own shows the cost of such a pass.
 
 Each side runs in a process of its own, one at a time, in turns. Times are medians of {rounds} updates after a first
 update, ± the full range. Memory is the peak of the resident set during an update, less the resident set after the

@@ -31,7 +31,7 @@ def run_ours(model: str, workload: Workload, options: dict[str, Any]) -> None:
     from rlft_fast.rl import PolicyLoss
 
     reporter = Reporter()
-    infers = options.pop("infers", False)  # like our trainer, infer old log-probabilities first; they are not used here
+    infers = options.pop("infers", False)  # infer old log-probabilities first; they are not used here
     engine = FSDPEngine(model, engine_config(**options), num_training_steps=MAX_UPDATES).initialize()
     loss = PolicyLoss(clip_low=CLIP, clip_high=CLIP)
     batch = workload.batch()

@@ -65,8 +65,6 @@ class RemoteEngine:
         """Every call of a worker opens its own."""
         return contextlib.nullcontext()
 
-    eval_mode = train_mode
-
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Inside, `infer` asks the policy without its adapters."""

@@ -87,22 +87,22 @@ def build_batch(scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tenso
     return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B].float())
 
 
-def mini_batches(batch: Batch, config: AlgorithmConfig, seed: int) -> list[Batch]:
-    """The batch of every optimizer step of a rollout: each epoch shuffles the prompts and cuts their samples anew.
+def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np.ndarray]:
+    """The sequences of every optimizer step of a rollout: each epoch shuffles the prompts and cuts their samples anew.
 
     Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.sharing`). No mini-batch is
-    empty: where samples were left out, there may be fewer than configured, or none.
+    empty: where samples were left out, there may be fewer than configured, or none. A single one is the batch as it is.
     """
-    if config.epochs * config.mini_batches == 1:
-        return [batch] if batch.num_sequences else []
+    if config.epochs * config.mini_batches == 1 or batch.num_sequences < 2:
+        return [np.arange(batch.num_sequences)] * config.epochs if batch.num_sequences else []
     assert batch.group_B is not None
     groups, group_index_B = batch.group_B.unique(return_inverse=True)
     generator = torch.Generator().manual_seed(seed)
-    parts: list[Batch] = []
+    parts: list[np.ndarray] = []
     for _ in range(config.epochs):
         order_G = torch.randperm(len(groups), generator=generator)
         shuffled = torch.argsort(order_G[group_index_B], stable=True).numpy()
-        parts += [batch.select(part) for part in np.array_split(shuffled, config.mini_batches) if len(part)]
+        parts += [part for part in np.array_split(shuffled, config.mini_batches) if len(part)]
     return parts
 
 

@@ -9,10 +9,10 @@ open there. The number of processes changes a run by rounding alone.
 import contextlib
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from rlft_fast.data import Batch, Samples, cat_samples
 from rlft_fast.engine import Output, weighted
 from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
+from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import (
     NonFiniteLogitsError,
@@ -42,7 +43,7 @@ from rlft_fast.trainer.evaluation import (
 from rlft_fast.trainer.experience import (
     build_batch,
     merge_metrics,
-    mini_batches,
+    mini_batch_rows,
     mismatch,
     penalize_length,
     rollout_metrics,
@@ -168,6 +169,8 @@ class PPOTrainer:
     def train_step(self, step: int) -> Step:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates.
 
+        The old log-probs follow the advantages where the updates alone read them (`Objective.defers_old`).
+
         Args:
             step: counts from 0; it decides which prompts are taken, and every random draw.
         """
@@ -190,7 +193,12 @@ class PPOTrainer:
             batch, taught = batch.select(stopped), taught.select(stopped)
         running = weighted(batch, self.objective.policy_loss)[0]  # with the weights that say which tokens run
         outputs: dict[Output, Tensor] = {}
-        metrics |= self._update(batch, self._seed(step), outputs)
+        rows = mini_batch_rows(batch, self.config.algorithm, self._seed(step))
+        if self.objective.defers_old and len(rows) > 1:
+            with self.phases.timed("logprobs"):
+                batch = self._with_old_logprob(batch, running.active_T, rows[0])
+        with self.phases.timed("update"):
+            metrics |= self._update(batch, rows, outputs)
         with self.phases.timed("sync"):
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
@@ -341,31 +349,40 @@ class PPOTrainer:
             raise failure or AdvantageError("the advantage failed in another process, which says why")
         return batch
 
-    def _update(self, batch: Batch, seed: int, outputs: dict[Output, Tensor]) -> dict[str, float]:
+    def _with_old_logprob(self, batch: Batch, active_T: Tensor, first: np.ndarray) -> Batch:
+        """The batch with log π_old where an optimizer step after the first reads it, and 0 elsewhere.
+
+        Args:
+            batch: the rollout.
+            active_T: (T,) bool, the tokens that run.
+            first: the sequences of the first optimizer step, whose forward computes log π_old itself.
+        """
+        is_later_B = torch.ones(batch.num_sequences, dtype=torch.bool)
+        is_later_B[first] = False
+        read_T = active_T & segment_expand(is_later_B, batch.cu_seqlens, num_tokens=batch.num_tokens)
+        logprob_T = torch.zeros(batch.num_tokens)
+        if read_T.any():
+            logprob_T = self.actor.infer(batch.replace(loss_mask_T=read_T), ("logprob",))["logprob"]
+        return batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
+
+    def _update(self, batch: Batch, rows: list[np.ndarray], outputs: dict[Output, Tensor]) -> dict[str, float]:
         """One optimizer step per mini-batch: first all of the critic's, then all of the policy's.
 
         Args:
             batch: the rollout.
-            seed: of the mini-batches.
+            rows: the sequences of each mini-batch.
             outputs: filled with the outputs of the policy's first step where no pass before gave log-probabilities.
         """
-        cut = partial(mini_batches, batch, self.config.algorithm, seed)
+
+        def cut() -> list[Batch]:
+            return [batch] if len(rows) == 1 else [batch.select(part) for part in rows]
+
         metrics: dict[str, float] = {}
         if self.critic is not None:
-            with self.phases.timed("update"), self.critic.train_mode():
+            with self.critic.train_mode():
                 metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
-        steps = cut()
-        if self.objective.defers_old and len(steps) > 1:
-            with self.phases.timed("logprobs"), self.actor.eval_mode():
-                steps[1:] = map(self._with_old_logprob, steps[1:])
-        with self.phases.timed("update"), self.actor.train_mode():
-            return metrics | self._actor_steps(steps, outputs)
-
-    def _with_old_logprob(self, mini_batch: Batch) -> Batch:
-        """The batch of a later optimizer step with log π_old of the tokens that run."""
-        active_T = weighted(mini_batch, self.objective.policy_loss)[0].active_T
-        logprob_T = self.actor.infer(mini_batch.replace(loss_mask_T=active_T), ("logprob",))["logprob"]
-        return mini_batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
+        with self.actor.train_mode():
+            return metrics | self._actor_steps(cut(), outputs)
 
     def _actor_steps(self, cut: list[Batch], outputs: dict[Output, Tensor]) -> dict[str, float]:
         """Metrics of the policy's optimizer steps, and the mismatch where no pass over the rollout gave it.
@@ -373,18 +390,21 @@ class PPOTrainer:
         The forward of the first step then gives log π_old of its tokens. In later steps the policy is no longer the one
         that sampled.
         """
-        steps: list[dict[str, float]] = []
+        defers_old, steps = self.objective.defers_old, []
         ran: list[Batch] = []  # with log π_old of the tokens that ran
         for mini_batch in cut:
-            asked = None if steps or mini_batch.logprob_T is not None else outputs
-            loss = replace(self.objective.policy_loss, on_policy=self.objective.defers_old and not steps)
+            loss, asked = self.objective.policy_loss, None
+            if not steps and (defers_old or mini_batch.logprob_T is None):
+                asked = outputs
+            if not steps and defers_old:
+                loss = replace(loss, on_policy=True)
             active_T = weighted(mini_batch, loss)[0].active_T
             metrics = self.actor.train_step(mini_batch, loss, outputs=asked)
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
             if asked is not None:
-                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=outputs["logprob"]))
-            elif self.objective.defers_old:
+                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=asked["logprob"]))
+            elif defers_old:
                 ran.append(mini_batch.replace(loss_mask_T=active_T))
         return mismatch(*ran) | merge_metrics(steps)
 

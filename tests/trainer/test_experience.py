@@ -13,7 +13,7 @@ from rlft_fast.rollout import Completion, Span, to_samples
 from rlft_fast.trainer.experience import (
     build_batch,
     merge_metrics,
-    mini_batches,
+    mini_batch_rows,
     mismatch,
     penalize_length,
     rollout_metrics,
@@ -275,7 +275,7 @@ def numbered_batch(num_sequences: int, samples_per_prompt: int = 1) -> Batch:
 def test_every_epoch_sees_every_sequence_once(num_sequences, epochs, count, seed):
     config = AlgorithmConfig(epochs=epochs, mini_batches=count)
     batch = numbered_batch(num_sequences)
-    parts = [part.input_ids_T[::2].tolist() for part in mini_batches(batch, config, seed)]
+    parts = [part.tolist() for part in mini_batch_rows(batch, config, seed)]
     assert all(parts)
     per_epoch = min(count, num_sequences)
     assert len(parts) == epochs * per_epoch
@@ -283,19 +283,18 @@ def test_every_epoch_sees_every_sequence_once(num_sequences, epochs, count, seed
         cut = parts[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert sorted(chain.from_iterable(cut)) == list(range(num_sequences))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
-    assert parts == [part.input_ids_T[::2].tolist() for part in mini_batches(batch, config, seed)]
+    assert parts == [part.tolist() for part in mini_batch_rows(batch, config, seed)]
 
 
 def test_samples_of_a_prompt_stay_together():
-    parts = mini_batches(numbered_batch(24, samples_per_prompt=4), AlgorithmConfig(mini_batches=3), seed=5)
-    assert [len(part.group_B.unique()) for part in parts] == [2, 2, 2]
+    batch = numbered_batch(24, samples_per_prompt=4)
+    parts = mini_batch_rows(batch, AlgorithmConfig(mini_batches=3), seed=5)
+    assert [len(batch.group_B[part].unique()) for part in parts] == [2, 2, 2]
 
 
 def test_epochs_and_seeds_shuffle_differently():
     config = AlgorithmConfig(epochs=2)
-    orders = [
-        part.input_ids_T[::2].tolist() for seed in (0, 1) for part in mini_batches(numbered_batch(30), config, seed)
-    ]
+    orders = [part.tolist() for seed in (0, 1) for part in mini_batch_rows(numbered_batch(30), config, seed)]
     assert len({tuple(order) for order in orders}) == 4
 
 
