@@ -32,7 +32,8 @@ the end, less the truncation penalty where an answer is cut off. The two sides d
 
 Held-out problems are answered every {every} steps with the most likely tokens, by transformers on TRL's side. The clock
 stops for that. Minutes to a level are interpolated between two evaluations. Each leg is a process of its own, and runs
-alone on the machine. The standard error is that of the difference of two means; its variance is pooled over both sides
+alone on the machine. The bars of minutes take the seeds whose legs of both sides ran on one kind of machine. The
+standard error is that of the difference of two means; its variance is pooled over both sides
 and all evaluations after the first."""
 
 GRADIENTS = """\
@@ -62,6 +63,11 @@ class Curve:
         until = [0.0, *accumulate(step["seconds"] / 60 for step in leg["steps"])]
         steps, accuracy = zip(*leg["accuracy"], strict=True)
         return cls(leg, list(steps), [until[step] for step in steps], list(accuracy))
+
+    @property
+    def machine(self) -> str:
+        """The kind of machine that the leg ran on; the same CPU model may offer other instructions elsewhere."""
+        return f"{self.leg['environment']['cpu']}, {self.leg['environment']['cores']}"
 
     def minutes_to(self, level: float) -> float:
         """Minutes until the accuracy first is at the level, between two evaluations by interpolation; or infinity."""
@@ -101,6 +107,11 @@ def standard_errors(ours: list[Curve], theirs: list[Curve]) -> float | None:
     return max(differences) / error if error else math.inf
 
 
+def on_one_machine(ours: list[Curve], theirs: list[Curve]) -> list[tuple[Curve, Curve]]:
+    """The two legs of each seed, where both ran on the same kind of machine."""
+    return [(a, b) for a in ours for b in theirs if (a.leg["seed"], a.machine) == (b.leg["seed"], b.machine)]
+
+
 def bars_of(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]]) -> list[Bar]:
     bars = []
     for task in TASKS:
@@ -109,9 +120,10 @@ def bars_of(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]]) ->
             if side not in curves or TRL not in curves:
                 continue
             level = level_of(task, curves)
-            ours, theirs = (statistics.mean(c.minutes_to(level) for c in curves[each]) for each in (side, TRL))
-            ratio = math.inf if math.isinf(ours) else 0.0 if math.isinf(theirs) else ours / theirs
-            bars.append(Bar(f"{task}: minutes to {level:.2f}, {NAMES[side]} / TRL", ratio, limit))
+            if pairs := on_one_machine(curves[side], curves[TRL]):
+                ours, theirs = (statistics.mean(c.minutes_to(level) for c in own) for own in zip(*pairs, strict=True))
+                ratio = math.inf if math.isinf(ours) else 0.0 if math.isinf(theirs) else ours / theirs
+                bars.append(Bar(f"{task}: minutes to {level:.2f}, {NAMES[side]} / TRL", ratio, limit))
             if (errors := standard_errors(curves[side], curves[TRL])) is not None:
                 name = f"{task}: largest difference at equal steps, {NAMES[side]}, in standard errors"
                 bars.append(Bar(name, errors, MAX_STANDARD_ERRORS))
@@ -128,13 +140,13 @@ def side_table(curves: dict[str, list[Curve]], level: float) -> str:
             name = f"{curve.leg['task']}-{side}-seed{curve.leg['seed']}"
             minutes = curve.minutes_to(level)
             rows.append((
-                f"[{NAMES[side]}, seed {curve.leg['seed']}](learning/{name}.json)",
+                f"[{NAMES[side]}, seed {curve.leg['seed']}](learning/{name}.json)", curve.machine,
                 "not reached" if math.isinf(minutes) else f"{minutes:.1f}", f"{curve.minutes[-1]:.1f}",
                 f"{sum(step['tokens'] for step in steps) / sum(step['seconds'] for step in steps):.0f}",
                 *(f"{accuracy:.3f}" for accuracy in curve.accuracy),
             ))  # fmt: skip
     steps = next(iter(curves.values()))[0].steps
-    header = ("leg", f"minutes to {level:.2f}", "minutes in all", "sampled tokens / s",
+    header = ("leg", "machine, cores", f"minutes to {level:.2f}", "minutes in all", "sampled tokens / s",
               *("before" if step == 0 else f"step {step}" for step in steps))  # fmt: skip
     return table(header, rows)
 

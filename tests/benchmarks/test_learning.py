@@ -10,7 +10,7 @@ from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs
 from benchmarks.learning.report import HF, TRL, Curve, bars_of, level_of, standard_errors, write_report
 from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
 
-FACTS = {"cpu": "a CPU", "date": "a day"}
+FACTS = {"cpu": "a CPU", "cores": "2, AVX2", "date": "a day"}
 
 
 def leg(side: str, seed: int, accuracy: list[float], seconds: float = 60.0, task: str = "sums") -> dict:
@@ -72,6 +72,9 @@ def test_the_report_adds_up(tmp_path):
     assert minutes.value == pytest.approx(0.25)
     assert minutes.holds
     assert gradients.holds
+    elsewhere = leg(HF, 1, [0.9, 0.9, 0.9]) | {"environment": FACTS | {"cores": "2, AVX512"}}
+    assert bars_of([*legs, leg(TRL, 1, [0.2, 0.6, 0.9]), elsewhere], {})[0].value == pytest.approx(0.25)
+    assert bars_of([legs[0], elsewhere], {}) == []
     never = [legs[0], leg(HF, 0, [0.2, 0.6, 0.7])]
     assert bars_of(never, {})[0].value == math.inf
     others = {HF: [Curve.of(leg(HF, 0, [0.2, 0.58], task="chain_sum"))]}
