@@ -217,6 +217,9 @@ class _Host:
 
 
 def _end_with_parent() -> None:
-    """In the server's process: it gets SIGTERM, and ends its own processes, when the actor dies."""
+    """In the server's process: it ends with the actor, and its engine with it (`rlft_fast.integrations.vllm`).
+
+    SIGTERM would not do: a server that starts ignores it.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlft_fast.config import RolloutConfig
-from rlft_fast.integrations.vllm import BACKEND
+from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.scheduling import ServerError
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
@@ -93,6 +93,7 @@ def server_environment() -> dict[str, str]:
     return {
         "VLLM_SERVER_DEV_MODE": "1",  # has the routes of weights
         "VLLM_NO_USAGE_STATS": "1",
+        ENDS_WITH_PARENT: "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }

@@ -1,6 +1,8 @@
 """Generators in Ray actors: a run outlives them, and every prompt is trained once."""
 
+import contextlib
 import importlib.util
+import multiprocessing
 import os
 import random
 import re
@@ -9,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from rlft_fast.cluster import Generators, WorkerError, connect
+from rlft_fast.cluster import Generators, connect
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
 from tests.cluster.test_trainer import ALONE, ROOT, ancestry, wait_for
@@ -84,25 +85,37 @@ def test_a_run_outlives_its_generators(tmp_path):
     assert not [p for p in servers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_server_that_is_killed_while_it_starts_leaves_no_engine(tmp_path):
-    """An engine waits for its server for ever."""
-    path = save_tiny_model("llama", tmp_path / "model", **HEADS)
-    values = toy_values(path, tmp_path)
+@pytest.mark.parametrize("victim", ["server", "host"])
+def test_no_engine_outlives_a_server_that_starts(victim, tmp_path):
+    """kill -9 of the server, or of the process that starts it. An engine would wait for its server for ever."""
+    values = toy_values(save_tiny_model("llama", tmp_path / "model", **HEADS), tmp_path)
     values["rollout"] |= {"backend": "vllm", "vllm": SMALL}
     values["cluster"] = {"generators": {}}
-    host, engines = _Host(), []
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(host.start, Config.parse(values), "token")
-        while not engines:
-            assert not call.done(), call.result()
-            time.sleep(0.1)
-            processes = psutil.Process(host.server.pid).children(recursive=True) if host.server else []
-            engines = [p for p in processes if "EngineCore" in " ".join(p.cmdline())]
-        os.kill(host.server.pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            call.result()
-    _, left = psutil.wait_procs(engines, timeout=10)
+    host = multiprocessing.get_context("spawn").Process(target=_start, args=(values,))
+    host.start()
+    engines: list[psutil.Process] = []
+    while not engines:
+        assert host.is_alive()
+        time.sleep(0.1)
+        children = psutil.Process(host.pid).children(recursive=True)
+        engines = [p for p in children if "EngineCore" in title(p)]
+    server = engines[0].parent()
+    assert server is not None
+    os.kill(host.pid if victim == "host" else server.pid, signal.SIGKILL)
+    host.join(timeout=30)
+    assert host.exitcode == (-signal.SIGKILL if victim == "host" else 1)
+    _, left = psutil.wait_procs([*engines, server], timeout=30)
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _start(values: dict[str, Any]) -> None:
+    _Host().start(Config.parse(values), "token")
 
 
 def test_what_the_cluster_cannot_give_is_refused(tmp_path):
