@@ -128,7 +128,7 @@ def ancestry(pid: int) -> set[str]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert run.poll() is None, run.communicate()
