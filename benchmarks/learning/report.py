@@ -33,8 +33,8 @@ the end, less the truncation penalty where an answer is cut off. The two sides d
 Held-out problems are answered every {every} steps with the most likely tokens, by transformers on TRL's side. The clock
 stops for that. Minutes to a level are interpolated between two evaluations. Each leg is a process of its own, and runs
 alone on the machine. The bars of minutes take the seeds whose legs of both sides ran on one kind of machine. The
-standard error is that of the difference of two means; its variance is pooled over both sides
-and all evaluations after the first."""
+standard error is the error of a difference of two means. Its variance is pooled over both sides and all evaluations
+after the first."""
 
 GRADIENTS = """\
 The gradients are those of one optimizer step over the answers that TRL sampled in its first step, with TRL's

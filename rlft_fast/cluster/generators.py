@@ -1,7 +1,6 @@
 """vLLM servers on a Ray cluster, which generate for the workers of a run. A server that dies is replaced."""
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -11,14 +10,15 @@ import tempfile
 import time
 import warnings
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlft_fast.cluster.group import WorkerError, last_words, require_resources
 from rlft_fast.config import Config
 from rlft_fast.rollout import TOKEN_VARIABLE, VLLMServer, server_command, server_environment
+from rlft_fast.world import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _MAX_FAILURES = 3
 _MAX_SILENT = 5
 
@@ -173,7 +173,8 @@ class _Host:
             self.log = Path(log.name)
             self.server = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=_end_with_parent,
+                # A server that starts ignores SIGTERM. Its engine ends with it: rlft_fast.integrations.vllm.
+                preexec_fn=partial(end_with_parent, signal.SIGKILL),
             )  # fmt: skip
         url = f"http://{address}:{port}"
         deadline = time.monotonic() + 60 * config.timeout_minutes
@@ -195,9 +196,7 @@ class _Host:
         is_silent = server is not None and not server.answers()
         self.num_silent = self.num_silent + 1 if is_silent else 0
         if server is not None and is_silent and (self.num_silent > _MAX_SILENT or not server.is_alive()):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.server.pid, signal.SIGKILL)
-            self.server.wait()
+            self._kill()
         if (status := self.server.poll()) is None:
             return None
         lines = last_words(self.log, 500).split(" | ")
@@ -210,16 +209,11 @@ class _Host:
     def stop(self) -> None:
         """Ends the server and its processes."""
         if self.server is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.server.pid, signal.SIGKILL)
-            self.server.wait()
+            self._kill()
             self.log.unlink(missing_ok=True)
 
-
-def _end_with_parent() -> None:
-    """In the server's process: it ends with the actor, and its engine with it (`rlft_fast.integrations.vllm`).
-
-    SIGTERM would not do: a server that starts ignores it.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    def _kill(self) -> None:
+        assert self.server is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait()

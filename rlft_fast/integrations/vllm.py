@@ -1,16 +1,15 @@
 """vLLM's processes find the backend by which CPUs and servers take weights. The entry point `register` tells them."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from contextlib import suppress
 from functools import cache
 
+from rlft_fast.world import end_with_parent
+
 __all__ = ["BACKEND", "ENDS_WITH_PARENT", "register"]
 
-_PR_SET_PDEATHSIG = 1  # of Linux: a signal for this process when its parent ends
 ENDS_WITH_PARENT = "RLFT_FAST_ENDS_WITH_PARENT"
 """Environment variable: where it is set, vLLM's engines and workers end with the process that started them."""
 
@@ -21,18 +20,18 @@ BACKEND = "rlft_fast"
 @cache
 def register() -> None:
     """Registers the backend with vLLM, which imports it where it is used."""
-    if sys.platform == "linux" and ENDS_WITH_PARENT in os.environ:
-        _end_with_parent()
+    if ENDS_WITH_PARENT in os.environ:
+        _end_with_starter()
     with suppress(ImportError):  # an old vLLM, which works without the backend
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         WeightTransferEngineFactory.register_engine(BACKEND, "rlft_fast.rollout.vllm_worker", "SocketWorker")
 
 
-def _end_with_parent() -> None:
+def _end_with_starter() -> None:
     """In an engine or a worker: an engine waits for ever for a server that dies while both start."""
     if (parent := multiprocessing.parent_process()) is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent.pid:  # it has died already
         os.kill(os.getpid(), signal.SIGKILL)

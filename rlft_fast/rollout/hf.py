@@ -29,7 +29,7 @@ _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own paddi
 
 @dataclass
 class _Sampled:
-    """What was sampled of one completion so far."""
+    """The tokens of one completion that are sampled so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -93,8 +93,8 @@ def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np
     Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.sharing`). No mini-batch is
     empty: where samples were left out, there may be fewer than configured, or none. A single one is the batch as it is.
     """
-    if config.epochs * config.mini_batches == 1 or batch.num_sequences < 2:
-        return [np.arange(batch.num_sequences)] * config.epochs if batch.num_sequences else []
+    if config.epochs * config.mini_batches == 1:
+        return [np.arange(batch.num_sequences)] if batch.num_sequences else []
     assert batch.group_B is not None
     groups, group_index_B = batch.group_B.unique(return_inverse=True)
     generator = torch.Generator().manual_seed(seed)

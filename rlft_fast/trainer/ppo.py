@@ -402,10 +402,9 @@ class PPOTrainer:
             metrics = self.actor.train_step(mini_batch, loss, outputs=asked)
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
-            if asked is not None:
-                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=asked["logprob"]))
-            elif defers_old:
-                ran.append(mini_batch.replace(loss_mask_T=active_T))
+            if defers_old or asked is not None:
+                logprob_T = mini_batch.logprob_T if asked is None else asked["logprob"]
+                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=logprob_T))
         return mismatch(*ran) | merge_metrics(steps)
 
     def _critic_step(self, mini_batch: Batch) -> dict[str, float]:

@@ -7,7 +7,12 @@ failures         after a rank has died, the other ranks name it
 """
 
 from rlft_fast.world.failures import naming_lost_ranks
-from rlft_fast.world.process_group import ensure_process_group, init_distributed, leaving_process_group
+from rlft_fast.world.process_group import (
+    end_with_parent,
+    ensure_process_group,
+    init_distributed,
+    leaving_process_group,
+)
 from rlft_fast.world.stopping import STOP, LeftEarlyError
 from rlft_fast.world.world import World, accumulate, collective_timeout, forked_rng
 
@@ -17,6 +22,7 @@ __all__ = [
     "World",
     "accumulate",
     "collective_timeout",
+    "end_with_parent",
     "ensure_process_group",
     "forked_rng",
     "init_distributed",

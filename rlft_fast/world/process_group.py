@@ -32,7 +32,8 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return World.current()
-    _end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # a torchrun that is killed cannot end its processes itself
     if torch.cuda.is_available():
         torch.cuda.set_device(_local_gpu(torch.cuda.device_count()))
     timeout = timedelta(minutes=timeout_minutes)
@@ -43,10 +44,10 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     return World.current(own)
 
 
-def _end_with_torchrun() -> None:
-    """Asks the system for SIGTERM when torchrun is killed, which then cannot end its processes itself."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals) -> None:
+    """Asks Linux to send this process a signal when its parent dies. On other systems it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def ensure_process_group() -> None:
