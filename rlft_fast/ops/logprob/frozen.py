@@ -1,18 +1,22 @@
 """`linear_logprob` of a frozen weight in two GEMMs: forward keeps U = d logprob / d hidden.
 
+Triton computes whole rows of logits at a time where they fit (odds.py), else tiles of them, as the compiled kernels do.
+
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.logprob.odds import has_odds, odds_limit, odds_memory, times_weight, write_odds
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.statistics import Rows, Sums
-from rlft_fast.ops.logprob.tiles import Tile, multiply, row_chunks, tile_shape
+from rlft_fast.ops.logprob.tiles import ROW_MULTIPLE, Tile, multiply, operand, row_chunks, tile_shape
 from rlft_fast.ops.logprob.ways import Way
 
 
@@ -32,10 +36,14 @@ class Frozen(Way):
         assert workspace_mib is not None
         logprob = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
         jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        limit, columns = tile_shape(problem.num_active, hidden, workspace_mib * 4 // Tile.bytes_per_logit(hidden))
+        if has_odds(problem) and _enough_rows(problem, limit := odds_limit(problem, workspace_mib)):
+            compute = partial(_odds_chunk, problem, operand(problem.weight_VD), odds_memory(problem, limit))
+        else:
+            limit, columns = tile_shape(problem.num_active, hidden, workspace_mib * 4 // Tile.bytes_per_logit(hidden))
+            compute = partial(_tiles_chunk, problem, columns)
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
             index = problem.active_index[chunk]
-            logprob[index], grad_rows = _frozen_chunk(problem, problem.rows(index), columns)
+            logprob[index], grad_rows = compute(problem.rows(index))
             jacobian[index] = grad_rows.to(hidden.dtype)
         return logprob, jacobian
 
@@ -55,7 +63,18 @@ class Frozen(Way):
         return torch.ops.rlft_fast.linear_logprob_frozen_backward(jacobian, grads[0]), None, None
 
 
-def _frozen_chunk(problem: Problem, rows: Rows, columns: int) -> tuple[Tensor, Tensor]:
+def _enough_rows(problem: Problem, limit: int) -> bool:
+    """Whether the rows fill a tile of a GEMM, or are all there are."""
+    return limit >= min(ROW_MULTIPLE[problem.device_type], problem.num_active)
+
+
+def _odds_chunk(problem: Problem, weight_VD: Tensor, memory_RV: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """As `_tiles_chunk`, from whole rows of odds in the memory."""
+    odds = write_odds(problem, rows, weight_VD, False, memory_RV[: len(rows.target_R)])
+    return odds.logprob, times_weight(odds.grad_RV, weight_VD, odds.factor)
+
+
+def _tiles_chunk(problem: Problem, columns: int, rows: Rows) -> tuple[Tensor, Tensor]:
     """(logprob (R,), float32 U (R, D)) of a chunk of rows, whose tile is given back before the next one has its own."""
     sums = Sums.of_nothing(rows)
     sum_others, slope = rows.hidden_RD.new_zeros(2, len(rows.hidden_RD), dtype=torch.float32)

@@ -96,7 +96,8 @@ def linear_logprob(
             reduced inside.
         backend: ``"native"`` (compiled), ``"triton"``, ``"reference"`` (plain PyTorch, all logits in memory), or
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
-            GPU, backends agree to rounding only, and so does Triton where it keeps the logits for backward.
+            GPU, backends agree to rounding only. So does Triton with itself where it keeps the logits for backward,
+            where the weight is frozen, and in :func:`linear_logprob_loss`.
         workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU. Where
             the logits of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead
             of four (not under ``torch.compile``, nor with ``threshold_T``).
@@ -172,7 +173,8 @@ def linear_logprob_loss(
 ) -> LinearLogprobLoss:
     """Sum of any per-token loss of the log-probabilities, in three GEMMs for forward and backward together.
 
-    A frozen weight takes two GEMMs, and an adapter of E columns beside it E / D more. Each chunk of rows computes its
+    A frozen weight takes two GEMMs, and an adapter of E columns beside it E / D more. With ``backend="triton"``, a loss
+    that depends on the entropy takes one more, for the logits. Each chunk of rows computes its
     statistics, calls ``loss_fn`` under autograd on these few numbers, turns its logits into their gradients in place
     and finishes its part of all gradients. The backward pass only scales the gradients, in place, so that a second
     backward pass raises. The op fits every loss that is a function of one token's numbers: PPO, GRPO, CISPO, KL

@@ -16,6 +16,15 @@ from torch import Tensor
 
 from rlft_fast.ops import library
 from rlft_fast.ops.logprob.checks import check_losses, check_row_fits, check_shards
+from rlft_fast.ops.logprob.odds import (
+    Odds,
+    has_odds,
+    odds_limit,
+    odds_memory,
+    times_weight,
+    write_entropy_gradients,
+    write_odds,
+)
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import LossFunction
 from rlft_fast.ops.logprob.statistics import Rows, Stats, Sums, per_token_results
@@ -65,7 +74,7 @@ def _label(loss_fn: LossFunction) -> None:
         loss_functions[loss_fn.rlft_fast_handle] = loss_fn  # type: ignore[attr-defined]
 
 
-# ---- two ways to cut the work --------------------------------------------------------------------------------------
+# ---- three ways to cut the work ------------------------------------------------------------------------------------
 
 
 class _Chunk(NamedTuple):
@@ -94,11 +103,13 @@ class _ThreadTiles:
         self.logits = in_huge_pages(problem.hidden_TD.new_empty(num_logits, dtype=torch.float32))
         self.sums = grads.accumulators(in_float=True)
 
-    def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
+    def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
+        sums = Sums.of_nothing(rows, return_entropy)
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_stats_(
                 *self._arguments(rows), sums.maximum, sums.sum_exp, sums.shift, sums.target_logit
             )
+        return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
         d_logprob, d_entropy = upstream
@@ -152,10 +163,12 @@ class _LargeGemms:
         self.unseen = hidden.new_empty(min(group_limit, num_rows), dtype=torch.bool)
         self.sums = grads.accumulators(in_float=len(self.groups) > 1)
 
-    def stats(self, chunk: _Chunk, rows: Rows, sums: Sums) -> None:
+    def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
+        sums = Sums.of_nothing(rows, return_entropy)
         logits, _ = self._memory(chunk)
         multiply(rows.hidden_RD, self.weight.T, out=logits)
         self.problem.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
+        return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
         d_logprob, d_entropy = upstream
@@ -200,11 +213,52 @@ class _LargeGemms:
         )
 
 
+class _FromOdds:
+    """In Triton: the logits' GEMM writes dlogits but for a factor of each row (odds.py). No wider logit is stored.
+
+    A group is one chunk: the loss is called for as many rows at once as the workspace holds dlogits of.
+    """
+
+    def __init__(self, problem: Problem, grads: Gradients, widest: int, workspace_mib: int) -> None:
+        self.problem, self.grads = problem, grads
+        self.weight = operand(problem.weight_VD)
+        limit = odds_limit(problem, workspace_mib)
+        self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(problem.num_active, limit, problem.device_type)]
+        self.memory = odds_memory(problem, limit)
+        self.sums = grads.accumulators(in_float=len(self.groups) > 1)
+
+    def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Odds:
+        memory = self.memory[: len(rows.target_R)]
+        return write_odds(self.problem, rows, self.weight, return_entropy, memory)
+
+    def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, odds: Odds, upstream: _Upstream) -> None:
+        d_logprob, d_entropy = upstream
+        factor = d_logprob * odds.factor
+        if d_entropy is not None:
+            write_entropy_gradients(self.problem, rows, self.weight, odds, d_logprob, d_entropy)
+            factor.fill_(1)
+        unseen = seen_rows(d_logprob, d_entropy).logical_not().unsqueeze(1)  # 0 * nan, as in _ThreadTiles
+        if self.grads.hidden.numel():
+            grad_rows = times_weight(odds.grad_RV, self.weight, factor).masked_fill_(unseen, 0)
+            self.grads.set_hidden(index, grad_rows, self.problem.group)
+            del grad_rows
+        weight_sum, _ = self.sums
+        if weight_sum is not None:
+            trained = self.problem.factor_of_trained(rows.hidden_RD)
+            trained = torch.mul(trained, factor.unsqueeze(1), out=torch.empty_like(trained)).masked_fill_(unseen, 0)
+            multiply(odds.grad_RV.T, trained, out=weight_sum, accumulate=chunk.rows.start > 0)
+
+    def finish(self, group: list[_Chunk], index: Tensor) -> None:
+        """Every chunk has finished its gradients."""
+
+
 # ---- the op ----------------------------------------------------------------------------------------------------------
 
 
 class Loss(Way):
     """2 GEMMs, or 1 with a frozen weight, beside the one for the logits, all in the forward.
+
+    In Triton, a loss that depends on the entropy takes another one for the logits (odds.py).
 
     The trained columns of an adapter beside a frozen weight take as many columns of the second GEMM.
 
@@ -231,9 +285,7 @@ class Loss(Way):
             for chunk in chunks:
                 index = problem.active_index[chunk.rows]
                 rows = problem.rows(index)
-                sums = Sums.of_nothing(rows, return_entropy)
-                work.stats(chunk, rows, sums)
-                stats = sums.finish(problem.group, problem.vocab)
+                stats: Any = work.stats(chunk, rows, return_entropy)  # of the type that its own `grad` takes
                 values = [x[index] for x in per_token]
                 loss_R, upstream = _differentiate(loss_functions[loss_fn], stats, values)
                 loss += loss_R.sum()
@@ -283,13 +335,15 @@ def _(x, coefficient):
     return None
 
 
-def _divide(problem: Problem, grads: Gradients, widest: int) -> _ThreadTiles | _LargeGemms:
+def _divide(problem: Problem, grads: Gradients, widest: int) -> _ThreadTiles | _LargeGemms | _FromOdds:
     """The work, cut for the device within the workspace."""
     workspace_mib = problem.workspace_mib
     if workspace_mib is None:
         num_rows, dim = problem.hidden_TD.shape
         workspace_mib = default_workspace_mib(num_rows, dim, widest, problem.hidden_TD.dtype, problem.device_type)
     check_row_fits(widest, workspace_mib)
+    if has_odds(problem):
+        return _FromOdds(problem, grads, widest, workspace_mib)
     on_cpu = problem.backend == "native" and problem.device_type == "cpu"
     return (_ThreadTiles if on_cpu else _LargeGemms)(problem, grads, widest, workspace_mib)
 
@@ -307,7 +361,7 @@ def _widest(weight: Tensor, shards: Tensor | None) -> int:
     return max(vocab for vocab, *_ in shapes)
 
 
-def _differentiate(loss_fn: LossFunction, stats: Stats, per_token: list[Tensor]) -> tuple[Tensor, _Upstream]:
+def _differentiate(loss_fn: LossFunction, stats: Stats | Odds, per_token: list[Tensor]) -> tuple[Tensor, _Upstream]:
     """Per-row losses and their derivatives."""
     # An operator's kernel runs below autograd, which is switched off for this thread; the loss needs it back.
     functionality = torch._C.DispatchKey.AutogradFunctionality

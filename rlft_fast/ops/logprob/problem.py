@@ -84,6 +84,11 @@ class Problem:
         return self.weight_VD.shape[0]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the softmax sees the logits as they are, at most multiplied by a number."""
+        return self.bias_V is None and self.softcap == 0 and self.threshold_T is None
+
+    @property
     def trained(self) -> Tensor:
         """The projection as the input that may need a gradient: (V, D), or (V, E) of an adapter."""
         return self.weight_VD if self.adapter_VE is None else self.adapter_VE
@@ -102,7 +107,10 @@ class Problem:
 
     @property
     def kernels(self) -> Any:
-        """The module of `logprob_stats_`, `logprob_grad_` and `logprob_frozen_`, which compute between the GEMMs."""
+        """The module of `logprob_stats_`, `logprob_grad_` and `logprob_frozen_`, which compute between the GEMMs.
+
+        Triton's has GEMMs of plain logits as well: `fused_stats`, `fused_grad` and `fused_odds`.
+        """
         if self.backend == "triton":
             from rlft_fast.ops.logprob import triton
 

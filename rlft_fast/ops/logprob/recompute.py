@@ -64,8 +64,7 @@ class Asked(NamedTuple):
 
 def is_plain(problem: Problem, asked: Asked) -> bool:
     """Whether log-probabilities of the logits as they are suffice, at most divided by a temperature."""
-    has_own_logits = problem.bias_V is not None or problem.softcap > 0 or problem.threshold_T is not None
-    return not has_own_logits and not any(asked._replace(top1=False))
+    return problem.is_plain and not any(asked._replace(top1=False))
 
 
 class Recompute(Way):
@@ -307,7 +306,7 @@ def _gradients_without_logits(problem: Problem, factors: _Factors, weight: Tenso
     rows = factors.rows
     problem.kernels.fused_grad(
         rows.hidden_RD, weight, rows.target_R, start, rows.inv_temperature, problem.scale, factors.maximum,
-        factors.log_sum, factors.grad_logprob, out,
+        factors.log_sum, None, factors.grad_logprob, None, out,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ operators of the same names. On the CPU they run in Triton's interpreter (``TRIT
     logprob_frozen_   reads it twice, the second time from cache, and writes once
     fused_stats       a GEMM whose epilogue is logprob_stats_: nothing of size rows x vocabulary leaves the registers
     fused_grad        the same GEMM with logprob_grad_ as its epilogue: of a tile, dlogits alone are written
+    fused_odds        the same GEMM, which writes exp(x - r) for an r that is known before the row's sum is (odds.py)
 
-The last two give log-probabilities of plain logits: with a bias, a soft-cap, an entropy or another sum, the large tile
-would not fit the registers.
+The last three take plain logits: with a bias or a soft-cap, the large tile would not fit the registers.
 
 Deterministic: a row belongs to one program, or to one per vocabulary split, and splits are merged in their order.
 """
@@ -43,9 +43,9 @@ def on_its_device(function):
     """Launches on the device of the first argument; Triton alone takes the current one."""
 
     @functools.wraps(function)
-    def launch(first: Tensor, *arguments, **options) -> None:
+    def launch(first: Tensor, *arguments, **options):
         with torch.cuda.device_of(first):
-            function(first, *arguments, **options)
+            return function(first, *arguments, **options)
 
     return launch
 
@@ -55,7 +55,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def gemm_tile(operand: Tensor) -> dict[str, int]:
-    is_large = operand.element_size() == 2 and is_hopper(operand.device)
+    """The tile of a GEMM whose operands' rows are ``operand``'s; masks of an uneven depth would spill the large one."""
+    is_even = operand.shape[1] % _LARGE["DEPTH"] == 0
+    is_large = operand.element_size() == 2 and is_even and is_hopper(operand.device)
     return _LARGE if is_large else _TILES[operand.element_size()]
 
 
@@ -304,8 +306,9 @@ def _fused_stats_kernel(
 def _fused_grad_kernel(
     hidden_ptr, weight_ptr, rows, dim, columns, hidden_stride, weight_stride, weight_stride_d, target_ptr,
     vocab_start, inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, column_blocks, max_ptr, log_sum_ptr,
-    grad_logprob_ptr, out_ptr, out_stride,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, out_ptr, out_stride,
+    ENTROPY: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, column_block = tile_of(tl.program_id(0), row_blocks, column_blocks, GROUP)
     first_row, first_column = row_block * ROWS, column_block * COLUMNS
@@ -324,11 +327,128 @@ def _fused_grad_kernel(
     g = tl.load(grad_logprob_ptr + i, mask=row_inside, other=0.0)[:, None]
     target = tl.load(target_ptr + i, mask=row_inside, other=-1) - vocab_start - first_column
     target = tl.where((target >= 0) & (target < COLUMNS), target, -1).to(tl.int32)  # half the registers
-    dz = -tl.exp(log_p) * g + tl.where(tl.arange(0, COLUMNS)[None, :] == target[:, None], g, 0.0)
-    dz = tl.where(g == 0.0, 0.0, dz * (scale * inv_temperature))  # as in _grad_kernel
+    upstream_is_zero = g == 0.0
+    factor = g
+    if ENTROPY:  # as in _grad_kernel
+        h = tl.load(grad_entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
+        entropy = tl.load(entropy_ptr + i, mask=row_inside, other=0.0)[:, None]
+        factor = g + h * (tl.maximum(log_p, -87.0) + entropy)
+        upstream_is_zero = upstream_is_zero & (h == 0.0)
+    dz = -tl.exp(log_p) * factor + tl.where(tl.arange(0, COLUMNS)[None, :] == target[:, None], g, 0.0)
+    dz = tl.where(upstream_is_zero, 0.0, dz * (scale * inv_temperature))  # as in _grad_kernel
     out = out_ptr + first_row.to(tl.int64) * out_stride + first_column
     out_offset = tl.arange(0, ROWS)[:, None] * out_stride + tl.arange(0, COLUMNS)[None, :]
     tl.store(out + out_offset, dz.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
+
+
+@triton.jit
+def _target_logits_kernel(
+    hidden_ptr, weight_ptr, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr, inv_temperature_ptr,
+    inv_temperature_stride, scale, target_logit_ptr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    inv_temperature = tl.load(inv_temperature_ptr + row * inv_temperature_stride)
+    target = tl.load(target_ptr + row)
+    is_known = (target >= 0) & (target < vocab)
+    weight_row = weight_ptr + tl.where(is_known, target, 0) * weight_stride
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, dim, BLOCK):
+        d = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        a = tl.load(hidden_ptr + row * hidden_stride + d, mask=d < dim, other=0.0).to(tl.float32)
+        b = tl.load(weight_row + d * weight_stride_d, mask=d < dim, other=0.0).to(tl.float32)
+        products += a * b
+    x = _softmax_logits(tl.sum(products, 0), 0.0, inv_temperature, 0.0, scale, False)
+    tl.store(target_logit_ptr + row, tl.where(is_known, x, float("nan")))
+
+
+@triton.jit
+def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns."""
+    return z.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _write_odds(
+    z, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
+    SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes the odds of some columns; returns the sums with these columns added."""
+    j = tl.arange(0, COLUMNS)
+    column_inside = first_column + j < vocab
+    x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False) - reference[:, None]
+    if ROWS < 128 or first_column + COLUMNS > vocab:  # as in _fused_stats_kernel
+        x = tl.where(column_inside[None, :], x, -float("inf"))
+    m = tl.maximum(m, tl.max(x, 1))
+    e = tl.where(j[None, :] == (target - first_column)[:, None], 0.0, tl.exp(x))
+    s += tl.sum(e, 1)
+    if SHIFT:
+        q += tl.sum(e * tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL), 1)
+    e = tl.where(e < float("inf"), e, 0.0)  # a bad row that the loss does not see must not reach dweight
+    offset = tl.arange(0, ROWS)[:, None] * out_stride + j[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
+    tl.store(out + first_column + offset, e.to(out.dtype.element_ty), mask=inside)
+    return m, s, q
+
+
+@triton.jit
+def _fused_odds_kernel(
+    hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
+    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, reference_ptr, chosen_ptr,
+    out_ptr, out_stride, max_ptr, sum_ptr, shift_ptr,
+    SHIFT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
+    first_row = row_block * ROWS
+    i, d = first_row + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row_inside = i < rows
+    is_chosen = tl.max(tl.load(chosen_ptr + i, mask=row_inside, other=0).to(tl.int32), 0) > 0
+    inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
+    reference = tl.load(reference_ptr + i, mask=row_inside, other=0.0)
+    target = tl.load(target_ptr + i, mask=row_inside, other=-1)
+    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
+    m = tl.full((ROWS,), -float("inf"), tl.float32)
+    s, q = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
+    tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
+    d_offset = d[:, None] * weight_stride_d
+    out = out_ptr + first_row.to(tl.int64) * out_stride
+    first = split * tiles_per_split
+    last = min(first + tiles_per_split, tl.cdiv(vocab, COLUMNS))
+    for tile in range(first, tl.where(is_chosen, last, first)):
+        j = tile * COLUMNS
+        b_offset = tl.where(j + tl.arange(0, COLUMNS) < vocab, tl.arange(0, COLUMNS), 0)[None, :] * weight_stride
+        a_block = hidden_ptr + first_row.to(tl.int64) * hidden_stride
+        b_block = tile_ptr
+        tile_ptr += COLUMNS * weight_stride
+        z = product(
+            a_block, a_offset, b_block, b_offset + d_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH
+        )
+        # Odds are written and added up. Of the whole large tile they would not fit the registers beside the logits.
+        if COLUMNS == 256:
+            left, right = _halves(z, ROWS, COLUMNS)
+            for half in tl.static_range(2):
+                z0, z1 = _halves(left if half == 0 else right, ROWS, COLUMNS // 2)
+                m, s, q = _write_odds(
+                    z0, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
+                    SHIFT, ROWS, COLUMNS // 4,
+                )  # fmt: skip
+                m, s, q = _write_odds(
+                    z1, j + COLUMNS // 4, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
+                    out_stride, SHIFT, ROWS, COLUMNS // 4,
+                )  # fmt: skip
+                j += COLUMNS // 2
+        else:
+            m, s, q = _write_odds(
+                z, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
+                ROWS, COLUMNS,
+            )  # fmt: skip
+    if is_chosen:
+        at = split * rows + i
+        tl.store(max_ptr + at, m, mask=row_inside)
+        tl.store(sum_ptr + at, s, mask=row_inside)
+        if SHIFT:
+            tl.store(shift_ptr + at, q, mask=row_inside)
 
 
 # ---- the compiled operators' signatures -----------------------------------------------------------------------------
@@ -390,6 +510,14 @@ def logprob_frozen_(
 _PROGRAMS = 4 * 132  # enough to fill a large GPU several times over; more splits only mean more partial results
 
 
+def _splits(num_rows: int, vocab: int, shape: dict[str, int], least: int = 1) -> tuple[int, int, int]:
+    """Blocks of rows, parts of the vocabulary that have a program of their own, and tiles in each part."""
+    row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
+    splits = min(tiles, max(_PROGRAMS // row_blocks, least))
+    tiles_per_split = triton.cdiv(tiles, splits)
+    return row_blocks, triton.cdiv(tiles, tiles_per_split), tiles_per_split
+
+
 @on_its_device
 def fused_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, maximum: Tensor,
@@ -397,13 +525,10 @@ def fused_stats(
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
-    shape = gemm_tile(hidden)
-    row_blocks, tiles = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(vocab, shape["COLUMNS"])
-    if row_blocks == 0:
+    if num_rows == 0:
         return
-    splits = min(tiles, max(_PROGRAMS // row_blocks, 1))
-    tiles_per_split = triton.cdiv(tiles, splits)
-    splits = triton.cdiv(tiles, tiles_per_split)
+    shape = gemm_tile(hidden)
+    row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape)
     partial = hidden.new_zeros(2, splits, num_rows, dtype=torch.float32)
     _fused_stats_kernel[(row_blocks * splits,)](
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, inv_temperature,
@@ -418,7 +543,8 @@ def fused_stats(
 @on_its_device
 def fused_grad(
     hidden: Tensor, weight: Tensor, target: Tensor, vocab_start: int, inv_temperature: Tensor, scale: float,
-    maximum: Tensor, log_sum: Tensor, grad_logprob: Tensor, out: Tensor,
+    maximum: Tensor, log_sum: Tensor, entropy: Tensor | None, grad_logprob: Tensor, grad_entropy: Tensor | None,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """Writes the gradients of the raw logits of hidden (R, D) and weight (C, D) to ``out`` (R, C)."""
     (num_rows, dim), columns = hidden.shape, weight.shape[0]
@@ -427,5 +553,60 @@ def fused_grad(
     _fused_grad_kernel[(row_blocks * column_blocks,)](
         hidden, weight, num_rows, dim, columns, hidden.stride(0), *weight.stride(), target, vocab_start,
         inv_temperature, int(inv_temperature.shape[0] != 1), scale, row_blocks, column_blocks, maximum, log_sum,
-        grad_logprob, out, out.stride(0), EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        entropy, grad_logprob, grad_entropy, out, out.stride(0), ENTROPY=grad_entropy is not None,
+        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
+
+
+# Odds are multiplied by weights and added up in float32, and hidden states are divided by their sums in the operands'
+# dtype: both have room above and below. A smaller sum belongs to a log-probability above -44.
+_MOST_ODDS = 2.0**64
+_SPLITS_OF_FEW = 32  # so that the programs of one block of rows are no long tail
+
+
+@on_its_device
+def fused_odds(
+    hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, with_shift: bool,
+    odds: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Writes exp(x - r) of the logits x of hidden (R, D) and weight (V, D) to ``odds`` (R, V), 0 at the target.
+
+    r is the target's logit, for which no pass over the row is needed. Where the sum of a row is too large then, the
+    row's block is computed again: r is the largest logit in such rows, and what it was in the others. Nothing waits for
+    the device to know whether there is such a row, because programs of other blocks end at once.
+
+    Returns:
+        (R,) each: the sums of ``odds``, r, r less the target's logit, and the sums of exp(x - r) (x - r) or None. The
+        sum is nan where the target's logit is not finite, or the target is not in the vocabulary.
+    """
+    (num_rows, dim), vocab = hidden.shape, weight.shape[0]
+    target_logit = hidden.new_empty(num_rows, dtype=torch.float32)
+    if num_rows == 0:
+        return target_logit, target_logit, target_logit, target_logit if with_shift else None
+    operands = hidden, weight
+    strides = hidden.stride(0), *weight.stride()
+    temperature = inv_temperature, int(inv_temperature.shape[0] != 1), scale
+    _target_logits_kernel[(num_rows,)](
+        *operands, dim, vocab, *strides, target, *temperature, target_logit, BLOCK=BLOCK, **LAUNCH
+    )
+    shape = gemm_tile(hidden)
+
+    def compute(reference: Tensor, chosen: Tensor, least_splits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Over x - r: maximum, sum of exponentials, and shift, of the chosen rows and of all rows in their blocks."""
+        row_blocks, splits, tiles_per_split = _splits(num_rows, vocab, shape, least_splits)
+        maximum, *sums = hidden.new_zeros(3 if with_shift else 2, splits, num_rows, dtype=torch.float32)
+        _fused_odds_kernel[(row_blocks * splits,)](
+            *operands, num_rows, dim, vocab, *strides, target, *temperature, row_blocks, splits, tiles_per_split,
+            reference, chosen, odds, odds.stride(0), maximum, sums[0], sums[1] if with_shift else None,
+            SHIFT=with_shift, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        )  # fmt: skip
+        return maximum.amax(0), sums[0].sum(0), sums[1].sum(0) if with_shift else None
+
+    maximum, sum_odds, shift = compute(target_logit, torch.ones_like(target_logit, dtype=torch.bool), 1)
+    is_large = sum_odds > _MOST_ODDS
+    reference = target_logit + maximum.where(is_large, 0.0)
+    _, sum_again, shift_again = compute(reference, is_large, _SPLITS_OF_FEW)
+    if shift is not None:
+        shift = shift_again.where(is_large, shift)
+    sum_odds = sum_again.where(is_large, sum_odds) + 0 * target_logit
+    return sum_odds, reference, reference - target_logit, shift

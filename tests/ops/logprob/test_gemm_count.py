@@ -187,7 +187,8 @@ triton = pytest.mark.skipif(not INTERPRETED, reason="counts products in Triton's
 
 @triton
 @pytest.mark.parametrize(
-    "way", ["no grad", "kept logits", "loss", pytest.param("forward + backward", marks=pytest.mark.slow)]
+    "way",
+    [*("no grad", "kept logits", "frozen head", "loss"), pytest.param("forward + backward", marks=pytest.mark.slow)],
 )
 def test_gemms_of_triton(way):
     """Shapes are whole tiles, because Triton's kernels multiply masked elements, too."""

@@ -356,7 +356,8 @@ def test_scratch_is_the_memory_of_the_loss(T, workspace_mib, backend):
     torch.cuda.reset_peak_memory_stats()
     linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob, **how)
     measured = torch.cuda.max_memory_allocated() - before - 2 * (T + V) * D
-    assert measured == pytest.approx(scratch_bytes(T, D, V, BF16, "cuda", workspace_mib), rel=0.1)
+    planned = scratch_bytes(T, D, V, BF16, "cuda", workspace_mib)
+    assert measured == pytest.approx(planned, rel=0.1) if backend == "native" else measured < 1.1 * planned
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -1,6 +1,7 @@
 """What only Triton's kernels have: a forward pass without logits in memory, and binaries for GPUs."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops.logprob import reference
-from tests.ops.logprob.problems import F32, F64, interpreted, logprob_of, run
+from tests.ops.logprob.problems import BF16, F32, F64, interpreted, logprob_of, loss_of, run, weighted_by
 from tests.support.numerics import assert_no_further_from_truth
 
 KERNELS = {
-    "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_fused_grad_kernel"
+    "_stats_kernel", "_grad_kernel", "_frozen_kernel", "_fused_stats_kernel", "_fused_grad_kernel",
+    "_target_logits_kernel", "_fused_odds_kernel",
 }  # fmt: skip
 
 
@@ -51,6 +55,82 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     for name in names:
         monkeypatch.setattr(triton, name, recorded(name))
     return called
+
+
+def with_entropy(logprob: Tensor, entropy: Tensor | None, weight: Tensor) -> Tensor:
+    assert entropy is not None
+    return -logprob * weight - 0.1 * entropy
+
+
+@interpreted
+@pytest.mark.parametrize("way", ["frozen", "loss", "loss of the entropy"])
+@pytest.mark.parametrize("temperature", [1.0, 0.02])
+def test_from_odds_no_further_from_truth_than_pytorch(temperature, way, backend, monkeypatch):
+    """Targets of log-probabilities down to -400 in one of three blocks of rows, several tiles in each program."""
+    monkeypatch.setattr("rlft_fast.ops.logprob.triton._PROGRAMS", 6)
+    called = count_calls(monkeypatch, "fused_odds", "fused_grad")
+    hidden, weight, target, _ = make_inputs(140, 100, 449)
+    likely = linear(hidden, weight).argmax(1)
+    target[::3] = likely[::3]
+    target[70:] = likely[70:]
+    target[1::9] = -100
+
+    def results(how: str, dtype: torch.dtype) -> list[Tensor]:
+        h, w = (x.to(dtype, copy=True).requires_grad_(x is hidden or way != "frozen") for x in (hidden, weight))
+        upstream = torch.randn(140, generator=torch.Generator().manual_seed(1)).to(dtype)
+        options = {"temperature": temperature, "backend": how}
+        if way == "frozen":
+            logprob = logprob_of(**options)(h, w, target).logprob
+            (logprob * upstream).sum().backward()
+            return [logprob.detach(), h.grad]
+        loss_fn = weighted_by if way == "loss" else with_entropy
+        out = loss_of(**options)(h, w, target, loss_fn, upstream, return_entropy=True)
+        out.loss.backward()
+        return [out.logprob, out.entropy, h.grad, w.grad]
+
+    truth = results("reference", F64)
+    assert (truth[0][:64] < -50).any() == (temperature < 1)  # which the first reference does not hold
+    assert truth[0][70:].min() > -40
+    for actual, plain, exact in zip(results(backend, F32), results("reference", F32), truth, strict=True):
+        assert_no_further_from_truth(actual, plain, exact)
+    assert set(called) == {"fused_odds", *(["fused_grad"] if way == "loss of the entropy" else [])}
+
+
+@interpreted
+def test_odds_in_half_precision_and_large_tiles(backend, monkeypatch):
+    """As on Hopper, except that the interpreter multiplies no bfloat16."""
+    from rlft_fast.ops.logprob import triton
+
+    monkeypatch.setattr(triton, "gemm_tile", lambda operand: triton._LARGE)
+    hidden, weight, target, _ = make_inputs(67, 100, 449)
+    odds = torch.full((67, 512), torch.nan, dtype=BF16)
+    sums, reference, drop, _ = triton.fused_odds(hidden, weight, target, torch.ones(1), 1.0, False, odds[:, :449])
+    logits = linear(hidden.double(), weight.double())
+    target_logit = logits.gather(1, target[:, None])
+    exact = (logits - target_logit).exp().scatter(1, target[:, None], 0)
+    torch.testing.assert_close(odds[:, :449].double(), exact, rtol=2**-7, atol=0)  # NumPy cuts off, and rounds not
+    torch.testing.assert_close(sums.double(), exact.sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(reference.double(), target_logit[:, 0], rtol=1e-5, atol=1e-5)
+    assert not drop.any()
+    assert odds[:, 449:].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("way", ["frozen", "loss"])
+@pytest.mark.parametrize(
+    ("hidden", "weight"), [([[math.nan]], [[1.0]]), ([[math.inf]], [[1.0], [-1.0]])], ids=["one token", "inf"]
+)
+def test_a_bad_target_logit_never_looks_certain(hidden, weight, way, backend):
+    h, w = torch.tensor(hidden, requires_grad=True), torch.tensor(weight, requires_grad=way == "loss")
+    target = torch.zeros(1, dtype=torch.int64)
+    if way == "loss":
+        out = loss_of(backend)(h, w, target, weighted_by, torch.ones(1))
+        out.loss.backward()
+    else:
+        out = logprob_of(backend)(h, w, target)
+        out.logprob.sum().backward()
+    assert out.logprob.isnan().all()
+    assert h.grad.isnan().all()
 
 
 @interpreted

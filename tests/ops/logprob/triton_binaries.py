@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -46,9 +47,9 @@ def compile_instead_of_launch(kernel: JITFunction, grid: tuple[int, ...]):
     )
 
 
-def call_all(dtype: torch.dtype, everything: bool) -> None:
+def call_all(dtype: torch.dtype, everything: bool, dim: int) -> None:
     """Calls each wrapper once, with every option or with none."""
-    rows, columns, dim = 64, 4096, 128
+    rows, columns = 300, 4096
     logits, results = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=dtype)
     hidden, weight = torch.zeros(rows, dim, dtype=dtype), torch.zeros(columns, dim, dtype=dtype)
     target = torch.zeros(rows, dtype=torch.int64)
@@ -59,9 +60,11 @@ def call_all(dtype: torch.dtype, everything: bool) -> None:
     sum_logits = torch.zeros(rows, dtype=torch.float64) if everything else None
     kernels.logprob_stats_(*problem, maximum, sum_exp, shift, squares, target_logit, sum_logits)
     kernels.logprob_grad_(*problem, maximum, sum_exp, shift, a, shift, results)
-    kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, dim), results)
+    kernels.logprob_frozen_(*problem, maximum, sum_exp, target_logit, a, b, torch.zeros(rows, 128), results)
     kernels.fused_stats(hidden, weight, target, inv_temperature, 1.0, maximum, sum_exp, target_logit)
-    kernels.fused_grad(hidden, weight, target, 0, inv_temperature, 1.0, maximum, sum_exp, a, results)
+    kernels.fused_grad(hidden, weight, target, 0, inv_temperature, 1.0, maximum, sum_exp, shift, a, shift, results)
+    if dtype == torch.bfloat16:  # the other dtype is for CPUs
+        kernels.fused_odds(hidden, weight, target, inv_temperature, 1.0, everything, results)
 
 
 def resources(binary) -> dict[str, int]:
@@ -84,11 +87,11 @@ if __name__ == "__main__":
     for capability in map(int, sys.argv[1:]):
         driver.set_active(Driver(capability))
         kernels.is_hopper = lambda device, capability=capability: capability == 90
-        for dtype in (torch.bfloat16, torch.float32):
-            for everything in (False, True):
-                call_all(dtype, everything)
-                for kernel, binary in BINARIES:
-                    what = {"capability": capability, "kernel": kernel, "dtype": str(dtype), "everything": everything}
-                    limit = SHARED_LIMITS[capability]
-                    print(json.dumps({**what, **resources(binary), "shared_limit": limit}))
-                BINARIES.clear()
+        limit = {"capability": capability, "shared_limit": SHARED_LIMITS[capability]}
+        dims = (128, 100) if capability == 90 else (128,)  # where an uneven depth has another tile
+        for dtype, everything, dim in product((torch.bfloat16, torch.float32), (False, True), dims):
+            call_all(dtype, everything, dim)
+            for kernel, binary in BINARIES:
+                what = {"kernel": kernel, "dtype": str(dtype), "everything": everything, "dim": dim}
+                print(json.dumps({**limit, **what, **resources(binary)}))
+            BINARIES.clear()
