@@ -391,6 +391,23 @@ def _write_odds(
 
 
 @triton.jit
+def _write_halves(
+    z, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
+    SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As `_write_odds`, one half after the other."""
+    left, right = _halves(z, ROWS, COLUMNS)
+    m, s, q = _write_odds(
+        left, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
+        SHIFT, ROWS, COLUMNS // 2,
+    )  # fmt: skip
+    return _write_odds(
+        right, first_column + COLUMNS // 2, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
+        out_stride, SHIFT, ROWS, COLUMNS // 2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _fused_odds_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
     inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, reference_ptr, chosen_ptr,
@@ -427,17 +444,14 @@ def _fused_odds_kernel(
         # Odds are written and added up. Of the whole large tile they would not fit the registers beside the logits.
         if COLUMNS == 256:
             left, right = _halves(z, ROWS, COLUMNS)
-            for half in tl.static_range(2):
-                z0, z1 = _halves(left if half == 0 else right, ROWS, COLUMNS // 2)
-                m, s, q = _write_odds(
-                    z0, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-                    SHIFT, ROWS, COLUMNS // 4,
-                )  # fmt: skip
-                m, s, q = _write_odds(
-                    z1, j + COLUMNS // 4, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
-                    out_stride, SHIFT, ROWS, COLUMNS // 4,
-                )  # fmt: skip
-                j += COLUMNS // 2
+            m, s, q = _write_halves(
+                left, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
+                ROWS, COLUMNS // 2,
+            )  # fmt: skip
+            m, s, q = _write_halves(
+                right, j + COLUMNS // 2, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
+                out_stride, SHIFT, ROWS, COLUMNS // 2,
+            )  # fmt: skip
         else:
             m, s, q = _write_odds(
                 z, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
