@@ -22,6 +22,7 @@ from torch import Tensor
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.statistics import Rows
 from rlft_fast.ops.logprob.tiles import multiply, operand_dtype, padded_columns, rounded_rows
+from rlft_fast.ops.logprob.ways import seen_rows
 
 
 class Odds(NamedTuple):
@@ -85,7 +86,8 @@ def write_entropy_gradients(
 ) -> None:  # fmt: skip
     """Replaces the odds by the gradients of a loss of log-probability and entropy.
 
-    They depend on log p, of which odds in half precision have lost digits. The logits are therefore computed again.
+    The gradient of an entropy reads log p, and rounded odds hold too few digits of log p. The logits are therefore
+    computed again.
     """
     assert odds.entropy is not None
     problem.kernels.fused_grad(
@@ -95,8 +97,8 @@ def write_entropy_gradients(
     # The reference is another sum than the target's logit in the GEMM, whose rounding would not cancel in 1 - p.
     p = odds.logprob.exp()
     at_target = -d_logprob * odds.logprob.expm1() - d_entropy * p * (odds.logprob.clamp(min=-87) + odds.entropy)
-    is_unseen = (d_logprob == 0) & (d_entropy == 0)
-    _set_targets(odds.grad_RV, rows, (at_target * odds.slope).masked_fill(is_unseen, 0))
+    unseen = seen_rows(d_logprob, d_entropy).logical_not()
+    _set_targets(odds.grad_RV, rows, (at_target * odds.slope).masked_fill(unseen, 0))
 
 
 def _set_targets(grad_RV: Tensor, rows: Rows, values_R: Tensor) -> None:

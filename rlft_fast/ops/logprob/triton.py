@@ -585,9 +585,9 @@ def fused_odds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Writes exp(x - r) of the logits x of hidden (R, D) and weight (V, D) to ``odds`` (R, V), 0 at the target.
 
-    r is the target's logit, for which no pass over the row is needed. Where the sum of a row is too large then, the
-    row's block is computed again: r is the largest logit in such rows, and what it was in the others. Nothing waits for
-    the device to know whether there is such a row, because programs of other blocks end at once.
+    r is the target's logit, for which no pass over the row is needed. Where the sum of a row is too large then, its
+    block of rows is computed again with the row's largest logit for r; the block's other rows keep their r. The host
+    does not wait to know whether there is such a row, because the programs of other blocks end at once.
 
     Returns:
         (R,) each: the sums of ``odds``, r, r less the target's logit, and the sums of exp(x - r) (x - r) or None. The
