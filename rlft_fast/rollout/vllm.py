@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds
-from rlft_fast.rollout.vllm_requests import check_request, completion_of, vllm_requests
+from rlft_fast.rollout.vllm_requests import check_request, completion_of, device_options, vllm_requests
 from rlft_fast.world import World, ensure_process_group, forked_rng
 
 _VERSIONS = "0.30 to 0.33; the tests run with 0.32"
@@ -246,11 +246,6 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
     set_environment()
     from vllm import LLM
 
-    on_cpu = model.device.type == "cpu"
-    if on_cpu:
-        options["kv_cache_memory_bytes"] = int(config.vllm.cpu_cache_gib * 2**30)
-    else:
-        options["gpu_memory_utilization"] = config.vllm.gpu_memory_utilization
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -262,8 +257,8 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults
         enable_prefix_caching=True,
-        enforce_eager=on_cpu,  # compiling takes minutes there
         skip_tokenizer_init=not config.stop,
+        **device_options(config.vllm, model.device.type == "cpu"),
         **options,
     )
 

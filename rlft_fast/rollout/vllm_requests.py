@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlft_fast.config import VLLMConfig
 from rlft_fast.rollout.ends import split_stop
 from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds, Span, with_ties
 
@@ -53,6 +54,25 @@ def request_fields(
         "stop_token_ids": [*model.eos_token_ids, *end_ids],
         "stop": list(stop),
         "detokenize": bool(stop),
+    }
+
+
+def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
+    """The options that vLLM is started with on a CPU or a GPU.
+
+    Args:
+        config: of vLLM.
+        on_cpu: whether vLLM computes on the CPU.
+    """
+    if not on_cpu:
+        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return {
+        "kv_cache_memory_bytes": int(config.cpu_cache_gib * 2**30),
+        "enforce_eager": True,  # compiling takes minutes
+        # Samples share the full blocks of their prompt. 32 tokens are vLLM's smallest block there; its default is 128.
+        "block_size": 32,
+        # vLLM 0.32 rewinds the generator of a request whose prompt it has run in part. A CPU's generator cannot rewind.
+        "enable_chunked_prefill": False,
     }
 
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from rlft_fast.config import RolloutConfig
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.scheduling import ServerError
+from rlft_fast.rollout.vllm_requests import device_options
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
 GENERATE = "/inference/v1/generate"
@@ -63,11 +64,7 @@ def server_command(
         port: port to listen at.
         on_cpu: whether the server computes on the CPU.
     """
-    memory = (
-        ["--kv-cache-memory-bytes", str(int(config.vllm.cpu_cache_gib * 2**30)), "--enforce-eager"]
-        if on_cpu
-        else ["--gpu-memory-utilization", str(config.vllm.gpu_memory_utilization)]
-    )
+    options = device_options(config.vllm, on_cpu).items()
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--host", host, "--port", str(port), "--dtype", dtype, "--load-format", "dummy",
@@ -78,9 +75,18 @@ def server_command(
         "--weight-transfer-config", json.dumps({"backend": weight_backend(config)}),
         "--worker-extension-cls", "rlft_fast.rollout.vllm_worker.WorkerExtension",
         "--middleware", "rlft_fast.rollout.vllm_server.RequireToken",
-        "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs", *memory,
+        "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs",
+        *(part for name, value in options for part in _flag(name, value)),
         *([] if config.stop else ["--skip-tokenizer-init"]),
     ]  # fmt: skip
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option of vLLM's LLM as its server's command takes it."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", str(value)]
 
 
 def weight_backend(config: RolloutConfig) -> str:

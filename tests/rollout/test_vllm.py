@@ -47,7 +47,7 @@ def needs_vllm(test: Callable) -> Callable:
     return test
 
 
-# One longer than a block of the prefix cache, which holds 128 tokens on a CPU.
+# One longer than a block of the prefix cache, which holds 32 tokens on a CPU.
 PROMPTS = [[5], [7, 8], [1, 2], [i % 256 for i in range(3, 200)], [99, 3, 4]]
 SAMPLED = SamplingParams(n=3, max_new_tokens=7, temperature=0.7)
 SMALL = {"cpu_cache_gib": 0.1}
@@ -157,6 +157,7 @@ def colocated(rank: int, folder: Path) -> None:
         assert sample(rollout, share, seed=1) != groups
         if rank == 0:
             check_prefix_is_shared(rollout, long_prompt=PROMPTS[3])
+        check_many_long_prompts(engine, rollout)
         assert torch.get_num_threads() == 1
         check_ends(rollout)
         if name == "llama":
@@ -181,7 +182,13 @@ def check_prefix_is_shared(rollout: Rollout, long_prompt: list[int]) -> None:
     requests = vllm_requests([long_prompt], params, draw_seeds(1, 4), generator.model, generator.tokenizer)
     generator.llm.reset_prefix_cache()
     outputs = generator.llm.generate(*requests, use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == [0, 128, 128, 128]
+    assert [output.num_cached_tokens for output in outputs] == [0, 192, 192, 192]
+
+
+def check_many_long_prompts(engine: FSDPEngine, rollout: Rollout) -> None:
+    """More tokens than vLLM runs at once, which are 4096 on a CPU."""
+    prompts = [[(i * j) % 256 for j in range(1, 200)] for i in range(1, 33)]
+    check_logprobs(engine, prompts, sample(rollout, prompts))
 
 
 def check_ends(rollout: Rollout) -> None:
