@@ -320,6 +320,7 @@ def corrupt_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 @needs_vllm
 def test_separate_on_two_processes(tmp_path):
     run_distributed(separate, 2, save_tiny_model("qwen2-tied", tmp_path / "tied", **HEADS))
