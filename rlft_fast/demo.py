@@ -25,7 +25,7 @@ _PROMPT = "<|im_start|>user\n{a} + {b} = ?<|im_end|>\n<|im_start|>assistant\n"
 def main(
     seed: int = 0,
     output_dir: str | Path = "runs/demo",
-    rollout: Backend | None = None,
+    rollout: Backend = "hf",
     steps: int = _STEPS,
     ray: bool = False,
 ) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def main(
     Args:
         seed: seed of sampling and data order. The held-out problems are the same for every seed.
         output_dir: folder for everything the run writes.
-        rollout: generator. None: vllm, which is faster, if it is installed; else hf.
+        rollout: generator.
         steps: number of steps. The model learns to add in the default number.
         ray: train in two workers on a Ray cluster, which starts on this machine.
 
@@ -44,7 +44,6 @@ def main(
     """
     from rlft_fast.trainer import claim, train
 
-    rollout = rollout or ("hf" if find_spec("vllm") is None else "vllm")
     output = Path(output_dir)
     claim(output)
     train_path, held_out_path = write_problems(output / "data")

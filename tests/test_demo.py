@@ -110,7 +110,7 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
 
     monkeypatch.setattr(demo, "demo_config", short_config)
     monkeypatch.setattr(demo, "smollm2_folder", lambda: tiny_model("llama"))
-    demo.main(output_dir=tmp_path / "run", rollout="hf", steps=1)
+    demo.main(output_dir=tmp_path / "run", steps=1)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert (
         last == f"the model is in {tmp_path / 'run' / 'hf'}, numbers and samples of each step and these times beside it"

@@ -13,9 +13,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--output", dest="output_dir", metavar="DIR", default="runs/demo", help="folder to write (default: runs/demo)"
     )
-    parser.add_argument(
-        "--rollout", choices=("hf", "vllm"), help="generator (default: vllm, which is faster, if it is installed)"
-    )
+    parser.add_argument("--rollout", choices=("hf", "vllm"), default="hf", help="generator (default: hf)")
     parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="number of steps (default: 28)")
     parser.add_argument("--ray", action="store_true", help="train in two workers on Ray")
     options = parser.parse_args(arguments)
