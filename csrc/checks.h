@@ -41,11 +41,11 @@ inline void check_problem(int64_t rows, int64_t columns, const Tensor& target, c
                inv_temperature.dim() == 1 && inv_temperature.size(0) == 1 ? 1 : rows);
 }
 
-inline void check_stats(int64_t rows, const Tensor& max, const Tensor& sum_exp,
+inline void check_stats(int64_t rows, const Tensor& max, const Tensor& excess,
                         const std::optional<Tensor>& sum_exp_shift, const std::optional<Tensor>& sum_exp_squared,
                         const Tensor& target_logit, const std::optional<Tensor>& sum_logits) {
   check_vector("max", max, rows);
-  check_vector("sum_exp", sum_exp, rows);
+  check_vector("excess", excess, rows);
   check_vector("sum_exp_shift", sum_exp_shift, rows);
   check_vector("sum_exp_squared", sum_exp_squared, rows);
   check_vector("target_logit", target_logit, rows);

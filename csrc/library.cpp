@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   // in csrc/cpu/logprob_rows.cpp. A result of the tile's shape may overwrite the logits if both have the same dtype.
   m.def(
       "logprob_stats_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
-      "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!)? sum_exp_shift, "
+      "float softcap, float scale, Tensor(a!) max, Tensor(b!) excess, Tensor(c!)? sum_exp_shift, "
       "Tensor(d!)? sum_exp_squared, Tensor(e!) target_logit, Tensor(f!)? sum_logits=None) -> ()");
   m.def(
       "logprob_grad_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
@@ -27,11 +27,11 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
       "Tensor? grad_entropy, Tensor(a!) grad_logits) -> ()");
   m.def(
       "logprob_frozen_(Tensor logits, Tensor target, int vocab_start, Tensor? bias, Tensor inv_temperature, "
-      "float softcap, float scale, Tensor(a!) max, Tensor(b!) sum_exp, Tensor(c!) target_logit, Tensor(d!) sum_others, "
+      "float softcap, float scale, Tensor(a!) max, Tensor(b!) excess, Tensor(c!) target_logit, Tensor(d!) sum_others, "
       "Tensor(e!) target_slope, Tensor(f!) accumulator, Tensor(g!) exp_logits) -> ()");
   m.def(
       "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
-      "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) sum_exp, "
+      "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) excess, "
       "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit) -> ()");
   m.def(
       "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "

@@ -12,8 +12,10 @@ namespace rlft {
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 constexpr float kMinExponent = -87.0f;  // exp(-87) = 1.6e-38 is the smallest normal float
 
+// excess is the sum of exp(x - max), less the 1 of the maximum itself, and -1 without any column. If nearly all of the
+// mass is at the maximum, the sum itself would hold few digits of the other columns.
 struct Sums {
-  float exp = 0, shift = 0, squared = 0;  // sums of exp(x - max), exp(x - max) (x - max), exp(x - max)^2
+  float excess = -1, shift = 0, squared = 0;  // the other two: sums of exp(x - max) (x - max) and exp(x - max)^2
 };
 
 struct RowStats {
@@ -27,9 +29,10 @@ struct RowStats {
     const float shift = top == kMinusInf ? 0.0f : top;  // the max of no columns is -inf; -inf - -inf would be nan
     // a and b are bounded, because 0 * -inf would be nan.
     const float a = Math::max(max - shift, kMinExponent), b = Math::max(other.max - shift, kMinExponent);
-    const float wa = Math::exp(max - shift), wb = Math::exp(other.max - shift);
-    sums.shift = wa * (sums.shift + a * sums.exp) + wb * (other.sums.shift + b * other.sums.exp);
-    sums.exp = wa * sums.exp + wb * other.sums.exp;
+    const float wa = max == top ? 1.0f : Math::exp(max - shift),
+                wb = other.max == top ? 1.0f : Math::exp(other.max - shift);
+    sums.shift = wa * (sums.shift + a * (1 + sums.excess)) + wb * (other.sums.shift + b * (1 + other.sums.excess));
+    sums.excess = wa * sums.excess + wb * other.sums.excess + (wa < wb ? wa : wb);  // the greater weight is 1
     sums.squared = wa * wa * sums.squared + wb * wb * other.sums.squared;
     max = top;
   }
@@ -39,18 +42,18 @@ struct RowStats {
 // sum_logits if no mean of the logits is computed. A sum of logits does not depend on the maximum, so it is no part of
 // RowStats. It is in double, because one float rounding per block would add up to more than PyTorch's error of a mean.
 struct StatsOut {
-  float *max, *sum_exp, *sum_exp_shift, *sum_exp_squared, *target_logit;
+  float *max, *excess, *sum_exp_shift, *sum_exp_squared, *target_logit;
   double* sum_logits = nullptr;
 
   template <bool kEntropy, bool kSquares>
   RLFT_INLINE RowStats load(int64_t row) const {
-    return {max[row], {sum_exp[row], kEntropy ? sum_exp_shift[row] : 0, kSquares ? sum_exp_squared[row] : 0}};
+    return {max[row], {excess[row], kEntropy ? sum_exp_shift[row] : 0, kSquares ? sum_exp_squared[row] : 0}};
   }
 
   template <bool kEntropy, bool kSquares>
   RLFT_INLINE void store(int64_t row, const RowStats& stats) const {
     max[row] = stats.max;
-    sum_exp[row] = stats.sums.exp;
+    excess[row] = stats.sums.excess;
     if (kEntropy) sum_exp_shift[row] = stats.sums.shift;
     if (kSquares) sum_exp_squared[row] = stats.sums.squared;
   }

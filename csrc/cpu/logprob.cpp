@@ -97,13 +97,13 @@ Tile make_tile(const Tensor& logits, const Tensor& target, int64_t vocab_start, 
 }
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
-                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor excess,
                     std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
                     std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, logits);
-  check_stats(tile.rows, max, sum_exp, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
+  check_stats(tile.rows, max, excess, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
   const StatsOut out{mutable_float(max),
-                     mutable_float(sum_exp),
+                     mutable_float(excess),
                      mutable_float_or_null(sum_exp_shift),
                      mutable_float_or_null(sum_exp_squared),
                      mutable_float(target_logit),
@@ -112,14 +112,14 @@ void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::opti
 }
 
 void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
-                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor excess,
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
                      Tensor exp_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale, exp_logits);
-  check_stats(tile.rows, max, sum_exp, std::nullopt, std::nullopt, target_logit, std::nullopt);
+  check_stats(tile.rows, max, excess, std::nullopt, std::nullopt, target_logit, std::nullopt);
   check_frozen(tile.rows, sum_others, target_slope, accumulator);
   const FrozenOut out{
-      .stats = {mutable_float(max), mutable_float(sum_exp), nullptr, nullptr, mutable_float(target_logit)},
+      .stats = {mutable_float(max), mutable_float(excess), nullptr, nullptr, mutable_float(target_logit)},
       .sum_others = mutable_float(sum_others),
       .target_slope = mutable_float(target_slope),
       .accumulator = mutable_float(accumulator),
@@ -189,10 +189,10 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
 
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
-                          Tensor sum_exp, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
+                          Tensor excess, std::optional<Tensor> sum_exp_shift, Tensor target_logit) {
   const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
-  check_stats(rows, max, sum_exp, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
+  check_stats(rows, max, excess, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
   std::vector<float> partial(kNumStats * blocks * rows, 0.0f);  // (blocks, kNumStats, rows)
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
@@ -201,6 +201,7 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
       for (const Tile& block : blocks_of(chunk.tile(i))) {
         float* own = partial.data() + kNumStats * (block.vocab_start / kBlock) * rows;
         std::fill_n(own, rows, kMinusInf);
+        std::fill_n(own + rows, rows, Sums().excess);
         const StatsOut out{own, own + rows, sum_exp_shift ? own + 2 * rows : nullptr, nullptr,
                            mutable_float(target_logit)};
         stats_rows(block, out, 0, rows);
@@ -208,7 +209,7 @@ void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t t
     }
   });
   merge_blocks(partial.data(), blocks, rows,
-               {mutable_float(max), mutable_float(sum_exp), mutable_float_or_null(sum_exp_shift), nullptr, nullptr});
+               {mutable_float(max), mutable_float(excess), mutable_float_or_null(sum_exp_shift), nullptr, nullptr});
 }
 
 // The sums are in double. In float, one rounding per row would give the bias gradient several times the error of a tree

@@ -1,7 +1,7 @@
 // linear_logprob on the CPU: the passes between the GEMMs, each over one tile of raw logits z (R, C).
 //
 //   x      = softcap * tanh(scale * (z + bias) / softcap) * inv_temperature      the logits that the softmax sees
-//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m),  q = sum exp(x - m) (x - m),
+//   stats  : online over tiles, per row: m = max x,  s = sum exp(x - m), kept as s - 1,  q = sum exp(x - m) (x - m),
 //            r = sum exp(x - m)^2,  l = sum x,  x_target
 //            -> logprob = (x_target - m) - log s,  entropy = log s - q / s,  sum p^2 = r / s^2,  mean x = l / V
 //   grad   : dz = (g (onehot - p) - h p (log p + entropy)) * dx/dz,  log p = (x - m) - log s
@@ -131,14 +131,15 @@ RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
   RowStats stats;
   stats.max = reduce(x, Max());
   const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
-  float terms[kBlock], shifted[kBlock], squares[kBlock];
+  float terms[kBlock], tops[kBlock], shifted[kBlock], squares[kBlock];
   for (int64_t j = 0; j < kBlock; ++j) {
-    const float d = x[j] - shift;
-    const float e = terms[j] = exp_nonpositive(d);
+    const float d = x[j] - shift, e = exp_nonpositive(d);
+    tops[j] = e == 1.0f ? 1.0f : 0.0f;
+    terms[j] = e == 1.0f ? 0.0f : e;
     if (kEntropy) shifted[j] = e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
     if (kSquares) squares[j] = e * e;
   }
-  stats.sums.exp = reduce(terms, Add());
+  stats.sums.excess = reduce(terms, Add()) + (reduce(tops, Add()) - 1);
   if (kEntropy) stats.sums.shift = reduce(shifted, Add());
   if (kSquares) stats.sums.squared = reduce(squares, Add());
   return stats;

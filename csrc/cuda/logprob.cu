@@ -172,9 +172,14 @@ __device__ void store_block(const float (&value)[kCount], int64_t begin, int64_t
 
 // ---- reductions ----------------------------------------------------------------------------------------------------
 
+// Sums of a part of a block: excess leaves out the columns at the maximum, which at_max counts.
+struct PartSums {
+  float excess = 0, shift = 0, squared = 0, at_max = 0;
+};
+
 struct Shared {
   float max[kWarps];
-  Sums sums[kWarps];
+  PartSums sums[kWarps];
   float logits[kWarps];
 };
 
@@ -190,10 +195,11 @@ __device__ float block_max(float value, Shared& shared) {
   return value;
 }
 
-template <bool kEntropy, bool kSquares>
-__device__ Sums block_sum(Sums sums, Shared& shared) {
+template <bool kAtMax, bool kEntropy, bool kSquares>
+__device__ PartSums block_sum(PartSums sums, Shared& shared) {
   for (int offset = 16; offset > 0; offset /= 2) {
-    sums.exp += __shfl_xor_sync(~0u, sums.exp, offset);
+    sums.excess += __shfl_xor_sync(~0u, sums.excess, offset);
+    if (kAtMax) sums.at_max += __shfl_xor_sync(~0u, sums.at_max, offset);
     if (kEntropy) sums.shift += __shfl_xor_sync(~0u, sums.shift, offset);
     if (kSquares) sums.squared += __shfl_xor_sync(~0u, sums.squared, offset);
   }
@@ -202,7 +208,8 @@ __device__ Sums block_sum(Sums sums, Shared& shared) {
   sums = shared.sums[0];
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) {
-    sums.exp += shared.sums[w].exp;
+    sums.excess += shared.sums[w].excess;
+    if (kAtMax) sums.at_max += shared.sums[w].at_max;
     if (kEntropy) sums.shift += shared.sums[w].shift;
     if (kSquares) sums.squared += shared.sums[w].squared;
   }
@@ -221,15 +228,17 @@ __device__ RowStats block_stats(const float (&x)[kPerThread], Shared& shared) {
   for (int k = 0; k < kPerThread; ++k) block.max = fmaxf(block.max, x[k]);
   block.max = block_max(block.max, shared);
   const float shift = block.max == -INFINITY ? 0.0f : block.max;
-  Sums own;
+  PartSums own;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const float d = x[k] - shift, e = expf(d);
-    own.exp += e;
+    own.excess += d == 0.0f ? 0.0f : e;
+    own.at_max += d == 0.0f;
     if (kEntropy) own.shift += e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be nan
     if (kSquares) own.squared += e * e;
   }
-  block.sums = block_sum<kEntropy, kSquares>(own, shared);
+  own = block_sum<true, kEntropy, kSquares>(own, shared);
+  block.sums = {own.excess + (own.at_max - 1), own.shift, own.squared};
   return block;
 }
 
@@ -310,7 +319,7 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
   add_columns<false, false, false, kAligned>(tile, row, frozen.stats.target_logit + r, shared, stats, no_logits);
   const float shift = stats.max == -INFINITY ? 0.0f : stats.max;
   const float rescale = before == -INFINITY ? 0.0f : expf(before - shift);
-  Sums others;
+  PartSums others;
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     float x[kPerThread];
     load_block<kAligned>(tile, row, begin, x);
@@ -321,19 +330,19 @@ __global__ __launch_bounds__(kThreads) void frozen_kernel(Tile tile, FrozenOut f
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const float e = expf(x[k] - shift);
-      others.exp += e;
+      others.excess += e;
       x[k] = e == 0.0f ? 0.0f : e * slope_of(tile, x[k], row.inv_temperature);
     }
     store_block<kAligned>(x, begin, tile.columns, out + r * out_stride);
   }
   __syncthreads();  // all threads have read the sums of the last reduction
-  others = block_sum<false, false>(others, shared);
+  others = block_sum<false, false, false>(others, shared);
   float* accumulator = frozen.accumulator + r * frozen.dim;
   if (rescale != 1.0f)
     for (int64_t d = threadIdx.x; d < frozen.dim; d += kThreads) accumulator[d] *= rescale;
   if (threadIdx.x > 0) return;
   frozen.stats.store<false, false>(r, stats);
-  frozen.sum_others[r] = frozen.sum_others[r] * rescale + others.exp;
+  frozen.sum_others[r] = frozen.sum_others[r] * rescale + others.excess;
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -378,14 +387,14 @@ bool aligned(const Tensor& t) {
 }
 
 void logprob_stats_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
-                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                    Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor excess,
                     std::optional<Tensor> sum_exp_shift, std::optional<Tensor> sum_exp_squared, Tensor target_logit,
                     std::optional<Tensor> sum_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  check_stats(tile.rows, max, sum_exp, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
+  check_stats(tile.rows, max, excess, sum_exp_shift, sum_exp_squared, target_logit, sum_logits);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
-  const StatsOut out{mutable_floats(max),           mutable_floats(sum_exp),
+  const StatsOut out{mutable_floats(max),           mutable_floats(excess),
                      mutable_floats(sum_exp_shift), mutable_floats(sum_exp_squared),
                      mutable_floats(target_logit),  mutable_doubles(sum_logits)};
   with_bool(sum_exp_shift.has_value(), [&](auto entropy) {
@@ -423,17 +432,17 @@ void logprob_grad_(Tensor logits, Tensor target, int64_t vocab_start, std::optio
 }
 
 void logprob_frozen_(Tensor logits, Tensor target, int64_t vocab_start, std::optional<Tensor> bias,
-                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor sum_exp,
+                     Tensor inv_temperature, double softcap, double scale, Tensor max, Tensor excess,
                      Tensor target_logit, Tensor sum_others, Tensor target_slope, Tensor accumulator,
                      Tensor exp_logits) {
   const Tile tile = make_tile(logits, target, vocab_start, bias, inv_temperature, softcap, scale);
-  check_stats(tile.rows, max, sum_exp, std::nullopt, std::nullopt, target_logit, std::nullopt);
+  check_stats(tile.rows, max, excess, std::nullopt, std::nullopt, target_logit, std::nullopt);
   check_frozen(tile.rows, sum_others, target_slope, accumulator);
   check_matrix("exp_logits", exp_logits, tile.rows, tile.columns);
   if (tile.rows == 0) return;
   const Launcher launch(logits);
   const FrozenOut frozen{
-      .stats = {mutable_floats(max), mutable_floats(sum_exp), nullptr, nullptr, mutable_floats(target_logit)},
+      .stats = {mutable_floats(max), mutable_floats(excess), nullptr, nullptr, mutable_floats(target_logit)},
       .sum_others = mutable_floats(sum_others),
       .target_slope = mutable_floats(target_slope),
       .accumulator = mutable_floats(accumulator),

@@ -85,12 +85,12 @@ def test_frozen_tile_in_the_dtype_of_the_next_gemm(columns, stride, dtype, softc
     x = softmax_logits(logits, bias, inv_temperature, softcap)
     before = x.amax(-1).float() + torch.tensor([-torch.inf, 2, -3, 0, 1, -40])  # what the tiles so far have seen
     seen = (before != -torch.inf).float()
-    maximum, sum_exp, sum_others = before.clone(), 5 * seen, 2 * seen
+    maximum, excess, sum_others = before.clone(), 6 * seen - 1, 2 * seen
     accumulator = seen[:, None].expand(6, 300).clone()
     target_logit, target_slope = torch.full((2, 6), torch.nan)
     out = torch.full((6, stride), 7.0, dtype=dtype)
     KERNELS.logprob_frozen_(
-        logits, target, 0, bias, inv_temperature, softcap or 0.0, SCALE, maximum, sum_exp, target_logit, sum_others,
+        logits, target, 0, bias, inv_temperature, softcap or 0.0, SCALE, maximum, excess, target_logit, sum_others,
         target_slope, accumulator, out[:, :columns],
     )  # fmt: skip
     top = torch.maximum(before.double(), x.amax(-1))
@@ -102,7 +102,7 @@ def test_frozen_tile_in_the_dtype_of_the_next_gemm(columns, stride, dtype, softc
     hit = torch.arange(columns) == target[:, None]
     close = {"rtol": 2e-5, "atol": 1e-6}
     torch.testing.assert_close(maximum.double(), top, **close)
-    torch.testing.assert_close(sum_exp.double(), 5 * down + e.sum(-1), **close)
+    torch.testing.assert_close(excess.double(), 6 * down + e.sum(-1) - 1, **close)
     torch.testing.assert_close(sum_others.double(), 2 * down + e.masked_fill(hit, 0).sum(-1), **close)
     torch.testing.assert_close(accumulator.double(), down[:, None].expand(6, 300), **close)
     expected = (e * slope).masked_fill(hit, 0)
@@ -118,7 +118,7 @@ def logprob_results() -> list[Tensor]:
     problem = (logits, target, 0, bias, inv_temperature, 5.0, 0.7)
     sums = [torch.full((6,), -torch.inf), *torch.zeros(3, 6), torch.full((6,), torch.nan), torch.zeros(6).double()]
     KERNELS.logprob_stats_(*problem, *sums)
-    upstream = [sums[0], sums[1].log(), sums[2], torch.ones(6), torch.ones(6)]
+    upstream = [sums[0], sums[1].log1p(), sums[2], torch.ones(6), torch.ones(6)]
     grad, exp_logits = torch.zeros(2, 6, 5003, dtype=torch.bfloat16)
     KERNELS.logprob_grad_(*problem, *upstream, grad)
     frozen = [torch.full((6,), -torch.inf), *torch.zeros(4, 6), torch.ones(6, 300)]

@@ -28,10 +28,12 @@ from rlft_fast.ops.logprob.checks import (
 )
 from rlft_fast.ops.logprob.frozen import FROZEN
 from rlft_fast.ops.logprob.loss import LOSS, hold, release
+from rlft_fast.ops.logprob.odds import has_odds
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.recompute import RECOMPUTE, Asked, is_plain
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.logprob.statistics import rebase_targets
+from rlft_fast.ops.logprob.workspace import default_tile_mib
 
 # What "auto" looks up where the vocabulary is sharded: backends reduce at different points, and V differs among ranks.
 _SHARDED_VOCAB = 2**17
@@ -98,9 +100,10 @@ def linear_logprob(
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
             GPU, backends agree to rounding only. So does Triton with itself where it keeps the logits for backward,
             where the weight is frozen, and in :func:`linear_logprob_loss`.
-        workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU. Where
-            the logits of all T rows fit they are kept for backward, and forward and backward take three GEMMs instead
-            of four (not under ``torch.compile``, nor with ``threshold_T``).
+        workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU, 1,024
+            where Triton computes a frozen head there. Where the logits of all T rows fit they are kept for backward,
+            and forward and backward take three GEMMs instead of four (not under ``torch.compile``, nor with
+            ``threshold_T``).
 
     Returns:
         :class:`LinearLogprob` of (T,) tensors, float32 (``top1``: bool), each None unless asked for.
@@ -142,7 +145,7 @@ def linear_logprob(
             return_mean_logits=return_mean_logits,
         )  # fmt: skip
     if workspace_mib is None:
-        problem = replace(problem, workspace_mib=256 if hidden_TD.is_cuda else 64)
+        problem = replace(problem, workspace_mib=default_tile_mib(problem.device_type, freezes and has_odds(problem)))
     problem, _ = _localize(problem, vocab_group)
     if freezes:
         logprob, _ = FROZEN(problem)

@@ -107,7 +107,7 @@ class _ThreadTiles:
         sums = Sums.of_nothing(rows, return_entropy)
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_stats_(
-                *self._arguments(rows), sums.maximum, sums.sum_exp, sums.shift, sums.target_logit
+                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit
             )
         return sums.finish(self.problem.group, self.problem.vocab)
 

@@ -171,7 +171,7 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
 def _add_without_logits(problem: Problem, rows: Rows, sums: Sums) -> None:
     problem.kernels.fused_stats(
         rows.hidden_RD, operand(problem.weight_VD), rows.target_R, rows.inv_temperature, problem.scale, sums.maximum,
-        sums.sum_exp, sums.target_logit,
+        sums.excess, sums.target_logit,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     """Per row, over the vocabulary seen so far; None for a sum that no statistic needs."""
 
     maximum: Tensor
-    sum_exp: Tensor  # of exp(x - maximum)
+    excess: Tensor  # sum of exp(x - maximum), less the 1 of the maximum, beside which the others would lose digits
     shift: Tensor | None  # sum of exp(x - maximum) (x - maximum)
     squares: Tensor | None  # sum of exp(x - maximum)^2
     target_logit: Tensor  # nan until the target has been seen: a target outside the vocabulary must not look valid
@@ -48,30 +48,34 @@ class Sums(NamedTuple):
         rows: Rows, return_entropy: bool = False, return_sum_prob_squared: bool = False,
         return_mean_logits: bool = False,
     ) -> Sums:  # fmt: skip
-        maximum, sum_exp, shift, squares, target_logit = rows.hidden_RD.new_zeros(
+        maximum, excess, shift, squares, target_logit = rows.hidden_RD.new_zeros(
             5, rows.target_R.shape[0], dtype=torch.float32
         )
         return Sums(
-            maximum.fill_(-torch.inf), sum_exp, shift if return_entropy else None,
+            maximum.fill_(-torch.inf), excess.fill_(-1), shift if return_entropy else None,
             squares if return_sum_prob_squared else None, target_logit.fill_(torch.nan),
             torch.zeros_like(maximum, dtype=torch.float64) if return_mean_logits else None,
         )  # fmt: skip
 
-    def at(self, top: Tensor) -> Sums:
-        """The same sums with ``top``, no less than the maximum, in its place: such sums can be added."""
+    def at(self, top: Tensor) -> tuple[Sums, Tensor]:
+        """The same sums with ``top``, no less than the maximum, in its place, and whether the maximum is the top.
+
+        Sums of several sets of columns can then be added, and the number of tops less 1 be added to their excess.
+        """
         down = (self.maximum - top).nan_to_num(nan=0.0, neginf=-torch.finfo(torch.float32).max)  # no 0 * -inf
-        factor = down.exp()
-        return Sums(
-            top, self.sum_exp * factor,
-            None if self.shift is None else (self.shift + down * self.sum_exp) * factor,
+        factor, is_top = down.exp(), (down == 0).float()
+        sums = Sums(
+            top, self.excess * factor + factor * (1 - is_top),
+            None if self.shift is None else (self.shift + down * (1 + self.excess)) * factor,
             None if self.squares is None else self.squares * factor.square(), self.target_logit, self.logits,
         )  # fmt: skip
+        return sums, is_top
 
     def finish(self, group: str, vocab: int) -> Stats:
         """The statistics of ``vocab`` columns, also over the shards of the ranks of ``group``, if there is one."""
         sums, num_logits = _merge_shards(group, self, vocab) if group else (self, vocab)
-        maximum, sum_exp, shift, squares, target_logit, logits = sums
-        log_sum = sum_exp.log()
+        maximum, excess, shift, squares, target_logit, logits = sums
+        sum_exp, log_sum = 1 + excess, excess.log1p()
         return Stats(
             logprob=(target_logit - maximum) - log_sum,
             entropy=None if shift is None else log_sum - shift / sum_exp,
@@ -152,11 +156,12 @@ def _merge_shards(group: str, own: Sums, vocab: int) -> tuple[Sums, Tensor | int
     """Sums over all vocabulary shards, and of how many logits. Only the shard of the target knows its logit."""
     top = own.maximum.clone()
     all_reduce(top, group, dist.ReduceOp.MAX)
-    parts = own.at(top)
+    parts, is_top = own.at(top)
     sums = {
         "target_logit": own.target_logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
         "seen": own.target_logit.isnan().logical_not().float(),
-        "sum_exp": parts.sum_exp,
+        "excess": parts.excess,
+        "tops": is_top,
     }
     if parts.shift is not None:
         sums["shift"] = parts.shift
@@ -164,12 +169,12 @@ def _merge_shards(group: str, own: Sums, vocab: int) -> tuple[Sums, Tensor | int
         sums["squares"] = parts.squares
     if parts.logits is not None:
         sums["logits"] = parts.logits.float()
-        sums["vocab"] = torch.full_like(parts.sum_exp, vocab)
+        sums["vocab"] = torch.full_like(parts.excess, vocab)
     total = torch.stack(list(sums.values()))
     all_reduce(total, group)
     merged = dict(zip(sums, total, strict=True))
     merged_sums = Sums(
-        top, merged["sum_exp"], merged.get("shift"), merged.get("squares"),
+        top, merged["excess"] + (merged["tops"] - 1), merged.get("shift"), merged.get("squares"),
         merged["target_logit"].masked_fill(merged["seen"] == 0, torch.nan), merged.get("logits"),
     )  # fmt: skip
     return merged_sums, merged.get("vocab", vocab)

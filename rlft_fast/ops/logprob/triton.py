@@ -113,15 +113,17 @@ def _load_block(z_row, bias_ptr, start, columns, inv_temperature, softcap, scale
 
 @triton.jit
 def _add_block(x, axis: tl.constexpr, m, s, q, r):
-    """Running max, sum exp(x - m), sum exp(x - m) (x - m) and sum exp(x - m)^2 with a block of columns added."""
+    """Running max, sum exp(x - m) less 1, sum exp(x - m) (x - m) and sum exp(x - m)^2 with a block of columns added."""
     top = tl.maximum(m, tl.max(x, axis))
     finite_top = tl.where(top == -float("inf"), 0.0, top)  # -inf - -inf would be nan: an empty set must stay empty
     d = x - (tl.expand_dims(finite_top, axis) if axis == 1 else finite_top)
     e = tl.exp(d)
     weight = tl.exp(m - finite_top)
     down = tl.where(m == -float("inf"), 0.0, m - finite_top)
-    q = weight * (q + down * s) + tl.sum(e * tl.maximum(d, -104.0, propagate_nan=tl.PropagateNan.ALL), axis)
-    return top, weight * s + tl.sum(e, axis), q, weight * weight * r + tl.sum(e * e, axis)
+    q = weight * (q + down * (1.0 + s)) + tl.sum(e * tl.maximum(d, -104.0, propagate_nan=tl.PropagateNan.ALL), axis)
+    s = tl.where(m == top, s, weight * (1.0 + s)) + tl.sum(tl.where(e == 1.0, 0.0, e), axis)
+    s += tl.sum((e == 1.0).to(tl.float32), axis) - (m < top).to(tl.float32)  # the tops, less the one that is left out
+    return top, s, q, weight * weight * r + tl.sum(e * e, axis)
 
 
 @triton.jit
@@ -162,14 +164,14 @@ def product(a_block, a_offset, b_block, b_offset, b_step, depth,
 @triton.jit
 def _stats_kernel(
     z_ptr, stride, columns, target_ptr, vocab_start, bias_ptr, inv_temperature_ptr, inv_temperature_stride, softcap,
-    scale, max_ptr, sum_ptr, shift_ptr, squares_ptr, target_logit_ptr, logits_ptr,
+    scale, max_ptr, excess_ptr, shift_ptr, squares_ptr, target_logit_ptr, logits_ptr,
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, SQUARES: tl.constexpr, LOGITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     inv_temperature = tl.load(inv_temperature_ptr + row * inv_temperature_stride)
     target = tl.load(target_ptr + row) - vocab_start
-    m, s = tl.load(max_ptr + row), tl.load(sum_ptr + row)
+    m, s = tl.load(max_ptr + row), tl.load(excess_ptr + row)
     q, r = 0.0, 0.0
     if SHIFT:
         q = tl.load(shift_ptr + row)
@@ -186,7 +188,7 @@ def _stats_kernel(
         if LOGITS:
             total += tl.sum(tl.where(inside, x, 0.0), 0)
     tl.store(max_ptr + row, m)
-    tl.store(sum_ptr + row, s)
+    tl.store(excess_ptr + row, s)
     if SHIFT:
         tl.store(shift_ptr + row, q)
     if SQUARES:
@@ -225,21 +227,21 @@ def _grad_kernel(
 @triton.jit
 def _frozen_kernel(
     z_ptr, stride, columns, target_ptr, vocab_start, bias_ptr, inv_temperature_ptr, inv_temperature_stride, softcap,
-    scale, max_ptr, sum_ptr, target_logit_ptr, sum_others_ptr, target_slope_ptr, accumulator_ptr, dim, out_ptr,
+    scale, max_ptr, excess_ptr, target_logit_ptr, sum_others_ptr, target_slope_ptr, accumulator_ptr, dim, out_ptr,
     out_stride, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     inv_temperature = tl.load(inv_temperature_ptr + row * inv_temperature_stride)
     target = tl.load(target_ptr + row) - vocab_start
     before = tl.load(max_ptr + row)
-    m, s = before, tl.load(sum_ptr + row)
+    m, s = before, tl.load(excess_ptr + row)
     for start in range(0, columns, BLOCK):
         j, _, x, _ = _load_block(
             z_ptr + row * stride, bias_ptr, start, columns, inv_temperature, softcap, scale, HAS_BIAS, SOFTCAP, BLOCK
         )
         m, s, _, _ = _add_block(x, 0, m, s, 0.0, 0.0)
     tl.store(max_ptr + row, m)
-    tl.store(sum_ptr + row, s)
+    tl.store(excess_ptr + row, s)
     shift = tl.where(m == -float("inf"), 0.0, m)
     rescale = tl.exp(before - shift)
     others = tl.load(sum_others_ptr + row) * rescale
@@ -261,9 +263,28 @@ def _frozen_kernel(
 
 
 @triton.jit
+def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns."""
+    return z.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _add_logits(z, first_column, vocab, inv_temperature, scale, target, m, s,
+                ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`_add_block` of some columns of raw logits, and the rows' target logits where they are in them, else 0."""
+    j = first_column + tl.arange(0, COLUMNS)
+    x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False)
+    if ROWS < 128 or first_column + COLUMNS > vocab:  # the large tile has no registers to spare for the mask
+        x = tl.where((j < vocab)[None, :], x, -float("inf"))
+    target_logit = tl.sum(tl.where(j[None, :] == target[:, None], x, 0.0), 1)
+    m, s, _, _ = _add_block(x, 1, m, s, 0.0, 0.0)
+    return m, s, target_logit
+
+
+@triton.jit
 def _fused_stats_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
-    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, max_ptr, sum_ptr,
+    inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, max_ptr, excess_ptr,
     target_logit_ptr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -275,8 +296,7 @@ def _fused_stats_kernel(
     inv_temperature = tl.load(inv_temperature_ptr + i * inv_temperature_stride, mask=row_inside, other=1.0)
     target = tl.load(target_ptr + i, mask=row_inside, other=-1)
     target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # half the registers
-    m = tl.full((ROWS,), -float("inf"), tl.float32)
-    s = tl.zeros((ROWS,), tl.float32)
+    m, s = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -1.0, tl.float32)
     a_offset = tl.where(row_inside, tl.arange(0, ROWS), 0)[:, None] * hidden_stride + d[None, :]
     tile_ptr = weight_ptr + split.to(tl.int64) * tiles_per_split * COLUMNS * weight_stride
     d_offset = d[:, None] * weight_stride_d
@@ -288,18 +308,26 @@ def _fused_stats_kernel(
         b_block = tile_ptr
         tile_ptr += COLUMNS * weight_stride
         z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
-        x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False)
-        if COLUMNS < 256 or (tile + 1) * COLUMNS > vocab:  # the large tile has no registers to spare for the mask
-            x = tl.where(column_inside[None, :], x, -float("inf"))
         # A row's target is in one tile: the sum picks it. Where that is, the row's numbers tell; to ask the tile would
         # take twice the registers.
-        target_logit = tl.sum(tl.where(j[None, :] == target[:, None], x, 0.0), 1)
+        if COLUMNS == 256:  # what is made of the whole large tile would not fit the registers beside the logits
+            left, right = _halves(z, ROWS, COLUMNS)
+            m, s, target_logit = _add_logits(
+                left, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS // 2
+            )
+            m, s, in_right = _add_logits(
+                right, tile * COLUMNS + COLUMNS // 2, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS // 2
+            )
+            target_logit += in_right
+        else:
+            m, s, target_logit = _add_logits(
+                z, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS
+            )
         in_tile = (target >= tile * COLUMNS) & (target < (tile + 1) * COLUMNS)
         tl.store(target_logit_ptr + i, target_logit, mask=row_inside & in_tile)
-        m, s, _, _ = _add_block(x, 1, m, s, 0.0, 0.0)
     out = split * rows + i
     tl.store(max_ptr + out, m, mask=row_inside)
-    tl.store(sum_ptr + out, s, mask=row_inside)
+    tl.store(excess_ptr + out, s, mask=row_inside)
 
 
 @triton.jit
@@ -359,12 +387,6 @@ def _target_logits_kernel(
         products += a * b
     x = _softmax_logits(tl.sum(products, 0), 0.0, inv_temperature, 0.0, scale, False)
     tl.store(target_logit_ptr + row, tl.where(is_known, x, float("nan")))
-
-
-@triton.jit
-def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right columns."""
-    return z.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
@@ -478,13 +500,13 @@ def _problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale)
 @on_its_device
 def logprob_stats_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
-    scale: float, maximum: Tensor, sum_exp: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
+    scale: float, maximum: Tensor, excess: Tensor, shift: Tensor | None, squares: Tensor | None, target_logit: Tensor,
     sum_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Adds a tile of logits (R, C) to the running statistics of its rows."""
     _stats_kernel[(logits.shape[0],)](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
-        maximum, sum_exp, shift, squares, target_logit, sum_logits,
+        maximum, excess, shift, squares, target_logit, sum_logits,
         HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, SHIFT=shift is not None, SQUARES=squares is not None,
         LOGITS=sum_logits is not None, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
@@ -508,13 +530,13 @@ def logprob_grad_(
 @on_its_device
 def logprob_frozen_(
     logits: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, inv_temperature: Tensor, softcap: float,
-    scale: float, maximum: Tensor, sum_exp: Tensor, target_logit: Tensor, sum_others: Tensor, target_slope: Tensor,
+    scale: float, maximum: Tensor, excess: Tensor, target_logit: Tensor, sum_others: Tensor, target_slope: Tensor,
     accumulator: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Writes exp(x - max) dx/dz to ``out``, 0 at the target, and scales what was accumulated to the new maximum."""
     _frozen_kernel[(logits.shape[0],)](
         *_problem(logits, target, vocab_start, bias, inv_temperature, softcap, scale),
-        maximum, sum_exp, target_logit, sum_others, target_slope, accumulator, accumulator.shape[1], out,
+        maximum, excess, target_logit, sum_others, target_slope, accumulator, accumulator.shape[1], out,
         out.stride(0), HAS_BIAS=bias is not None, SOFTCAP=softcap > 0, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip
 
@@ -535,7 +557,7 @@ def _splits(num_rows: int, vocab: int, shape: dict[str, int], least: int = 1) ->
 @on_its_device
 def fused_stats(
     hidden: Tensor, weight: Tensor, target: Tensor, inv_temperature: Tensor, scale: float, maximum: Tensor,
-    sum_exp: Tensor, target_logit: Tensor,
+    excess: Tensor, target_logit: Tensor,
 ) -> None:  # fmt: skip
     """Statistics of whole rows (R,) from hidden (R, D) and weight (V, D): overwrites all but ``target_logit``."""
     (num_rows, dim), vocab = hidden.shape, weight.shape[0]
@@ -549,9 +571,9 @@ def fused_stats(
         int(inv_temperature.shape[0] != 1), scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
         EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
-    parts = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
+    parts, is_top = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
-    sum_exp.copy_(parts.sum_exp.sum(0))
+    excess.copy_(parts.excess.sum(0) + (is_top.sum(0) - 1))
 
 
 @on_its_device

@@ -1,12 +1,22 @@
-"""The memory that `linear_logprob_loss` works in, and the number of rows that it takes at once."""
+"""The memory that the head works in where the caller names none, and the rows that the loss takes at once."""
 
 import torch
 
 from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, ROW_MULTIPLE, gpu_logit_rows, padded_columns, rounded_rows
 
 
+def default_tile_mib(device_type: str, takes_whole_rows: bool) -> int:
+    """Of `linear_logprob`, which cuts logits into tiles, or into chunks of whole rows of odds (odds.py).
+
+    In the GEMM that multiplies them by the weight, few rows do not fill a large GPU.
+    """
+    if device_type == "cpu":
+        return 64
+    return 1024 if takes_whole_rows else 256
+
+
 def default_workspace_mib(num_rows: int, dim: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
-    """On a CPU the logits of `CPU_LOGIT_ROWS` rows, however large the vocabulary.
+    """Of `linear_logprob_loss`: on a CPU the logits of `CPU_LOGIT_ROWS` rows, however large the vocabulary.
 
     On a GPU the dlogits of all rows, up to the size of a float32 dweight: with the dlogits of all rows no float32
     accumulator of dweight is needed. Where dlogits are cut into groups, each group reads and writes the accumulator
