@@ -102,6 +102,9 @@ def check(
 
     # Triton's interpreter cuts float32 off where a GPU rounds it to bfloat16, as plain PyTorch rounds its logits.
     is_coarse = backend == "reference" or (backend in INTERPRETED and dtype == BF16)
+    # Gradients of certain logits are below float16's smallest normal number, where plain PyTorch rounds them, too, and
+    # the reference on a GPU keeps them in float32.
+    is_coarse |= dtype == F16 and device == "cuda" and logits == "certain"
     ours = results(partial(linear_logprob, backend=backend), dtype)
     eager = results(plain_logprob if is_coarse else reference.linear_logprob, dtype)
     assert (ours[0] <= 0).all()
