@@ -3,6 +3,7 @@
 Errors may be no larger than errors of plain PyTorch in the same dtype.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -319,6 +320,24 @@ def test_gradients_of_certain_targets_are_no_difference_of_equal_numbers():
     assert exact.mean() > -1e-5
     (truth,) = gradients(lambda h: plain_logprob(h, weight.double(), target).logprob.sum(), hidden.double())
     assert (grad - truth).norm(dim=-1).div(truth.norm(dim=-1)).max() < 1e-4
+
+
+@each_kernel
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("top", [[0], [3, 2000]])  # one token has all of the mass but 1e-14, or two tokens have
+def test_log_sum_keeps_the_digits_beside_the_maximum(top, entropy, backend):
+    V, peak = 2100, 40.0
+    weight = torch.zeros(V, 1)
+    weight[top] = peak
+    result = linear_logprob(
+        torch.ones(2, 1), weight, torch.tensor([top[0], 5]), return_entropy=entropy, backend=backend
+    )
+    rest = torch.tensor((V - len(top)) * math.exp(-peak) / len(top), dtype=F64)  # in units of the largest ones
+    log_sum = math.log(len(top)) + rest.log1p()
+    truth = torch.stack([-log_sum, -peak - log_sum])
+    torch.testing.assert_close(result.logprob.double(), truth, rtol=1e-6, atol=0)
+    if entropy:
+        torch.testing.assert_close(result.entropy[0].double(), log_sum + peak * rest / (1 + rest), rtol=1e-6, atol=0)
 
 
 @each_backend
