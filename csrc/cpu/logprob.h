@@ -8,7 +8,7 @@
 
 namespace rlft {
 
-constexpr int64_t kNumStats = 3;  // numbers of a row that the loss needs: max, sum_exp, sum_exp_shift
+constexpr int64_t kNumStats = 3;  // numbers of a row that the loss needs: max, excess, sum_exp_shift
 // The number of columns in a block. A block is summed first, and its sums are then merged into the sums of the row. A
 // block takes 2 KiB, so it stays in L1 between two loops over it. A tile is a whole number of blocks, so the order of
 // the additions does not depend on the sizes of the tiles.

@@ -22,7 +22,7 @@ from rlft_fast.engine.sharding import (
     state_bytes,
 )
 from rlft_fast.models import PolicyModel, RLModel
-from rlft_fast.ops.logprob import scratch_bytes
+from rlft_fast.ops.logprob import default_tile_mib, scratch_bytes
 
 __all__ = ["USABLE", "EngineMemory", "MemoryPlanError", "largest_max_tokens", "plan_engine_memory"]
 
@@ -187,7 +187,7 @@ def head_scratch_bytes(model: RLModel, work: Workload, device_type: str) -> int:
     rank = 0 if model.head.lora_B is None else model.head.lora_B.shape[1]
     config, workspace_mib = work.config, work.config.workspace_mib
     if not work.trains and workspace_mib is None:
-        workspace_mib = 256 if device_type == "cuda" else 64  # defaults of `linear_logprob`
+        workspace_mib = default_tile_mib(device_type, takes_whole_rows=False)
     num_rows = -(-work.num_tokens // config.sequence_parallel)
     trained_columns = 0 if not work.trains else dim if model.head.weight.requires_grad else rank
     dtype = getattr(torch, config.compute_dtype)

@@ -4,13 +4,14 @@ from rlft_fast.ops.logprob.checks import check_losses
 from rlft_fast.ops.logprob.linear import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.logprob.support import gathered_bytes, support_logprob
-from rlft_fast.ops.logprob.workspace import scratch_bytes
+from rlft_fast.ops.logprob.workspace import default_tile_mib, scratch_bytes
 
 __all__ = [
     "LinearLogprob",
     "LinearLogprobLoss",
     "LossFunction",
     "check_losses",
+    "default_tile_mib",
     "gathered_bytes",
     "linear_logprob",
     "linear_logprob_loss",

@@ -310,7 +310,7 @@ def _fused_stats_kernel(
         z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
         # A row's target is in one tile: the sum picks it. Where that is, the row's numbers tell; to ask the tile would
         # take twice the registers.
-        if COLUMNS == 256:  # what is made of the whole large tile would not fit the registers beside the logits
+        if COLUMNS == 256:  # exponentials of the whole large tile would not fit the registers beside its logits
             left, right = _halves(z, ROWS, COLUMNS)
             m, s, target_logit = _add_logits(
                 left, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS // 2

@@ -8,7 +8,7 @@ from rlft_fast.ops.logprob.tiles import CPU_LOGIT_ROWS, ROW_MULTIPLE, gpu_logit_
 def default_tile_mib(device_type: str, takes_whole_rows: bool) -> int:
     """Of `linear_logprob`, which cuts logits into tiles, or into chunks of whole rows of odds (odds.py).
 
-    In the GEMM that multiplies them by the weight, few rows do not fill a large GPU.
+    Odds have a larger default on a GPU, because the GEMM of dhidden (R, D) does not fill a large GPU with few rows.
     """
     if device_type == "cpu":
         return 64
