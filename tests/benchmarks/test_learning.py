@@ -9,6 +9,7 @@ import pytest
 from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs
 from benchmarks.learning.report import HF, TRL, Curve, bars_of, level_of, standard_errors, write_report
 from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
+from rlft_fast.demo import smollm2_folder
 
 FACTS = {"cpu": "a CPU", "cores": "2, AVX2", "date": "a day"}
 
@@ -32,6 +33,16 @@ def test_no_held_out_sum_is_trained_on(tmp_path):
     assert len(held_out) == NUM_HELD_OUT
     assert len(train) + len(held_out) == 400 * len(WORDINGS)
     assert not {*train} & {*held_out}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_leg_gets_the_same_problems(tmp_path, task):
+    if task == "chain_sum":
+        pytest.importorskip("reasoning_gym", reason="the task's problems come from reasoning-gym")
+    model = str(smollm2_folder())
+    pairs = zip(TASKS[task].write(tmp_path / "one", model), TASKS[task].write(tmp_path / "other", model), strict=True)
+    for one, other in pairs:
+        assert one.read_text() == other.read_text()
 
 
 def test_a_leg_is_kept_while_its_settings_are_the_current_ones(tmp_path):
