@@ -1,13 +1,15 @@
 """`python -m benchmarks.methods.race`: each method learns the demo's sums from its own example; writes docs/methods.*.
 
-Every run is a process of its own, `rlft-fast train examples/<name>.yaml --seed <seed>`, and writes to runs/methods.
-Complete runs are kept, so the same command continues after an interruption. The section of docs/methods.md, its curves
-and docs/methods.json come from the files of the complete runs alone.
+Every run is a process of its own, `rlft-fast train examples/<name>.yaml --seed <seed>`, and writes to runs/methods. The
+settings, the log and the versions of a complete run are kept in a folder of benchmarks/results/methods. The same
+command continues from there after an interruption, on the same machine or from a clone. The section of docs/methods.md
+and its curves come from these folders alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -17,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.methods.report import Result, write_report
+from benchmarks.support.document import versions
+from benchmarks.support.harness import environment
 from rlft_fast.config import Config, ConfigError
 
 _ROOT = Path(__file__).parents[2]
 RUNS = Path("runs/methods")  # relative to the repository, like all paths of the examples
+RESULTS = Path("benchmarks/results/methods")
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -30,18 +36,16 @@ class Method:
     Attributes:
         title: what the report calls it.
         differs: what its example changes against GRPO's.
-        seeds: one run each.
         reward: what its rewards are, and with it their scale.
     """
 
     title: str
     differs: str
-    seeds: tuple[int, ...] = (0,)
     reward: str = "right answers"
 
 
 METHODS = {
-    "grpo_sums": Method("GRPO", "", seeds=(0, 1, 2)),
+    "grpo_sums": Method("GRPO", ""),
     "rloo": Method("RLOO", "leave-one-out baseline; KL (k1) in the reward; equal groups stay"),
     "reinforce_plus_plus": Method(
         "REINFORCE++", "no groups: returns whitened over the batch; KL (k1) in the reward; equal groups stay"
@@ -53,7 +57,6 @@ METHODS = {
     "ppo_reward_model": Method(
         "PPO",
         "a critic (GAE); a reward model beside the rule; 16 steps of 64 answers, not 28 of 128; half the entropy bonus",
-        seeds=(0, 1, 2),
         reward="right answers + reward model",
     ),
 }
@@ -71,21 +74,24 @@ class Run:
         return RUNS / f"{self.name}-seed{self.seed}"
 
     @property
+    def kept(self) -> Path:
+        """Folder of what is kept of the complete run."""
+        return RESULTS / self.folder.name
+
+    @property
     def example(self) -> Path:
         return Path("examples") / f"{self.name}.yaml"
 
     @property
     def overrides(self) -> dict[str, str]:
-        from rlft_fast.demo import smollm2_folder
-
-        return {"seed": str(self.seed), "output_dir": str(self.folder), "model": str(smollm2_folder())}
+        return {"seed": str(self.seed), "output_dir": str(self.folder)}
 
     def is_complete(self) -> bool:
-        """Whether the folder has this run, complete and with its example's current settings."""
-        if not (_ROOT / self.folder / "summary.json").is_file():
+        """Whether the run is kept, with its example's current settings."""
+        if not (_ROOT / self.kept).is_dir():
             return False
         try:
-            made = Config.load(_ROOT / self.folder / "config.yaml")
+            made = Config.load(_ROOT / self.kept / "config.yaml")
         except ConfigError:  # of an older version
             return False
         return made == Config.load(_ROOT / self.example, self.overrides)
@@ -103,6 +109,7 @@ class Run:
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.txt")  # a run refuses a folder that holds another file
         options = [text for key, value in self.overrides.items() for text in (f"--{key}", value)]
+        facts = environment() | versions()
         print(f"{self.folder}: started", flush=True)
         with open(log, "w") as output:
             subprocess.run(
@@ -113,18 +120,30 @@ class Run:
         print(f"{self.folder}: {(folder / 'summary.json').read_text()}", flush=True)
         for name in ("checkpoints", "hf"):
             shutil.rmtree(folder / name)
+        self._keep(facts | {"threads": str(threads)})
+
+    def _keep(self, facts: dict[str, str]) -> None:
+        kept = _ROOT / self.kept
+        part = kept.with_name(f"{kept.name}.part")  # until it is whole
+        for each in (part, kept):
+            shutil.rmtree(each, ignore_errors=True)
+        part.mkdir(parents=True)
+        settings = (_ROOT / self.folder / "config.yaml").read_text()
+        (part / "config.yaml").write_text(settings.replace(str(Path.home()), "~"))
+        shutil.copy(_ROOT / self.folder / "metrics.jsonl", part)
+        (part / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
+        part.rename(kept)
 
 
 def all_runs(names: list[str]) -> list[Run]:
     """The runs of the methods: first one run of each method, then the further seeds."""
-    runs = [Run(name, seed) for name in names for seed in METHODS[name].seeds]
-    return sorted(runs, key=lambda run: run.seed)
+    return [Run(name, seed) for seed in SEEDS for name in names]
 
 
 def results() -> list[Result]:
     """The results of the complete runs, in the order of METHODS."""
     return [
-        Result.read(_ROOT / run.folder, METHODS[name].title, METHODS[name].differs, METHODS[name].reward, run.seed)
+        Result.read(_ROOT / run.kept, METHODS[name].title, METHODS[name].differs, METHODS[name].reward, run.seed)
         for name in METHODS
         for run in all_runs([name])
         if run.is_complete()
@@ -151,11 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="which to run (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each takes 4 GB and more (default: 1)")
+    parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is complete")
     options = parser.parse_args()
-    prepare(options.methods)
-    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda run: run.make(threads), all_runs(options.methods)))
+    if not options.report_only:
+        prepare(options.methods)
+        threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda run: run.make(threads), all_runs(options.methods)))
     write_report(results(), _ROOT / "docs")
 
 

@@ -1,27 +1,26 @@
-"""The report of the methods: the section of docs/methods.md, its curves, and the numbers as JSON."""
+"""The report of the methods: the section of docs/methods.md, and its curves."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlft_fast.trainer.plot import COLORS, read_metrics
 
 _BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
-_CURVES = """\
-![Held-out accuracy and mean rewards over the steps of every run](methods.png)
-
-The same as [numbers](methods.json)."""
+_LOGS = "../benchmarks/results/methods"  # as docs/methods.md links them
+_CURVES = "![Held-out accuracy and mean rewards over the steps of every run](methods.png)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Result:
     """One run.
 
     Attributes:
+        name: of the folder with its log.
         method: its title.
         differs: what its example changes against GRPO's.
         reward: what its rewards are.
@@ -31,6 +30,7 @@ class Result:
         reward_mean: mean reward of each step.
     """
 
+    name: str
     method: str
     differs: str
     reward: str
@@ -41,17 +41,15 @@ class Result:
 
     @classmethod
     def read(cls, folder: Path, method: str, differs: str, reward: str, seed: int) -> Result:
-        """From the files of a complete run."""
+        """From the log of a complete run."""
         rows = read_metrics(folder)
-        steps = json.loads((folder / "summary.json").read_text())["steps"]
         accuracy = [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row]
-        return cls(
-            method, differs, reward, seed, steps, accuracy, [r["reward_mean"] for r in rows if "reward_mean" in r]
-        )
+        rewards = [row["reward_mean"] for row in rows if "reward_mean" in row]
+        return cls(folder.name, method, differs, reward, seed, rows[-1]["step"], accuracy, rewards)
 
 
 def write_report(results: list[Result], docs: Path) -> None:
-    """Replaces the marked section of methods.md, methods.png and methods.json.
+    """Replaces the marked section of methods.md, and methods.png.
 
     Args:
         results: at least one.
@@ -66,20 +64,24 @@ def write_report(results: list[Result], docs: Path) -> None:
         raise ValueError(f"{len(results)} results for {page}, expected some, and the lines {_BEGIN} and {_END} in it")
     section = f"{_BEGIN}\n{table(results)}\n\n{_CURVES}\n{_END}"
     page.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: section, text, flags=re.DOTALL))
-    (docs / "methods.json").write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
     draw(results, docs / "methods.png")
 
 
 def table(results: list[Result]) -> str:
-    """A Markdown table with a line per run."""
-    lines = ["| method | seed | steps | held-out accuracy | what differs |", "| --- | ---: | ---: | ---: | --- |"]
-    previous = None
-    for r in results:
-        before, after = r.accuracy[0][1], r.accuracy[-1][1]
-        title, differs = ("", "") if r.method == previous else (r.method, r.differs)
-        lines.append(f"| {title} | {r.seed} | {r.steps} | {before:.3f} → {after:.3f} | {differs} |")
-        previous = r.method
-    return "\n".join(lines)
+    """A Markdown table: a line per method, and a column per seed with links to the logs."""
+    seeds = sorted({r.seed for r in results})
+    header = ["method", "steps", "before", *(f"seed {seed}" for seed in seeds), "mean", "what differs"]
+    lines = [header, ["---", *["---:"] * (len(header) - 2), "---"]]
+    for method in dict.fromkeys(r.method for r in results):
+        runs = {r.seed: r for r in results if r.method == method}
+        first = next(iter(runs.values()))
+        after = {seed: r.accuracy[-1][1] for seed, r in runs.items()}
+        cells = (f"[{after[s]:.3f}]({_LOGS}/{runs[s].name}/metrics.jsonl)" if s in runs else "" for s in seeds)
+        mean = statistics.mean(after.values())
+        lines.append(
+            [method, str(first.steps), f"{first.accuracy[0][1]:.3f}", *cells, f"{mean:.3f}", first.differs]
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(results: list[Result], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The table of methods comes from the files of complete runs, and each run belongs to its example."""
+"""The table of methods comes from the logs of complete runs, and each run belongs to its example."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from tests.trainer.toy import toy_values, write_rows
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+KEPT = {"config.yaml", "metrics.jsonl", "environment.json"}
 
 
 def write_run(folder: Path, accuracy: list[float], rewards: list[float], config: Config | None = None) -> Path:
@@ -22,7 +23,6 @@ def write_run(folder: Path, accuracy: list[float], rewards: list[float], config:
     lines += [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, start=1)]
     lines += [{"step": len(rewards), "accuracy": accuracy[1]}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps({"steps": len(rewards)}))
     if config is not None:
         (folder / "config.yaml").write_text(config.to_yaml())
     return folder
@@ -36,27 +36,28 @@ def test_every_method_has_an_example_and_a_line_of_its_own():
         assert config.data.path == "runs/demo/data/train.jsonl"
         assert bool(method.differs) == (name != "grpo_sums")
         assert (config.reward.model is not None) == (method.reward != "right answers")
-    assert {name for name, method in race.METHODS.items() if len(method.seeds) >= 3} >= {"grpo_sums"}
 
 
-def test_a_run_is_complete_if_it_is_its_example_to_the_end(tmp_path, monkeypatch):
+def test_a_run_is_complete_if_it_is_kept_with_its_example(tmp_path, monkeypatch):
     shutil.copytree(race._ROOT / "examples", tmp_path / "examples")
     monkeypatch.setattr(race, "_ROOT", tmp_path)
-    run = race.Run("rloo", 3)
+    run = race.Run("rloo", 2)
     assert not run.is_complete()
     config = Config.load(tmp_path / run.example, run.overrides)
-    folder = write_run(tmp_path / run.folder, [0.25, 0.75], [0.1, 0.2], config)
+    write_run(tmp_path / run.folder, [0.25, 0.75], [0.1, 0.2], config)
+    run._keep({"torch": "2"})
     assert run.is_complete()
-    assert not race.Run("gspo", 3).is_complete()
-    (folder / "config.yaml").write_text(config.model_copy(update={"steps": 99}).to_yaml())
+    assert not race.Run("gspo", 2).is_complete()
+    assert str(Path.home()) not in (tmp_path / run.kept / "config.yaml").read_text()
+    (result,) = race.results()
+    assert (result.name, result.method, result.seed, result.steps) == ("rloo-seed2", "RLOO", 2, 2)
+    (tmp_path / run.kept / "config.yaml").write_text(config.model_copy(update={"steps": 99}).to_yaml())
     assert not run.is_complete()
-    (folder / "config.yaml").write_text(config.to_yaml())
-    (folder / "summary.json").unlink()
-    assert not run.is_complete()
+    assert race.results() == []
 
 
 @pytest.mark.slow
-def test_a_run_is_made_once_and_then_reported(tiny_model, tmp_path, monkeypatch):
+def test_a_run_is_made_once_and_kept(tiny_model, tmp_path, monkeypatch):
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
     changes = {"evaluation": {"path": str(held_out), "max_new_tokens": 6}, "rollout__samples_per_prompt": 2}
     (tmp_path / "examples").mkdir()
@@ -66,6 +67,7 @@ def test_a_run_is_made_once_and_then_reported(tiny_model, tmp_path, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = race.Run("rloo", 0)
     run.make(threads=1)
+    assert {path.name for path in (tmp_path / run.kept).iterdir()} == KEPT
     left = {path.name: path.stat().st_mtime_ns for path in (tmp_path / run.folder).iterdir()}
     assert left.keys() >= {"output.txt", "metrics.jsonl", "summary.json"}
     assert not left.keys() & {"checkpoints", "hf"}
@@ -77,18 +79,21 @@ def test_a_run_is_made_once_and_then_reported(tiny_model, tmp_path, monkeypatch)
 
 def test_report(tmp_path):
     results = [
-        Result.read(write_run(tmp_path / str(i), accuracy, [0.1, 0.5]), *labels)
-        for i, (accuracy, labels) in enumerate([
-            ([0.25, 0.75], ("GRPO", "", "right answers", 0)),
-            ([0.25, 1.0], ("GRPO", "", "right answers", 1)),
-            ([0.25, 0.5], ("PPO", "a critic", "score", 0)),
-        ])
-    ]  # fmt: skip
+        Result.read(write_run(tmp_path / name, accuracy, [0.1, 0.5]), *labels)
+        for name, accuracy, labels in [
+            ("grpo-seed0", [0.25, 0.75], ("GRPO", "", "right answers", 0)),
+            ("grpo-seed2", [0.25, 1.0], ("GRPO", "", "right answers", 2)),
+            ("ppo-seed0", [0.25, 0.5], ("PPO", "a critic", "score", 0)),
+        ]
+    ]
+    logs = "../benchmarks/results/methods"
     lines = table(results).splitlines()
-    assert lines[2:] == [
-        "| GRPO | 0 | 2 | 0.250 → 0.750 |  |",
-        "|  | 1 | 2 | 0.250 → 1.000 |  |",
-        "| PPO | 0 | 2 | 0.250 → 0.500 | a critic |",
+    assert lines == [
+        "| method | steps | before | seed 0 | seed 2 | mean | what differs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        f"| GRPO | 2 | 0.250 | [0.750]({logs}/grpo-seed0/metrics.jsonl) | [1.000]({logs}/grpo-seed2/metrics.jsonl) "
+        "| 0.875 |  |",
+        f"| PPO | 2 | 0.250 | [0.500]({logs}/ppo-seed0/metrics.jsonl) |  | 0.500 | a critic |",
     ]
     shutil.copy(DOCS / "methods.md", tmp_path)
     write_report(results, tmp_path)
@@ -96,7 +101,6 @@ def test_report(tmp_path):
     text, before = ((folder / "methods.md").read_text() for folder in (tmp_path, DOCS))
     assert text.count(lines[2]) == 1
     assert text.split("<!-- results")[0] == before.split("<!-- results")[0]
-    assert json.loads((tmp_path / "methods.json").read_text())[1]["accuracy"] == [[0, 0.25], [2, 1.0]]
     assert (tmp_path / "methods.png").stat().st_size > 10_000
     (tmp_path / "methods.md").write_text("no markers")
     with pytest.raises(ValueError, match=r"3 results for .*methods.md, expected some, and the lines"):
