@@ -75,7 +75,7 @@ class Run:
 
     @property
     def kept(self) -> Path:
-        """Folder of what is kept of the complete run."""
+        """Folder with the settings, the log and the versions of the complete run."""
         return RESULTS / self.folder.name
 
     @property
