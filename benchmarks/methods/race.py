@@ -156,12 +156,16 @@ def prepare(names: list[str]) -> None:
     The reward model starts from the demo's policy and learns from the demo's answers.
     """
     from rlft_fast.demo import smollm2_folder, write_problems
+    from rlft_fast.trainer import claim
 
     smollm2_folder()
-    write_problems(_ROOT / "runs" / "demo" / "data")
+    demo = _ROOT / "runs" / "demo"
+    if not (demo / "data").is_dir():
+        claim(demo)  # the demo refuses files in a folder that no run has claimed
+    write_problems(demo / "data")
     models = {Config.load(_ROOT / "examples" / f"{name}.yaml").reward.model for name in names} - {None}
     if any(not (_ROOT / str(model) / "config.json").is_file() for model in models):
-        if not (_ROOT / "runs" / "demo" / "hf").is_dir():
+        if not (demo / "hf").is_dir():
             subprocess.run([sys.executable, "-m", "rlft_fast", "demo", "--rollout", "hf"], cwd=_ROOT, check=True)
         subprocess.run([sys.executable, "examples/reward_model.py"], cwd=_ROOT, check=True)
 

@@ -9,7 +9,9 @@ import yaml
 
 from benchmarks.methods import race
 from benchmarks.methods.report import Result, table, write_report
+from rlft_fast import demo
 from rlft_fast.config import Config
+from rlft_fast.trainer import claim
 from tests.trainer.toy import toy_values, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,17 @@ def test_a_run_is_complete_if_it_is_kept_with_its_example(tmp_path, monkeypatch)
     (tmp_path / run.kept / "config.yaml").write_text(config.model_copy(update={"steps": 99}).to_yaml())
     assert not run.is_complete()
     assert race.results() == []
+
+
+def test_the_demo_accepts_the_problems_in_its_folder(tiny_model, tmp_path, monkeypatch):
+    shutil.copytree(race._ROOT / "examples", tmp_path / "examples")
+    monkeypatch.setattr(race, "_ROOT", tmp_path)
+    monkeypatch.setattr(demo, "smollm2_folder", lambda: tiny_model("llama"))
+    for _ in range(2):
+        race.prepare(["grpo_sums"])
+        output = tmp_path / "runs" / "demo"
+        assert (output / "data" / "train.jsonl").is_file()
+        claim(output)
 
 
 @pytest.mark.slow
