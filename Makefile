@@ -82,7 +82,7 @@ demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm) $(if $(RAY),install-r
 install-ray: install
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(PIP) -c constraints.txt ray
 
-# Each method learns the demo's task from its own example: the table and curves of docs/methods.md. An hour or two.
+# Each method learns the demo's task from its own example: the table and curves of docs/methods.md. Three hours.
 methods: install
 	$(BIN)/python -m benchmarks.methods.race
 
