@@ -91,13 +91,19 @@ def all_legs(tasks: list[str], sides: list[str], seeds: list[int]) -> list[Leg]:
     ]
 
 
+def finished_legs(folder: Path) -> list[dict[str, Any]]:
+    """The finished legs of every seed that has one, in the order of a race."""
+    seeds = sorted({int(path.stem.rpartition("-seed")[2]) for path in folder.glob("*-seed*.json")})
+    return [found for leg in all_legs([*TASKS], [*SIDES], seeds) if (found := leg.read(folder))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="(default: all)")
     parser.add_argument(
         "--sides", nargs="+", choices=(*SIDES, GRADIENTS), default=[*SIDES, GRADIENTS], help="(default: all)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=[*SEEDS], help="(default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*SEEDS], help="(default: 0 1 2)")
     parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
     options = parser.parse_args()
     folder = RESULTS / "learning"
@@ -108,7 +114,7 @@ def main() -> None:
             print(f"{leg.name}: skipped, vLLM is not installed (make install-vllm)", flush=True)
             continue
         leg.run(folder)
-    legs = [found for leg in all_legs([*TASKS], [*SIDES], [*SEEDS]) if (found := leg.read(folder))]
+    legs = finished_legs(folder)
     if not legs:
         raise SystemExit("no leg is finished")
     gradients = {task: found for task in TASKS if (found := Leg(task, GRADIENTS, 0).read(folder))}

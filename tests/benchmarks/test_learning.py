@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs
+from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs, finished_legs
 from benchmarks.learning.report import HF, TRL, Curve, bars_of, level_of, standard_errors, write_report
 from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
 from rlft_fast.demo import smollm2_folder
@@ -59,6 +59,12 @@ def test_the_legs_of_a_race():
     legs = all_legs([*TASKS], [*SIDES, GRADIENTS], [*SEEDS])
     assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(SEEDS) + 1)
     assert [each.seed for each in legs] == sorted(each.seed for each in legs)
+
+
+def test_a_report_takes_every_finished_seed(tmp_path):
+    for side, seed in ((TRL, 10), (HF, 2), (GRADIENTS, 0)):
+        (tmp_path / f"{Leg('sums', side, seed).name}.json").write_text(json.dumps(leg(side, seed, [0.2, 0.4])))
+    assert [(each["side"], each["seed"]) for each in finished_legs(tmp_path)] == [(HF, 2), (TRL, 10)]
 
 
 def test_minutes_to_a_level_are_interpolated():
