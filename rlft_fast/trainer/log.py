@@ -115,11 +115,9 @@ class RunLog:
         for tracker in self.trackers:
             tracker.send(step, values, self._texts)
         self._texts = []
-        names = [name for name in _SHOWN if name in self.latest] + [name for name in _SKIPPED if self.latest.get(name)]
-        shown = "  ".join(f"{name} {self.latest[name]:.4g}" for name in names)
-        self.progress.update(self.task, completed=step, numbers=shown)
-        if self.active and not self.console.is_terminal:
-            self.console.print(f"step {step}  {shown}", highlight=False, soft_wrap=True)
+        self.progress.update(self.task, completed=step, numbers=_shown(self.latest))
+        if self.active and not self.console.is_terminal:  # a line stands for its step, and shows no older number
+            self.console.print(f"step {step}  {_shown(values)}", highlight=False, soft_wrap=True)
 
     def sample(self, step: int, **fields: Any) -> None:
         self._write("samples.jsonl", {"step": step, **fields})
@@ -139,6 +137,11 @@ class RunLog:
         if self.active:
             with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    names = [name for name in _SHOWN if name in values] + [name for name in _SKIPPED if values.get(name)]
+    return "  ".join(f"{name} {values[name]:.4g}" for name in names)
 
 
 def _numbered(name: str, number: int) -> str:

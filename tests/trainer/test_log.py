@@ -26,6 +26,18 @@ def test_without_a_terminal_a_step_is_a_line_and_there_is_no_bar(shown):
     assert shown(rank=0) == "step 1  reward_mean 0.5\n"
 
 
+def test_a_line_shows_the_numbers_of_its_step_alone(tmp_path, capsys):
+    with RunLog(tmp_path, num_steps=1, rank=0) as log:
+        log.metrics(0, {"accuracy": 0.25})
+        log.metrics(1, {"reward_mean": 0.5})
+        log.metrics(1, {"accuracy": 0.75})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0  accuracy 0.25",
+        "step 1  reward_mean 0.5",
+        "step 1  accuracy 0.75",
+    ]
+
+
 def test_a_skipped_step_is_shown_from_then_on(tmp_path, capsys):
     with RunLog(tmp_path, num_steps=3, rank=0) as log:
         for step, skipped in enumerate((0, 1, 1), start=1):
