@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.report import write_report
+from benchmarks.learning.report import FIRST_SEEDS, write_report
 from benchmarks.learning.workload import NUM_STEPS, SETTINGS, TASKS
 from benchmarks.support.document import versions
 from benchmarks.support.harness import environment
@@ -28,8 +28,7 @@ _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results"
 RUNS = _ROOT / "runs" / "learning"
 SIDES = ("trl", "ours-hf", "ours-vllm")
-GRADIENTS = "gradients"  # a leg of one step, with the first seed alone
-SEEDS = (0, 1, 2)
+UPDATES = "updates"  # a leg of one step, with the first seed alone
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ class Leg:
 
 def all_legs(tasks: list[str], sides: list[str], seeds: list[int]) -> list[Leg]:
     """The legs, first those of one seed with all sides, so that an interrupted race has whole comparisons."""
-    return [
-        Leg(task, side, seed) for seed in seeds for task in tasks for side in sides if side != GRADIENTS or seed == 0
-    ]
+    return [Leg(task, side, seed) for seed in seeds for task in tasks for side in sides if side != UPDATES or seed == 0]
 
 
 def finished_legs(folder: Path) -> list[dict[str, Any]]:
@@ -101,9 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="(default: all)")
     parser.add_argument(
-        "--sides", nargs="+", choices=(*SIDES, GRADIENTS), default=[*SIDES, GRADIENTS], help="(default: all)"
+        "--sides", nargs="+", choices=(*SIDES, UPDATES), default=[*SIDES, UPDATES], help="(default: all)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[*SEEDS], help="(default: 0 1 2)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*FIRST_SEEDS], help="(default: 0 1 2)")
     parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
     options = parser.parse_args()
     folder = RESULTS / "learning"
@@ -117,8 +114,8 @@ def main() -> None:
     legs = finished_legs(folder)
     if not legs:
         raise SystemExit("no leg is finished")
-    gradients = {task: found for task in TASKS if (found := Leg(task, GRADIENTS, 0).read(folder))}
-    print(write_report(legs, gradients, RESULTS))
+    updates = {task: found for task in TASKS if (found := Leg(task, UPDATES, 0).read(folder))}
+    print(write_report(legs, updates, RESULTS))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ TRL, HF, VLLM = "trl", "ours-hf", "ours-vllm"
 NAMES = {TRL: "TRL 1.16", HF: "rlft_fast", VLLM: "rlft_fast, rollouts by vLLM"}
 MAX_MINUTES = {HF: 0.35, VLLM: 0.33}
 MAX_STANDARD_ERRORS = 2.0
+FIRST_SEEDS = (0, 1, 2)  # of every race
 MAX_GRADIENT_DIFFERENCE = 1e-4
+MAX_UPDATE_DIFFERENCE = 1e-3
 _COLORS = {TRL: "#2e4057", HF: OURS_COLOR, VLLM: "#edae49"}
 _LEVEL = {"sums": 0.8}  # of the other tasks: the highest multiple of 0.05 that all legs reach
 
@@ -36,10 +38,18 @@ alone on the machine. The bars of minutes take the seeds whose legs of both side
 standard error is the error of a difference of two means. Its variance is pooled over both sides and all evaluations
 after the first."""
 
-GRADIENTS = """\
-The gradients are those of one optimizer step over the answers that TRL sampled in its first step, with TRL's
-advantages. The difference is the norm of the difference over TRL's norm. The advantages of both sides differ by
-{advantages} at most there, because they divide by the standard deviation plus different small numbers (TRL 1e-4)."""
+MORE_SEEDS = """\
+Where there are more than three seeds of a side, they were added after the race of three. The largest differences at
+equal steps with seeds 0 to 2 alone, in standard errors:"""
+
+UPDATES = """\
+The gradients are those of both optimizer steps of TRL's first step, before clipping. Ours are taken over the same
+answers in the same mini-batches, with TRL's advantages. The difference is the norm of the difference over TRL's norm.
+One factor is taken out of it: ours divides a loss by the tokens of the mini-batch, TRL by the mean over the
+mini-batches of a step ({tokens} tokens). The difference of updates is the norm of the difference of all weights after
+both optimizer steps, over the norm of TRL's change of the weights, as both sides train. The advantages of both sides
+differ by {advantages} at most there, because they divide by the standard deviation plus different small numbers
+(TRL 1e-4)."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +117,26 @@ def standard_errors(ours: list[Curve], theirs: list[Curve]) -> float | None:
     return max(differences) / error if error else math.inf
 
 
+def differences_of_first_seeds(legs: list[dict[str, Any]]) -> list[str]:
+    """The largest difference at equal steps with the first seeds, where our side or TRL's has more seeds."""
+    found = []
+    first = [leg for leg in legs if leg["seed"] in FIRST_SEEDS]
+    for task in TASKS:
+        all_of, first_of = curves_of(legs, task), curves_of(first, task)
+        for side in (HF, VLLM):
+            has_more = any(len(all_of.get(own, ())) > len(first_of.get(own, ())) for own in (side, TRL))
+            if has_more and TRL in first_of:
+                errors = standard_errors(first_of.get(side, []), first_of[TRL])
+                found += [] if errors is None else [f"{errors:.2f} ({task}, {NAMES[side]})"]
+    return found
+
+
 def on_one_machine(ours: list[Curve], theirs: list[Curve]) -> list[tuple[Curve, Curve]]:
     """The two legs of each seed, where both ran on the same kind of machine."""
     return [(a, b) for a in ours for b in theirs if (a.leg["seed"], a.machine) == (b.leg["seed"], b.machine)]
 
 
-def bars_of(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]]) -> list[Bar]:
+def bars_of(legs: list[dict[str, Any]], updates: dict[str, dict[str, Any]]) -> list[Bar]:
     bars = []
     for task in TASKS:
         curves = curves_of(legs, task)
@@ -127,8 +151,10 @@ def bars_of(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]]) ->
             if (errors := standard_errors(curves[side], curves[TRL])) is not None:
                 name = f"{task}: largest difference at equal steps, {NAMES[side]}, in standard errors"
                 bars.append(Bar(name, errors, MAX_STANDARD_ERRORS))
-        if task in gradients:
-            bars.append(Bar(f"{task}: difference of gradients", gradients[task]["difference"], MAX_GRADIENT_DIFFERENCE))
+        if task in updates:
+            found = max(updates[task]["gradients"])
+            bars.append(Bar(f"{task}: difference of gradients", found, MAX_GRADIENT_DIFFERENCE))
+            bars.append(Bar(f"{task}: difference of updates", updates[task]["updates"], MAX_UPDATE_DIFFERENCE))
     return bars
 
 
@@ -151,15 +177,15 @@ def side_table(curves: dict[str, list[Curve]], level: float) -> str:
     return table(header, rows)
 
 
-def write_report(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]], output: Path) -> str:
+def write_report(legs: list[dict[str, Any]], updates: dict[str, dict[str, Any]], output: Path) -> str:
     """Writes learning.md, learning.json and learning.png; returns the text.
 
     Args:
         legs: contents of the files of finished legs, at least one.
-        gradients: contents of the files of the legs of gradients by task.
+        updates: contents of the files of the legs of updates by task.
         output: folder.
     """
-    bars = bars_of(legs, gradients)
+    bars = bars_of(legs, updates)
     facts = legs[0]["environment"]
     sections = ["## Bars", bar_table(bars) if bars else "No leg of TRL and no leg of ours on one task yet."]
     drawn = {task: curves for task in TASKS if (curves := curves_of(legs, task))}
@@ -167,12 +193,15 @@ def write_report(legs: list[dict[str, Any]], gradients: dict[str, dict[str, Any]
         sections += [f"## {TASKS[task].title}", side_table(curves, level_of(task, curves))]
     settings = ", ".join(f"{name} {value}" for name, value in SETTINGS.items())
     sections += ["## Method", fill(METHOD.format(settings=settings, every=EVALUATE_EVERY))]
-    if gradients:
-        most = max(found["advantages"] for found in gradients.values())
-        sections.append(fill(GRADIENTS.format(advantages=f"{most:.2g}")))
+    if more := differences_of_first_seeds(legs):
+        sections.append(fill(f"{MORE_SEEDS} {'; '.join(more)}."))
+    if updates:
+        most = max(found["advantages"] for found in updates.values())
+        tokens = "; ".join(f"{task} {' and '.join(map(str, found['tokens']))}" for task, found in updates.items())
+        sections.append(fill(UPDATES.format(advantages=f"{most:.2g}", tokens=tokens)))
     raw = {
         "environment": facts, "settings": SETTINGS,
-        "gradients": {task: found["difference"] for task, found in gradients.items()},
+        "updates": {task: {name: found[name] for name in ("gradients", "updates")} for task, found in updates.items()},
         "legs": [{key: leg[key] for key in ("task", "side", "seed", "accuracy")} for leg in legs],
         "bars": [bar._asdict() | {"holds": bar.holds} for bar in bars],
     }  # fmt: skip

@@ -1,9 +1,9 @@
 """One leg of the race, in a process of its own.
 
-    python -m benchmarks.learning.sides ours-hf|ours-vllm|trl|gradients TASK SEED STEPS FOLDER
+    python -m benchmarks.learning.sides ours-hf|ours-vllm|trl|updates TASK SEED STEPS FOLDER
 
 The last line of its output is JSON: seconds, reward and tokens of each step, and held-out accuracy by step. The clock
-stops while held-out problems are answered. ``gradients`` gives the difference of both sides' gradients instead.
+stops while held-out problems are answered. ``updates`` gives the difference of both sides' first step instead.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def run_trl(config: Config) -> dict[str, Any]:
                 accuracy.append((step, greedy_accuracy(trainer.model, tokenizer, held_out)))
             print(json.dumps(steps[-1]), accuracy[-1], file=sys.stderr, flush=True)
 
-    trainer = trl_trainer(config, Callback(), MINI_BATCHES)
+    trainer = trl_trainer(config, Callback())
     trainer.train()
     return {"steps": steps, "accuracy": accuracy}
 
 
-def run_gradients(config: Config) -> dict[str, Any]:
-    """Gradients of one optimizer step over the answers of TRL's first step, by TRL and by our engine."""
+def run_updates(config: Config) -> dict[str, Any]:
+    """Gradients and weights of TRL's first step beside those of our engine after the same answers in the same order."""
     import torch
     import transformers
 
@@ -97,50 +97,89 @@ def run_gradients(config: Config) -> dict[str, Any]:
     from rlft_fast.ops.packing import segment_expand
     from rlft_fast.rl import ADVANTAGES, PolicyLoss, compute_advantages
 
-    theirs: dict[str, torch.Tensor] = {}
+    micro_batches: list[dict[str, torch.Tensor]] = []
+    theirs: list[dict[str, torch.Tensor]] = []  # gradients of each optimizer step, clipped
+    before: dict[str, torch.Tensor] = {}
 
     class Callback(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            theirs.update((name, p.grad.clone()) for name, p in trainer.model.named_parameters() if p.grad is not None)
+        def on_train_begin(self, args, state, control, **kwargs):
+            before.update((name, p.detach().clone()) for name, p in trainer.model.named_parameters())
 
-    trainer = trl_trainer(config, Callback(), mini_batches=1, max_steps=1, max_grad_norm=0.0)
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            theirs.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+
+    def batch_of(micro_batches: list[dict[str, torch.Tensor]]) -> Batch:
+        """The answers of micro-batches, with TRL's advantages."""
+        prompts, completions = (
+            [
+                ids[mask.bool()].tolist()
+                for each in micro_batches
+                for ids, mask in zip(each[f"{kind}_ids"], each[f"{kind}_mask"], strict=True)
+            ]
+            for kind in ("prompt", "completion")
+        )
+        batch = Batch.from_samples(prompts, completions, groups=range(len(prompts)))
+        return batch.replace(advantage_T=expand(torch.cat([each["advantages"] for each in micro_batches]), batch))
+
+    def expand(advantage_B: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return segment_expand(advantage_B, batch.cu_seqlens, num_tokens=batch.num_tokens) * batch.loss_mask_T
+
+    trainer = trl_trainer(config, Callback(), max_steps=MINI_BATCHES, logging_steps=1)
+    prepare = trainer._prepare_inputs  # it shuffles the answers and cuts them into micro-batches
+
+    def remember(inputs):
+        micro_batches.append(prepare(inputs))
+        return micro_batches[-1]
+
+    trainer._prepare_inputs = remember
     trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]  # before clipping
+    after = {name: p.detach() for name, p in trainer.model.named_parameters()}
+
+    actor = config.actor.model_copy(update={"compute_dtype": "float32"})
+    engine = FSDPEngine(config.model, actor, num_training_steps=MINI_BATCHES).initialize()
+    size = len(micro_batches) // MINI_BATCHES
+    batches = [batch_of(micro_batches[i * size : (i + 1) * size]) for i in range(MINI_BATCHES)]
+    batches = [batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"]) for batch in batches]
+    tokens = [int(batch.loss_mask_T.sum()) for batch in batches]
+    differences = []
+    for i, batch in enumerate(batches):
+        engine.zero_grad()
+        engine.forward_backward(batch, PolicyLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))
+        ours = {name: p.grad for name, p in engine.model.pretrained.named_parameters() if p.grad is not None}
+        # Before clipping, and per token of the mini-batch: TRL divides by the mean over mini-batches.
+        factor = max(1.0, norms[i] + 1e-6) * sum(tokens) / len(tokens) / tokens[i]
+        differences.append(_difference(ours, {name: grad * factor for name, grad in theirs[i].items()}) / norms[i])
+        engine.optimizer_step()
+    ours = {name: p.detach() for name, p in engine.model.pretrained.named_parameters()}
+
     rewards, completions = trainer.sampled
     batch = Batch.from_samples(
-        trainer.prompt_ids, completions, rewards=rewards.flatten().tolist(),
+        [[0]] * len(completions), completions, rewards=rewards.flatten().tolist(),
         groups=[i // NUM_SAMPLES for i in range(len(completions))],
     )  # fmt: skip
     ours_T = compute_advantages(batch, ADVANTAGES["grpo"]).advantage_T
-    theirs_T = segment_expand(trainer.advantages, batch.cu_seqlens, num_tokens=batch.num_tokens) * batch.loss_mask_T
     assert ours_T is not None
-    batch = batch.replace(advantage_T=theirs_T)
-    actor = config.actor.model_copy(update={"compute_dtype": "float32"})
-    engine = FSDPEngine(config.model, actor, num_training_steps=1).initialize()
-    batch = batch.replace(old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
-    engine.zero_grad()
-    engine.forward_backward(batch, PolicyLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))
-    ours = {name: p.grad for name, p in engine.model.pretrained.named_parameters()}
-    ours = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in ours.items() if g is not None}
-    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    differences = {name: (ours[name] - theirs[name]).double().square().sum().item() for name in theirs}
-    squares = {name: theirs[name].double().square().sum().item() for name in theirs}
-    worst = max(theirs, key=lambda name: differences[name] / squares[name])
+    advantages = (ours_T - expand(trainer.advantages, batch)).abs().max().item()
     return {
-        "difference": (sum(differences.values()) / sum(squares.values())) ** 0.5,
-        "advantages": (ours_T - theirs_T).abs().max().item(),
-        "norm": sum(squares.values()) ** 0.5,
-        "worst": [worst, (differences[worst] / squares[worst]) ** 0.5],
-        "answers": len(completions), "rewarded": int((rewards > 0).sum()),
+        "gradients": differences, "updates": _difference(ours, after) / _difference(before, after), "norms": norms,
+        "tokens": tokens, "advantages": advantages, "answers": len(completions), "rewarded": int((rewards > 0).sum()),
     }  # fmt: skip
 
 
-def trl_trainer(config: Config, callback: Any, mini_batches: int, **options: Any) -> Any:
-    """TRL's trainer of the run. Its ``sampled`` are the rewards and answers of the current step.
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The norm of the difference of all tensors, which may be DTensors on our side."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in ours.items()}
+    return sum((whole[name] - theirs[name]).double().square().sum().item() for name in theirs) ** 0.5
+
+
+def trl_trainer(config: Config, callback: Any, **options: Any) -> Any:
+    """TRL's trainer of the run. Its ``sampled`` are the rewards and answers of the current step, with ``advantages``.
 
     Args:
         config: our run.
         callback: of transformers.
-        mini_batches: optimizer steps per step.
         **options: changes to GRPOConfig.
     """
     import torch
@@ -161,9 +200,7 @@ def trl_trainer(config: Config, callback: Any, mini_batches: int, **options: Any
 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
-            pairs = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
             self.advantages = output["advantages"].clone()
-            self.prompt_ids = [ids[mask.bool()].tolist() for ids, mask in pairs]
             return output
 
     judge = partial(reward, end_token_id=tokenizer.eos_token_id)
@@ -172,13 +209,13 @@ def trl_trainer(config: Config, callback: Any, mini_batches: int, **options: Any
     shared = {
         "bf16": False, "use_cpu": True, "learning_rate": LEARNING_RATE, "lr_scheduler_type": "linear",
         "warmup_steps": 0, "loss_type": "dapo", "epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH, "beta": 0.0,
-        "num_iterations": 1, "max_steps": config.steps * mini_batches, "seed": config.seed, "shuffle_dataset": False,
+        "num_iterations": 1, "max_steps": config.steps * MINI_BATCHES, "seed": config.seed, "shuffle_dataset": False,
         "num_generations": NUM_SAMPLES, "max_completion_length": MAX_NEW_TOKENS, "temperature": 1.0, "top_k": 0,
         "top_p": 1.0, "per_device_train_batch_size": TRL_BATCH_SIZE,
         "steps_per_generation": sequences // TRL_BATCH_SIZE,
-        "gradient_accumulation_steps": sequences // mini_batches // TRL_BATCH_SIZE, "gradient_checkpointing": False,
+        "gradient_accumulation_steps": sequences // MINI_BATCHES // TRL_BATCH_SIZE, "gradient_checkpointing": False,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-        "logging_steps": config.steps * mini_batches,
+        "logging_steps": config.steps * MINI_BATCHES,
     }  # fmt: skip
     return Trainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32),
@@ -217,7 +254,7 @@ def main() -> None:
     side, task, seed, steps, folder = sys.argv[1:]
     backend = "vllm" if side == "ours-vllm" else "hf"
     config = config_of(str(smollm2_folder()), task, int(seed), Path(folder), backend, int(steps))
-    run = {"trl": run_trl, "gradients": run_gradients}.get(side, run_ours)
+    run = {"trl": run_trl, "updates": run_updates}.get(side, run_ours)
     result = run(config)
     print(json.dumps(result))
 

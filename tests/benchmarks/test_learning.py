@@ -6,8 +6,18 @@ import re
 
 import pytest
 
-from benchmarks.learning.race import GRADIENTS, SEEDS, SIDES, Leg, all_legs, finished_legs
-from benchmarks.learning.report import HF, TRL, Curve, bars_of, level_of, standard_errors, write_report
+from benchmarks.learning.race import SIDES, UPDATES, Leg, all_legs, finished_legs
+from benchmarks.learning.report import (
+    FIRST_SEEDS,
+    HF,
+    TRL,
+    Curve,
+    bars_of,
+    differences_of_first_seeds,
+    level_of,
+    standard_errors,
+    write_report,
+)
 from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
 from rlft_fast.demo import smollm2_folder
 
@@ -56,13 +66,13 @@ def test_a_leg_is_kept_while_its_settings_are_the_current_ones(tmp_path):
 
 
 def test_the_legs_of_a_race():
-    legs = all_legs([*TASKS], [*SIDES, GRADIENTS], [*SEEDS])
-    assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(SEEDS) + 1)
+    legs = all_legs([*TASKS], [*SIDES, UPDATES], [*FIRST_SEEDS])
+    assert len(legs) == len({each.name for each in legs}) == len(TASKS) * (len(SIDES) * len(FIRST_SEEDS) + 1)
     assert [each.seed for each in legs] == sorted(each.seed for each in legs)
 
 
 def test_a_report_takes_every_finished_seed(tmp_path):
-    for side, seed in ((TRL, 10), (HF, 2), (GRADIENTS, 0)):
+    for side, seed in ((TRL, 10), (HF, 2), (UPDATES, 0)):
         (tmp_path / f"{Leg('sums', side, seed).name}.json").write_text(json.dumps(leg(side, seed, [0.2, 0.4])))
     assert [(each["side"], each["seed"]) for each in finished_legs(tmp_path)] == [(HF, 2), (TRL, 10)]
 
@@ -83,12 +93,20 @@ def test_standard_errors():
     assert standard_errors(ours[:1], theirs) is None
 
 
+def test_a_report_with_more_seeds_has_the_difference_of_the_first():
+    values = {HF: (0.5, 0.7), TRL: (0.4, 0.6)}
+    legs = [leg(side, seed, [0.2, value, 0.8]) for side, of in values.items() for seed, value in enumerate(of)]
+    assert differences_of_first_seeds(legs) == []
+    assert differences_of_first_seeds([*legs, leg(HF, 3, [0.2, 0.1, 0.8])]) == ["1.00 (sums, rlft_fast)"]
+
+
 def test_the_report_adds_up(tmp_path):
     legs = [leg(TRL, 0, [0.2, 0.6, 0.9]), leg(HF, 0, [0.2, 0.6, 0.9], seconds=15.0)]
-    (minutes, gradients) = bars_of(legs, {"sums": {"difference": 1e-5}})
+    (minutes, gradients, updates) = bars_of(legs, {"sums": {"gradients": [1e-5, 2e-4], "updates": 1e-4}})
     assert minutes.value == pytest.approx(0.25)
     assert minutes.holds
-    assert gradients.holds
+    assert (gradients.value, gradients.holds) == (2e-4, False)
+    assert updates.holds
     elsewhere = leg(HF, 1, [0.9, 0.9, 0.9]) | {"environment": FACTS | {"cores": "2, AVX512"}}
     assert bars_of([*legs, leg(TRL, 1, [0.2, 0.6, 0.9]), elsewhere], {})[0].value == pytest.approx(0.25)
     assert bars_of([legs[0], elsewhere], {}) == []
