@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.report import FIRST_SEEDS, write_report
-from benchmarks.learning.workload import NUM_STEPS, SETTINGS, TASKS
+from benchmarks.learning.report import write_report
+from benchmarks.learning.workload import FIRST_SEEDS, NUM_STEPS, SETTINGS, TASKS
 from benchmarks.support.document import versions
 from benchmarks.support.harness import environment
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--sides", nargs="+", choices=(*SIDES, UPDATES), default=[*SIDES, UPDATES], help="(default: all)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[*FIRST_SEEDS], help="(default: 0 1 2)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*FIRST_SEEDS], help="(default: %(default)s)")
     parser.add_argument("--report-only", action="store_true", help="run nothing; write the report of what is finished")
     options = parser.parse_args()
     folder = RESULTS / "learning"

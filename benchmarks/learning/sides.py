@@ -88,7 +88,7 @@ def run_trl(config: Config) -> dict[str, Any]:
 
 
 def run_updates(config: Config) -> dict[str, Any]:
-    """Gradients and weights of TRL's first step beside those of our engine after the same answers in the same order."""
+    """How far gradients and weights of TRL and of our engine are apart in TRL's first step, on the same answers."""
     import torch
     import transformers
 
@@ -108,18 +108,18 @@ def run_updates(config: Config) -> dict[str, Any]:
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             theirs.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
 
-    def batch_of(micro_batches: list[dict[str, torch.Tensor]]) -> Batch:
-        """The answers of micro-batches, with TRL's advantages."""
+    def batch_of(mini_batch: list[dict[str, torch.Tensor]]) -> Batch:
+        """The answers of a mini-batch's micro-batches, with TRL's advantages."""
         prompts, completions = (
             [
                 ids[mask.bool()].tolist()
-                for each in micro_batches
+                for each in mini_batch
                 for ids, mask in zip(each[f"{kind}_ids"], each[f"{kind}_mask"], strict=True)
             ]
             for kind in ("prompt", "completion")
         )
         batch = Batch.from_samples(prompts, completions, groups=range(len(prompts)))
-        return batch.replace(advantage_T=expand(torch.cat([each["advantages"] for each in micro_batches]), batch))
+        return batch.replace(advantage_T=expand(torch.cat([each["advantages"] for each in mini_batch]), batch))
 
     def expand(advantage_B: torch.Tensor, batch: Batch) -> torch.Tensor:
         return segment_expand(advantage_B, batch.cu_seqlens, num_tokens=batch.num_tokens) * batch.loss_mask_T

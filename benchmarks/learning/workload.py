@@ -16,6 +16,7 @@ from rlft_fast.rewards import last_number
 
 NUM_HELD_OUT = 512
 WORDINGS = ("{} + {} = ?", "What is {} + {}?", "{} plus {} is", "Add {} and {}.")
+FIRST_SEEDS = (0, 1, 2)  # of every race
 NUM_STEPS = 28
 EVALUATE_EVERY = 4
 NUM_PROMPTS, NUM_SAMPLES = 16, 8  # of a step

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.learning.race import SIDES, UPDATES, Leg, all_legs, finished_legs
 from benchmarks.learning.report import (
-    FIRST_SEEDS,
     HF,
     TRL,
     Curve,
@@ -18,7 +17,7 @@ from benchmarks.learning.report import (
     standard_errors,
     write_report,
 )
-from benchmarks.learning.workload import NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
+from benchmarks.learning.workload import FIRST_SEEDS, NUM_HELD_OUT, SETTINGS, TASKS, WORDINGS, write_sums
 from rlft_fast.demo import smollm2_folder
 
 FACTS = {"cpu": "a CPU", "cores": "2, AVX2", "date": "a day"}
