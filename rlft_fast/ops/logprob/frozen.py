@@ -93,7 +93,7 @@ def _tiles_chunk(problem: Problem, columns: int, rows: Rows) -> tuple[Tensor, Te
     return sums.finish(problem.group, problem.vocab).logprob, grad_rows
 
 
-# An operator without a derivative: to autograd the jacobian is a constant, and a second derivative would be wrong.
+# An operator, because `out=` raises where an upstream gradient requires a gradient itself (create_graph).
 @torch.library.custom_op("rlft_fast::linear_logprob_frozen_backward", mutates_args=())
 def _frozen_backward(jacobian: Tensor, grad_logprob: Tensor) -> Tensor:
     """dhidden, the product in float32: half precision does not hold every upstream gradient."""

@@ -321,9 +321,9 @@ class Loss(Way):
 
 def _scaled_(x: Tensor, factor: Tensor) -> Tensor:
     """The tensor itself, multiplied by a () float32; nothing is read where that is 1, which the host need not know."""
-    is_differentiated = torch.is_grad_enabled() and factor.requires_grad  # which autograd has to see, and to refuse
-    if is_differentiated or (x.is_cuda and not library.has_cuda_kernels):
-        return x.mul_(factor.reshape(1) if x.is_cuda else factor)  # a () factor would be rounded to bfloat16 first
+    factor = factor.detach()  # under create_graph, `Way` refuses the second derivative
+    if x.is_cuda and not library.has_cuda_kernels:
+        return x.mul_(factor.reshape(1))  # a () factor would be rounded to bfloat16 first
     torch.ops.rlft_fast.scale_(x, factor)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(x)

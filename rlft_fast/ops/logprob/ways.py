@@ -66,9 +66,37 @@ class Way(ABC):
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.needs = [ctx.needs_input_grad[i] for i in (_HIDDEN, ctx.trained, _BIAS)]
+        found = self.backward(ctx, *grads)
+        if torch.is_grad_enabled():  # under create_graph
+            found = refuse_second_derivative(*found)
         gradients = list(ctx.no_gradients)
-        gradients[_HIDDEN], gradients[ctx.trained], gradients[_BIAS] = self.backward(ctx, *grads)
+        gradients[_HIDDEN], gradients[ctx.trained], gradients[_BIAS] = found
         return tuple(gradients)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients that raise where they are differentiated.
+
+    Without this error, autograd takes a gradient made of saved constants, such as the jacobian of a frozen head, for a
+    constant: a gradient penalty would silently lack its derivative. `torch.autograd.function.once_differentiable` does
+    not raise there, because it looks at the upstream gradient alone.
+    """
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "a fused log-probability has no second derivative: for a gradient penalty, pass backend='reference'"
+        )
+
+
+def refuse_second_derivative(*gradients: Tensor | None) -> tuple[Any, ...]:
+    """The same gradients, whose derivative raises RuntimeError. Meant for a backward pass under create_graph."""
+    present = iter(_OnceDifferentiable.apply(*(x.detach().requires_grad_() for x in gradients if x is not None)))
+    return tuple(None if x is None else next(present) for x in gradients)
 
 
 def _is_tensors(x: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.problems import make_inputs
-from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob import reference
 from tests.ops.logprob.problems import (
     BF16,
@@ -16,6 +16,7 @@ from tests.ops.logprob.problems import (
     F64,
     WAYS,
     each_backend,
+    each_kernel,
     gradients,
     logprob_of,
     loss_of,
@@ -78,24 +79,29 @@ def test_no_upstream_gradient(way):
     assert hidden.grad is None or (hidden.grad == 0).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_double_backward_is_an_error_not_a_wrong_number(way):
+@each_kernel
+@pytest.mark.parametrize("upstream", ["constant", "of the input"])
+@pytest.mark.parametrize("trained", ["hidden", "weight", "both"])
+@pytest.mark.parametrize("way", ["logprob", "entropy", "loss", "threshold", "support"])
+def test_second_derivative_raises(way, trained, upstream, backend):
+    """Otherwise a gradient penalty would lack its derivative, and nothing would tell."""
     hidden, weight, target, _ = make_inputs(6, 5, 40)
-    hidden.requires_grad_()
-    value = WAYS[way](hidden, weight, target).square().sum()
-    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
+    inputs = [x.requires_grad_() for name, x in (("hidden", hidden), ("weight", weight)) if trained in (name, "both")]
+    if way == "loss":
+        value = linear_logprob_loss(hidden, weight, target, lambda x, _: -x, backend=backend).loss
+    elif way == "support":
+        value = support_logprob(hidden, weight, target, support_TK=torch.arange(40).expand(6, 40)).logprob.sum()
+    else:
+        threshold = torch.full((6,), -1e3) if way == "threshold" else None
+        result = linear_logprob(
+            hidden, weight, target, return_entropy=way == "entropy", threshold_T=threshold, backend=backend
+        )
+        value = (result.entropy if way == "entropy" else result.logprob).sum()
+    value = value.exp() if upstream == "of the input" else value
+    grads = torch.autograd.grad(value, inputs, create_graph=True)
+    penalty = value + sum(grad.square().sum() for grad in grads) + hidden.pow(3).sum() + weight.pow(3).sum()
     with pytest.raises((RuntimeError, NotImplementedError)):
-        torch.autograd.grad(grad.square().sum(), hidden)
-
-
-def test_double_backward_beside_other_terms_is_an_error():
-    """The other term keeps the gradient differentiable. Without the error, its derivative would lack the loss."""
-    hidden, weight, target, _ = make_inputs(4, 8, 10)
-    hidden.requires_grad_()
-    value = linear_logprob_loss(hidden, weight, target, lambda x, _: -x).loss.exp() + hidden.pow(3).sum()
-    (grad,) = torch.autograd.grad(value, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(grad.sum(), hidden)
+        penalty.backward()
 
 
 @each_backend
