@@ -162,6 +162,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
 
 def _read_config(path: str | Path):
     _require_folder(path)
+    _refuse_adapter(path)
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is not a model folder: it has no config.json")
     try:
@@ -176,6 +177,17 @@ def _read_config(path: str | Path):
             f"{path} is not a model folder: transformers {transformers.__version__} cannot use its config.json "
             f"({' '.join(str(error).split())}): correct it, or give another folder"
         ) from error
+
+
+def _refuse_adapter(path: str | Path) -> None:
+    """Refuses a folder that transformers loads as a base model with an adapter of PEFT."""
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} holds an adapter of PEFT (adapter_config.json), and adapters are not read. If base weights lie "
+            "beside it, move adapter_config.json and adapter_model.safetensors to a folder of their own. To keep the "
+            "adapter, give a folder with merged weights: PeftModel.from_pretrained("
+            "AutoModelForCausalLM.from_pretrained(BASE), ADAPTER).merge_and_unload().save_pretrained(MERGED)"
+        )
 
 
 def _require_folder(path: str | Path) -> None:

@@ -37,6 +37,7 @@ from transformers.initialization import no_init_weights
 _SHOWN = 3  # names in an error message
 _COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names; other floats are scales or packed
 
 
 def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -104,13 +105,14 @@ def load_weights(
         beside: further tensors to fill, by their names in the folder. They are no part of the model.
 
     Raises:
-        ValueError: a file is missing or unreadable, a tensor that the model needs is missing or has another shape, or
-            the model has no place for a tensor.
+        ValueError: a file is missing or unreadable, a tensor that the model needs is missing, is there twice, has
+            another shape or integers in place of floating-point numbers, or the model has no place for a tensor.
     """
     targets = checkpoint_tensors(model) | dict(beside or {})
     sources = _match(Path(folder), model, targets)
+    used = {stored.file for source in sources.values() for _, stored in source.parts}
     with contextlib.ExitStack() as stack, torch.no_grad():
-        files = {file: stack.enter_context(safe_open(file, "pt")) for file in _files(Path(folder))}
+        files = {file: stack.enter_context(safe_open(file, "pt")) for file in used}
         for name, source in sources.items():
             _read(files, name, source, model, targets if into is None else into)
 
@@ -182,6 +184,8 @@ class _Stored:
     key: str
     file: Path
     shape: tuple[int, ...]
+    dtype: str
+    """As safetensors calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,8 @@ def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> 
             extra.append(stored.key)
     tied = _tied(targets)
     _check_complete(folder, tied, sources)
+    _check_once(folder, sources)
+    _check_dtypes(folder, targets, sources)
     _check_tied(folder, tied, sources)
     _check_shapes(folder, targets, sources)
     _check_extra(folder, model, extra, [stored.key for source in sources.values() for _, stored in source.parts])
@@ -237,6 +243,30 @@ def _check_complete(folder: Path, tied: list[list[str]], sources: dict[str, _Sou
         raise ValueError(
             f"the weights in {folder} lack {name_some(missing)}, which config.json asks for: they would be random; "
             "save or download the model again"
+        )
+
+
+def _check_once(folder: Path, sources: dict[str, _Source]) -> None:
+    """Refuses different tensors that are the same tensor of the model, by two of its names."""
+    whole = [[stored for _, stored in source.parts] for source in sources.values() if source.converter is None]
+    if twice := [f"{x[0].key} and {other.key}" for x in whole for other in x[1:] if not _equal(x[0], other)]:
+        raise ValueError(
+            f"the weights in {folder} hold different values for one tensor of the model, as {name_some(twice)}: save "
+            "or download the model again"
+        )
+
+
+def _check_dtypes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _Source]) -> None:
+    wrong = [
+        f"{stored.key} in {stored.dtype}"
+        for name, source in sources.items()
+        for _, stored in source.parts
+        if (stored.dtype in _FLOATS) != targets[name].is_floating_point()
+    ]
+    if wrong:
+        raise ValueError(
+            f"the weights in {folder} have dtypes that the model's tensors cannot take: {name_some(wrong)}, expected "
+            "floating-point numbers for weights. Quantized weights cannot be trained: dequantize the model"
         )
 
 
@@ -282,26 +312,38 @@ def name_some(names: list[str]) -> str:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _stored(folder: Path) -> Iterator[_Stored]:
-    for file in _files(folder):
+def _stored(folder: Path) -> list[_Stored]:
+    """The tensors of the files. If two files have a tensor, it is read from the file that the index names for it."""
+    files, named = _files(folder)
+    found: dict[str, _Stored] = {}
+    for file in files:
         try:
             with safe_open(file, "pt") as tensors:
-                yield from (_Stored(key, file, tuple(tensors.get_slice(key).get_shape())) for key in [*tensors.keys()])
-        except (OSError, SafetensorError) as error:
+                for key in [*tensors.keys()]:
+                    part = tensors.get_slice(key)
+                    stored = _Stored(key, file, tuple(part.get_shape()), part.get_dtype())
+                    if key in found and named.get(key) not in (file, found[key].file):
+                        raise ValueError(f"{found[key].file.name} has {key}, too, and the index names neither file")
+                    if key not in found or named.get(key) == file:
+                        found[key] = stored
+        except (OSError, SafetensorError, ValueError) as error:
             raise ValueError(f"cannot load the model in {folder}: {file.name}: {error}") from error
+    return [*found.values()]
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files of weights, and the file that the index names for each tensor."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return [single]
+        return [single], {}
     if not index.is_file():
         raise ValueError(
             f"cannot load the model in {folder}: it holds no model.safetensors; save it with save_pretrained "
             "(other formats are not read)"
         )
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
         if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise ValueError(f"it names files outside of the folder ({name_some(outside)})")
         paths = [folder / name for name in names]
@@ -309,7 +351,7 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(f"cannot load the model in {folder}: {index.name} is damaged: {error}") from error
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"cannot load the model in {folder}: {name_some(absent)} of {index.name} are missing")
-    return paths
+    return paths, {key: folder / name for key, name in weight_map.items()}
 
 
 def _equal(first: _Stored, other: _Stored) -> bool:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertModel,
     Gemma3TextConfig,
@@ -32,7 +34,16 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from rlft_fast.models import PACKED_ATTENTION, load_critic, load_policy, load_tokenizer, require_fixed_rope
+from rlft_fast.models import (
+    PACKED_ATTENTION,
+    build_critic,
+    build_policy,
+    build_reward_model,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    require_fixed_rope,
+)
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
 LOADERS = [load_policy, load_critic]
@@ -256,6 +267,89 @@ def test_missing_shard_of_a_sharded_model(tmp_path, folder):
     lost.unlink()
     with pytest.raises(ValueError, match=f"{lost.name} of model.safetensors.index.json are missing"):
         load_policy(tmp_path / "sharded")
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def change_weights(folder: Path, changes: dict[str, torch.Tensor]) -> None:
+    save_file(load_file(folder / "model.safetensors") | changes, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("named", ["a", "b", None])
+def test_a_weight_in_two_files_is_read_from_the_file_that_the_index_names(named, folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, folder / "a", {"format": "pt"})
+    save_file({UP: weights[UP] + 1, "model.norm.weight": norm}, folder / "b", {"format": "pt"})
+    weight_map = dict.fromkeys(weights, "a") | {UP: named, "model.norm.weight": "b"}
+    weight_map = {name: file for name, file in weight_map.items() if file is not None}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if named is None:
+        with pytest.raises(ValueError, match=f"b: a has {UP}, too, and the index names neither file"):
+            load_policy(folder)
+    else:
+        expected = weights[UP] + (named == "b")
+        assert torch.equal(load_policy(folder).model.get_parameter(UP), expected)
+
+
+def test_a_tensor_under_two_names(folder):
+    values = load_file(folder / "model.safetensors")[UP]
+    change_weights(folder, {UP.removeprefix("model."): values.clone()})
+    assert torch.equal(load_policy(folder).model.get_parameter(UP), values)
+    change_weights(folder, {UP.removeprefix("model."): values + 1})
+    with pytest.raises(ValueError, match=f"different values for one tensor of the model, as layers.* and {UP}: save"):
+        load_policy(folder)
+
+
+# Integers and what else is no number of a weight. E8M0 has the scales of quantized weights.
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.int8, "I8"), (torch.uint8, "U8"), (torch.int64, "I64"), (torch.bool, "BOOL"), (torch.complex64, "C64"),
+        (torch.float8_e8m0fnu, "F8_E8M0"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_no_floating_point_numbers(dtype, name, folder):
+    change_weights(folder, {UP: torch.ones(48, 32).to(dtype)})
+    with pytest.raises(ValueError, match=rf"{UP} in {name}, expected floating-point .* dequantize the model"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_other_floating_point_numbers_are_read_as_they_are(dtype, folder):
+    values = load_file(folder / "model.safetensors")[UP].to(dtype)
+    change_weights(folder, {UP: values})
+    assert torch.equal(load_policy(folder).model.get_parameter(UP), values.float())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-reward"])
+def test_an_adapter_in_a_model_folder(name, tiny_model, tmp_path):
+    """The message is followed, and the merged folder has the numbers that transformers gives the adapted one."""
+    folder, adapter = Path(shutil.copytree(tiny_model(name), tmp_path / "model")), tmp_path / "adapter"
+    task = "CAUSAL_LM" if name == "llama" else "SEQ_CLS"
+    loads = [build_policy, build_critic] if name == "llama" else [build_reward_model, build_critic]
+    auto = AutoModelForCausalLM if name == "llama" else AutoModelForSequenceClassification
+    config = LoraConfig(task, r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    get_peft_model(auto.from_pretrained(folder), config).save_pretrained(folder)
+    ids = torch.arange(9)[None]
+    expected = auto.from_pretrained(folder)(ids).logits
+    for load in loads:
+        with pytest.raises(ValueError, match=r"holds an adapter of PEFT .*move adapter_config.json .*merge_and_unload"):
+            load(folder)
+    adapter.mkdir()
+    for path in folder.glob("adapter_*"):
+        path.rename(adapter / path.name)
+    with pytest.raises(ValueError, match="holds an adapter of PEFT"):
+        loads[0](adapter)
+    base = auto.from_pretrained(folder)
+    assert not torch.allclose(base(ids).logits, expected, atol=0.1)
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(tmp_path / "merged")
+    for load in loads:
+        load(tmp_path / "merged")
+    torch.testing.assert_close(auto.from_pretrained(tmp_path / "merged")(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_pickled_weights_are_not_read(folder):
