@@ -22,7 +22,7 @@ from typing import Any
 
 from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
-from rlft_fast.rewards.scoring import RewardError, compute_rewards, is_reward
+from rlft_fast.rewards.scoring import FAILED, RewardError, compute_rewards, is_reward
 
 _START_S = 120.0  # imports at the start of a worker do not count as time of the function
 _LONGEST_ERROR = 1000  # characters
@@ -34,7 +34,7 @@ class IsolatedReward:
 
     Args:
         spec: name of the function, as in `load_reward`.
-        timeout_s: seconds for one sample. The reward is None if the function takes longer, raises, or ends its process.
+        timeout_s: seconds for one sample. The function fails if it takes longer, raises, or ends its process.
         num_workers: number of processes. Each process scores one sample at a time.
 
     Raises:
@@ -61,7 +61,7 @@ class IsolatedReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """B rewards. A reward is None if the function failed. A warning counts the failures and quotes the first."""
+        """B rewards, `FAILED` where the function failed. A warning counts the failures and quotes the first."""
         samples = [
             ([prompt], [completion], [ids], {name: [values[i]] for name, values in columns.items()})
             for i, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True))
@@ -72,7 +72,7 @@ class IsolatedReward:
                 f"{len(failures)} of {len(samples)} samples have no reward from {self.spec}: {failures[0]}",
                 stacklevel=2,
             )
-        return [answer.get("reward") for answer in answers]
+        return [FAILED if "failure" in answer else answer.get("reward") for answer in answers]
 
     def close(self) -> None:
         """Kills the workers, also in the middle of a sample. The next call starts new workers."""

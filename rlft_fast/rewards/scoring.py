@@ -12,6 +12,8 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 
 LARGEST = 1e30
 """Of a reward: float32 holds it, and float64 its square."""
+FAILED = float("nan")
+"""In the place of a reward: the function failed on this sample, which is left out whatever other functions say."""
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -37,7 +39,7 @@ def compute_rewards(
             collects the rest in `**columns`.
 
     Returns:
-        B rewards, numbers up to `LARGEST` in size. None leaves the sample out.
+        B rewards, numbers up to `LARGEST` in size, None where the function does not judge the sample, or `FAILED`.
 
     Raises:
         ValueError: The arguments differ in length, or a column is named like an argument.
@@ -60,11 +62,11 @@ def compute_rewards(
         ) from error
     values = _as_list(result, name, len(prompts))
     for i, value in enumerate(values):
-        if value is not None and not is_reward(value):
+        if not (value is None or value is FAILED or is_reward(value)):
             raise RewardError(
                 f"reward function {name} returned {value!r} for sample {i} (prompt {_shorten(prompts[i])}, completion "
-                f"{_shorten(completions[i])}), expected a number of at most {LARGEST:g} in size, or None to leave the "
-                "sample out"
+                f"{_shorten(completions[i])}), expected a number of at most {LARGEST:g} in size, or None where the "
+                "function does not judge the sample"
             )
     return [None if value is None else float(value) for value in values]
 

@@ -37,12 +37,13 @@ class WeightedRewards:
 
 
 def weighted_sum(parts: Parts, weights: Mapping[str, float]) -> float | None:
-    """Σ weight·part. The sum is None if a part is None. None leaves the sample out."""
-    total = 0.0
+    """Σ weight·part over the parts that are not None, as in TRL. The sum is None, which leaves the sample out, if no
+    part is there, and NaN, which does the same, if a part is `FAILED`.
+    """
+    total: float | None = None
     for name, value in parts.items():
-        if value is None:
-            return None
-        total += weights[name] * value
+        if value is not None:
+            total = (total or 0.0) + weights[name] * value
     return total
 
 

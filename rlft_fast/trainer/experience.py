@@ -144,8 +144,16 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
         "left_out_share": 1.0 - len(rewards) / len(samples),
         "zero_std_group_share": 1.0 - num_with_signal / num_groups if num_groups else 0.0,
     }
+    metrics |= _part_means(samples)
     metrics |= mismatch(batch)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()
     return metrics
+
+
+def _part_means(samples: Samples) -> dict[str, float]:
+    """Mean of each part over the samples that have it, where there are several; NaN where none has it."""
+    if len(samples.parts) < 2:
+        return {}
+    return {f"reward_mean/{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}

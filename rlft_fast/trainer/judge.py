@@ -89,7 +89,9 @@ class Judge:
         if self.world.any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
             raise failure or RewardError("the reward function failed in another process, which says why")
         weights = self.functions.weights
-        rewards = [weighted_sum(parts, weights) for parts in scored]
+        # The model scores every sample: without a function's part, its score is the reward.
+        nothing = None if self.model is None else 0.0
+        rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
         samples = with_rewards(own, rewards, scored, [*weights]).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.rewards import IsolatedReward
+from rlft_fast.rewards.scoring import FAILED
 
 HERE = Path(__file__).parent / "misbehaving.py"
 
@@ -38,7 +39,7 @@ def test_a_failure_costs_its_sample_alone(isolated):
     started = time.perf_counter()
     with pytest.warns(UserWarning, match=r"3 of 10 samples have no reward from .*:obey: no answer within 2 s"):
         rewards = ask(reward, ["a", "hang", "bb", "exit", "ccc", "raise", "none", "dddd", "ctrl-c", "terminate"])
-    assert rewards == [6.2, None, 7.2, None, 8.2, None, None, 9.2, 11.2, 14.2]
+    assert rewards == [6.2, FAILED, 7.2, FAILED, 8.2, FAILED, None, 9.2, 11.2, 14.2]
     assert time.perf_counter() - started < 30
 
 
@@ -50,9 +51,9 @@ def test_workers_work_at_the_same_time(isolated, tmp_path):
 def test_each_failure_says_how(isolated):
     reward = isolated("obey", timeout_s=5.0)
     with pytest.warns(UserWarning, match="its process ended with exit code 3"):
-        assert ask(reward, ["exit"]) == [None]
+        assert ask(reward, ["exit"]) == [FAILED]
     with pytest.warns(UserWarning, match="reward function obey raised KeyError"):
-        assert ask(reward, ["raise"]) == [None]
+        assert ask(reward, ["raise"]) == [FAILED]
 
 
 def test_a_worker_goes_on_from_sample_to_sample_until_closed(isolated):
@@ -71,7 +72,7 @@ def test_a_worker_that_cannot_start_costs_its_sample_at_once(isolated, tmp_path)
     )
     started = time.perf_counter()
     with pytest.warns(UserWarning, match="its process ended with exit code 4"):
-        assert ask(isolated("f", path, timeout_s=5.0), ["a"]) == [None]
+        assert ask(isolated("f", path, timeout_s=5.0), ["a"]) == [FAILED]
     assert time.perf_counter() - started < 60
 
 
@@ -92,7 +93,7 @@ def test_a_process_that_a_function_forks_answers_nothing(isolated):
 def test_processes_that_a_function_starts_end_with_their_worker(isolated, tmp_path):
     reward = isolated("start_others", timeout_s=2.0)
     with pytest.warns(UserWarning, match="no answer within 2 s"):
-        assert ask(reward, [str(tmp_path / "pids")]) == [None]
+        assert ask(reward, [str(tmp_path / "pids")]) == [FAILED]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert_ends(pids)
@@ -153,7 +154,7 @@ def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
         reward.close()
         with pytest.warns(UserWarning, match="its process ended with exit code -9"):
             asking.exception(10.0)
-    assert asking.result() == [None]
+    assert asking.result() == [FAILED]
     assert_ends(pids)
 
 
@@ -189,13 +190,13 @@ def is_running(pid: int) -> bool:
 def test_what_is_no_answer_costs_its_sample_alone(text, failure, isolated):
     reward = isolated("scribble", timeout_s=5.0)
     with pytest.warns(UserWarning, match=failure):
-        assert ask(reward, [text]) == [None]
+        assert ask(reward, [text]) == [FAILED]
     assert ask(reward, [""]) == [1.0]
 
 
 def test_a_long_error_is_shortened(isolated):
     with pytest.warns(UserWarning, match="raised ValueError on a batch of 1 samples: aaa") as caught:
-        assert ask(isolated("obey", timeout_s=5.0), ["shout"]) == [None]
+        assert ask(isolated("obey", timeout_s=5.0), ["shout"]) == [FAILED]
     assert len(str(caught[0].message)) < 3000
 
 

@@ -1,6 +1,9 @@
+import math
+
 import pytest
 
 from rlft_fast.rewards import RewardError, WeightedRewards, overlong_penalty, weighted_sum
+from rlft_fast.rewards.scoring import FAILED
 
 
 def level(level, **columns):
@@ -15,8 +18,15 @@ def test_parts_and_their_weighted_sum():
     rewards = WeightedRewards({"level": level, "half": half}, {"level": 2.0, "half": -1.0})
     parts = rewards.score(["a", "b"], ["", ""], [[1], [1]], {"level": [3, 4]})
     assert parts == [{"level": 3.0, "half": 0.5}, {"level": 4.0, "half": None}]
-    assert [weighted_sum(part, rewards.weights) for part in parts] == [5.5, None]
-    assert weighted_sum({}, {}) == 0.0
+    assert [weighted_sum(part, rewards.weights) for part in parts] == [5.5, 8.0]
+
+
+def test_the_sum_is_over_the_parts_that_are_there():
+    weights = {"a": 2.0, "b": 1e3}
+    assert weighted_sum({"a": 1.5, "b": None}, weights) == 3.0
+    assert weighted_sum({"a": None, "b": None}, weights) is None
+    assert weighted_sum({}, {}) is None
+    assert math.isnan(weighted_sum({"a": 1.5, "b": FAILED}, weights))
 
 
 def test_a_failing_function_is_named():

@@ -43,10 +43,13 @@ def test_several_functions_with_weights(model, tmp_path):
     assert len({row["reward"] for row in rows}) > 3
     for row in rows:
         even, length, other = (row["parts"][name] for name in parts)
-        if row["prompt"] == "sun":
-            assert (other, row["reward"]) == (None, None)
-        else:
-            assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length)
+        assert (other is None) == (row["prompt"] == "sun")
+        assert row["reward"] == pytest.approx(2.0 * even - 0.5 * length)
+    (metrics,) = comparable(tmp_path / "run")
+    assert metrics["left_out_share"] == 0.0
+    for name in parts:
+        there = [row["parts"][name] for row in rows if row["parts"][name] is not None]
+        assert metrics[f"reward_mean/{name}"] == pytest.approx(np.mean(there))
 
 
 def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_path):
@@ -121,6 +124,15 @@ def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path)
         rows = samples_of(model, tmp_path, actor__max_tokens=15, reward=reward)
     assert all((row["reward"] is None) == (row["parts"]["model"] is None) for row in rows)
     assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
+
+
+def test_a_score_of_the_model_is_the_reward_where_no_function_judges(model, reward_model, tmp_path):
+    reward = {"model": str(reward_model), "function": f"{HERE}:not_for_sun"}
+    rows = samples_of(model, tmp_path, reward=reward, rollout__prompts_per_step=10)
+    for row in rows:
+        own, score = row["parts"].values()
+        assert (own is None) == (row["prompt"] == "sun")
+        assert row["reward"] == pytest.approx((own or 0.0) + score)
 
 
 def test_a_reward_model_alone(model, reward_model, tmp_path):
