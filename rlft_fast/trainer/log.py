@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,7 @@ from rlft_fast.files import fsync
 from rlft_fast.trainer.tokens import FOLDER as TOKENS
 from rlft_fast.trainer.tokens import remove_tokens_after
 from rlft_fast.trainer.trackers import Tracker
+from rlft_fast.world import write_at_once
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
@@ -126,6 +127,11 @@ class RunLog:
 
     def message(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, soft_wrap=True, markup=False)
+
+    def announce(self, text: str) -> None:
+        """As `message`, from inside of a signal handler."""
+        if self.active:
+            write_at_once(cast(TextIO, self.console.file), printable(text))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         table = Table(title=title, *columns, show_lines=True)  # noqa: B026 (headers are positional in rich)

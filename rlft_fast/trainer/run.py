@@ -406,7 +406,7 @@ class Run:
                 "finishing this step, which has changed the weights, then saving. torchrun waits 30 s for that; if it "
                 f"takes longer, the newest checkpoint is {newest.name if newest else 'missing: none was saved yet'}"
             )
-        self.log.message(f"{what}: {then}")
+        self.log.announce(f"{what}: {then}")
 
 
 def _by_first(world: World, action: Callable[[], object]) -> None:

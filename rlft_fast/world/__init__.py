@@ -13,7 +13,7 @@ from rlft_fast.world.process_group import (
     init_distributed,
     leaving_process_group,
 )
-from rlft_fast.world.stopping import STOP, LeftEarlyError
+from rlft_fast.world.stopping import STOP, LeftEarlyError, write_at_once
 from rlft_fast.world.world import World, accumulate, collective_timeout, forked_rng
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "init_distributed",
     "leaving_process_group",
     "naming_lost_ranks",
+    "write_at_once",
 ]

@@ -7,9 +7,12 @@ minutes, so a signal interrupts them at once.
 """
 
 import contextlib
+import io
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TextIO
 
 import torch
 
@@ -46,7 +49,8 @@ class StopRequest:
         """Inside, SIGINT, SIGTERM and SIGHUP are noted. An ignored SIGTERM or SIGHUP (nohup) stays ignored.
 
         Args:
-            notify: called with the number of the first signal.
+            notify: called with the number of the first signal, inside of the handler. It must not print, because a
+                print raises RuntimeError where the signal interrupted a print: see `write_at_once`.
 
         Raises:
             KeyboardInterrupt: Ctrl-C after the first signal.
@@ -103,6 +107,19 @@ class StopRequest:
             raise LeftEarlyError("a signal asked this process to stop") from None
         finally:
             self._is_alone = False
+
+
+def write_at_once(stream: TextIO, text: str) -> None:
+    """Writes a line to the stream's descriptor, past its buffer, whose lock the interrupted code may hold.
+
+    A stream without a descriptor of its own has no such lock, and is written as usual.
+    """
+    is_buffered = isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, io.BufferedWriter)
+    with contextlib.suppress(OSError):  # the line is a courtesy
+        if is_buffered:
+            os.write(stream.fileno(), f"{text}\n".encode(stream.encoding, "backslashreplace"))
+        else:
+            print(text, file=stream, flush=True)
 
 
 STOP = StopRequest()

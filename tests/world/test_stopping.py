@@ -1,0 +1,41 @@
+"""Signals that arrive while the process writes to its console."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rlft_fast.world import STOP, write_at_once
+
+
+def stopped_while_printing(notify: Callable[[TextIO], None]) -> list[str]:
+    """What a process has written that gets SIGTERM inside a print, while the reader of its pipe pauses."""
+    read, write = os.pipe()
+    lines: list[str] = []
+
+    def stop_then_read() -> None:
+        time.sleep(0.3)  # the pipe is full by then
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        with open(read) as reader:
+            lines.extend(reader)
+
+    reader = threading.Thread(target=stop_then_read)
+    reader.start()
+    try:
+        with open(write, "w") as console, STOP.listening(lambda number: notify(console)):
+            while not STOP.signal:
+                print("step " * 200, file=console)
+            print("saved", file=console)
+    finally:
+        reader.join()
+    return lines
+
+
+def test_a_signal_inside_a_print_is_noted_and_announced():
+    lines = stopped_while_printing(lambda console: write_at_once(console, "stopping"))
+    assert STOP.signal == signal.SIGTERM
+    assert "stopping\n" in lines
+    assert lines[-1] == "saved\n"
