@@ -96,7 +96,7 @@ def _parser() -> Parser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
     parser.add_argument(
-        "--force", action="store_true", help="with --resume: accept other data, another seed, algorithm or reward"
+        "--force", action="store_true", help="with --resume: accept other data, models and settings than the run had"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(

@@ -6,6 +6,7 @@ The docstring under a field is the help text of its key (``rlft-fast train --hel
 from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
     CheckpointConfig,
@@ -37,6 +38,8 @@ __all__ = [
     "Section",
     "VLLMConfig",
     "WorkersConfig",
+    "changed_settings",
+    "fixed_settings",
     "section_of",
     "sections",
     "set_key",

@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import LocalPath, Section
+from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -50,7 +51,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """How a model is held in memory and run."""
 
-    max_tokens: PositiveInt = 16384
+    max_tokens: MayChange[PositiveInt] = 16384
     """Most tokens of a micro-batch. The longest sequence must fit."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, float32 on a CPU.
@@ -59,21 +60,21 @@ class ModelConfig(Section):
     float32 there."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
-    shard_size: Literal["auto"] | int = -1
+    shard_size: MayChange[Literal["auto"] | int] = -1
     """Processes that share one copy of the model. -1: all; 1: each has a whole copy; auto: the fewest that fit it."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: MayChange[bool] = True
     """Free the gathered weights of a block after its forward pass. false saves communication and costs memory."""
-    wrap: tuple[str, ...] | None = None
+    wrap: MayChange[tuple[str, ...] | None] = None
     """Class names of the blocks whose weights are gathered together; null: found from the model's structure."""
-    sequence_parallel: PositiveInt = 1
+    sequence_parallel: MayChange[PositiveInt] = 1
     """Ranks that share each micro-batch, each with a part of its tokens (Ulysses). For long sequences."""
-    compile: Literal["auto"] | bool = "auto"
+    compile: MayChange[Literal["auto"] | bool] = "auto"
     """Compile each block with torch.compile; auto: on a GPU."""
-    cpu_offload: bool = False
+    cpu_offload: MayChange[bool] = False
     """Always keep weights and optimizer state in CPU memory. A block is copied to the GPU when it runs."""
-    offload_between_phases: bool = False
+    offload_between_phases: MayChange[bool] = False
     """Keep weights and optimizer state in CPU memory while another model or the rollout uses the GPU."""
-    workspace_mib: PositiveInt | None = None
+    workspace_mib: MayChange[PositiveInt | None] = None
     """Most memory for logits at any time, in MiB; null: on a CPU 64, in losses at least 480 rows; on a GPU by shape."""
 
     @field_validator("shard_size")
@@ -105,9 +106,9 @@ class ModelConfig(Section):
 class EngineConfig(ModelConfig):
     """One model with its optimizer."""
 
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: MayChange[Literal["none", "selective", "full"]] = "none"
     """Recompute blocks in the backward pass: whole (full), or except matrix products and attention (selective)."""
-    reduce_every_micro_batch: bool = False
+    reduce_every_micro_batch: MayChange[bool] = False
     """Reduce gradients after each micro-batch, in param_dtype: sends more, but no rank holds all gradients."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
@@ -118,7 +119,7 @@ class EngineConfig(ModelConfig):
 class CriticConfig(EngineConfig):
     """The value model of PPO."""
 
-    model: LocalPath | None = None
+    model: MayChange[LocalPath | None] = None
     """Folder of the model that the critic starts from. A reward model keeps its head; null: the policy's folder."""
     value_clip: PositiveFloat = 0.2
     """How far a predicted value may move from its prediction at rollout before its loss is clipped."""

@@ -5,39 +5,40 @@ from typing import Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlft_fast.config.base import Section
+from rlft_fast.config.resume import MayChange
 
 
 class VLLMConfig(Section):
     """The generator vLLM."""
 
-    process: Literal["colocated", "separate"] = "colocated"
+    process: MayChange[Literal["colocated", "separate"]] = "colocated"
     """Run vLLM inside each training process, or in a separate process beside it, which receives the weights."""
-    transfer: Literal["auto", "socket", "ipc", "nccl"] = "auto"
+    transfer: MayChange[Literal["auto", "socket", "ipc", "nccl"]] = "auto"
     """How a separate process or servers receive the weights; auto: a process on GPUs by ipc, all others by socket."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: MayChange[PositiveInt] = 1
     """GPUs that share one copy of the generator."""
-    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    gpu_memory_utilization: MayChange[float] = Field(default=0.4, gt=0, le=1)
     """Share of a GPU's memory for the generator's weights and key-value cache."""
-    cpu_cache_gib: PositiveFloat = 1.0
+    cpu_cache_gib: MayChange[PositiveFloat] = 1.0
     """Size of the key-value cache in GiB, if the generator runs on the CPU."""
-    check_weights: bool = False
+    check_weights: MayChange[bool] = False
     """Compare checksums of weights after a sync: sent with received (separate), or across processes (colocated)."""
 
 
 class RolloutConfig(Section):
     """Sampling of completions."""
 
-    backend: Literal["hf", "vllm"] = "hf"
+    backend: MayChange[Literal["hf", "vllm"]] = "hf"
     """Generator: transformers with the policy itself, or vLLM with a copy of the weights."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of backend vllm."""
-    servers: tuple[str, ...] = ()
+    servers: MayChange[tuple[str, ...]] = ()
     """vLLM servers that generate, as URLs, or as files with one URL per line, read before each sync. Backend vllm."""
     prompts_per_step: PositiveInt = 8
     """Prompts sampled per step, over all processes."""
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt. GRPO calls them a group."""
-    max_prompt_tokens: PositiveInt = 512
+    max_prompt_tokens: MayChange[PositiveInt] = 512
     """Most tokens of a prompt. A longer prompt is an error, which names the row."""
     max_new_tokens: PositiveInt = 128
     """Most tokens of a completion."""
@@ -49,7 +50,7 @@ class RolloutConfig(Section):
     """Sample only among the likeliest of the top_k tokens whose probabilities add up to this. Needs a top_k."""
     stop: tuple[str, ...] = ()
     """Texts, or names of special tokens, that end a completion as an end token does."""
-    batch_size: PositiveInt = 64
+    batch_size: MayChange[PositiveInt] = 64
     """Completions generated at once on each process."""
 
     @model_validator(mode="after")

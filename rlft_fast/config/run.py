@@ -17,6 +17,7 @@ from pydantic import (
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Loader, LocalPath, Section, explain, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
+from rlft_fast.config.resume import MayChange
 from rlft_fast.config.rollout import RolloutConfig
 from rlft_fast.files import read_text
 
@@ -24,7 +25,7 @@ from rlft_fast.files import read_text
 class DataConfig(Section):
     """Where prompts come from: a JSONL file, a Hugging Face dataset folder, or a reasoning-gym task."""
 
-    path: LocalPath | None = None
+    path: MayChange[LocalPath | None] = None
     """JSONL file, or folder written by datasets.save_to_disk; null: give a task."""
     task: str | None = None
     """Name of a reasoning-gym task, instead of a path; null: give a path."""
@@ -60,13 +61,13 @@ class RewardConfig(Section):
 
     function: str | dict[str, float] | None = None
     """module:function or file.py:function, or several with weights; null: the scoring of the reasoning-gym task."""
-    model: LocalPath | None = None
+    model: MayChange[LocalPath | None] = None
     """Folder of a reward model (sequence classification, one label), run as the actor is. Its score is added."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""
-    timeout_s: PositiveFloat | None = None
+    timeout_s: MayChange[PositiveFloat | None] = None
     """Run functions in worker processes, with so many seconds per sample. A sample over time or crashed is left out."""
-    workers: PositiveInt = 2
+    workers: MayChange[PositiveInt] = 2
     """With timeout_s: worker processes per function and training process."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample cut off at max_new_tokens. Evaluation ignores it."""
@@ -79,11 +80,11 @@ class RewardConfig(Section):
 class EvaluationConfig(Section):
     """Accuracy on held-out prompts, before and after training."""
 
-    path: LocalPath | dict[str, LocalPath]
+    path: MayChange[LocalPath | dict[str, LocalPath]]
     """JSONL file or dataset folder with held-out prompts, or several by name; same columns as the training data."""
     max_new_tokens: PositiveInt = 32
     """Most tokens of an answer."""
-    every: NonNegativeInt = 0
+    every: MayChange[NonNegativeInt] = 0
     """Steps between evaluations; 0: evaluate only before and after training."""
     samples_per_prompt: PositiveInt = 1
     """Answers to each prompt. The accuracy is their mean reward; pass_at_k is the mean reward of the best of k > 1."""
@@ -122,69 +123,69 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 
-    every: NonNegativeInt = 50
+    every: MayChange[NonNegativeInt] = 50
     """Steps between checkpoints; 0: save only at the end."""
-    max_num: PositiveInt = 2
+    max_num: MayChange[PositiveInt] = 2
     """Complete checkpoints to keep. The disk needs room for one more."""
-    max_mem: PositiveFloat | None = None
+    max_mem: MayChange[PositiveFloat | None] = None
     """Most GB for all checkpoints; null: no limit. The newest checkpoint is always kept."""
-    asynchronous: bool = True
+    asynchronous: MayChange[bool] = True
     """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
-    best: str | None = None
+    best: MayChange[str | None] = None
     """Number of the evaluation, such as accuracy, at whose highest value the policy is exported to the folder best."""
 
 
 class WorkersConfig(Section):
     """Worker processes of a group."""
 
-    num_workers: PositiveInt = 1
+    num_workers: MayChange[PositiveInt] = 1
     """Worker processes."""
-    gpus: int = Field(default=0, ge=0, le=1)
+    gpus: MayChange[int] = Field(default=0, ge=0, le=1)
     """GPUs of each worker."""
-    cpus: PositiveInt = 1
+    cpus: MayChange[PositiveInt] = 1
     """Logical CPUs of each worker, which are also the threads of its kernels."""
 
 
 class GeneratorsConfig(Section):
     """vLLM servers that generate."""
 
-    num_workers: PositiveInt = 1
+    num_workers: MayChange[PositiveInt] = 1
     """Servers."""
-    gpus: NonNegativeInt = 0
+    gpus: MayChange[NonNegativeInt] = 0
     """GPUs of each server, as many as rollout.vllm.tensor_parallel; 0: it generates on CPUs."""
-    cpus: PositiveInt = 1
+    cpus: MayChange[PositiveInt] = 1
     """Logical CPUs of each server."""
 
 
 class ClusterConfig(Section):
     """Models and generators live in workers on a Ray cluster, and this process drives them."""
 
-    address: str | None = None
+    address: MayChange[str | None] = None
     """Address of a running cluster, such as auto or 10.0.0.1:6379; null: start one on this machine, on loopback."""
     actor: WorkersConfig = WorkersConfig()
     """Workers that hold the policy, and with it every model that has no workers of its own."""
-    critic: WorkersConfig | None = None
+    critic: MayChange[WorkersConfig | None] = None
     """Workers of the critic; null: the actor's workers."""
-    reference: WorkersConfig | None = None
+    reference: MayChange[WorkersConfig | None] = None
     """Workers of the reference; null: the actor's workers."""
-    reward: WorkersConfig | None = None
+    reward: MayChange[WorkersConfig | None] = None
     """Workers of the reward model; null: the actor's workers."""
-    generators: GeneratorsConfig | None = None
+    generators: MayChange[GeneratorsConfig | None] = None
     """vLLM servers that generate, on any machine of the cluster; null: the workers of the actor generate."""
 
 
 class Config(Section):
     """A training run."""
 
-    model: LocalPath
+    model: MayChange[LocalPath]
     """Folder of the policy to train, a Hugging Face causal language model."""
-    output_dir: LocalPath
+    output_dir: MayChange[LocalPath]
     """Folder for everything the run writes."""
-    steps: PositiveInt
+    steps: MayChange[PositiveInt]
     """Training steps. Each step samples a rollout and learns from it."""
     seed: NonNegativeInt = 0
     """Seed of sampling, data order and mini-batches."""
-    timeout_minutes: Annotated[PositiveFloat, Field(le=525_600)] = 30
+    timeout_minutes: MayChange[Annotated[PositiveFloat, Field(le=525_600)]] = 30
     """Minutes that a process waits for another before the run ends with an error that names the missing process."""
     data: DataConfig
     """Prompts to train on."""
@@ -198,19 +199,19 @@ class Config(Section):
     """How the policy is held in memory, run and trained."""
     critic: CriticConfig | None = None
     """The value model, as in actor. algorithm.advantage: gae needs it."""
-    reference: ModelConfig | None = None
+    reference: MayChange[ModelConfig | None] = None
     """The frozen model of the KL penalty; null: settings of the actor. With actor.lora, the policy without adapters."""
-    evaluation: EvaluationConfig | None = None
+    evaluation: MayChange[EvaluationConfig | None] = None
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
-    cluster: ClusterConfig | None = None
+    cluster: MayChange[ClusterConfig | None] = None
     """Workers on a Ray cluster; null: the processes that torchrun has started, or this process alone."""
-    log: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...] = ("jsonl",)
+    log: MayChange[tuple[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...]] = ("jsonl",)
     """Trackers that get the numbers of each step. The files metrics.jsonl and samples.jsonl are always written."""
-    log_texts: NonNegativeInt = 0
+    log_texts: MayChange[NonNegativeInt] = 0
     """Samples per step whose texts the trackers get, too."""
-    log_tokens_mib: PositiveInt | None = None
+    log_tokens_mib: MayChange[PositiveInt | None] = None
     """Most MiB per step of numbers of each token, in the folder tokens for rlft-fast view; null: none are written."""
 
     def for_device(self, device_type: str) -> Self:

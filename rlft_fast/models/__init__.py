@@ -2,6 +2,7 @@
 
 heads            the log-probability head, and the three models around packed sequences
 loading          builds a model from a Hugging Face folder and loads its weights
+checksum         tells a model folder from others
 weights          reads safetensors into the shards of a model, and names a checkpoint's tensors
 value_head       a critic's head in model folders
 packed           the inputs of a packed forward
@@ -23,6 +24,7 @@ with needing_train():
         require_packed_attention,
     )
     from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
+    from rlft_fast.models.checksum import model_checksum
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.loading import (
         build_critic,
@@ -85,6 +87,7 @@ __all__ = [
     "local_part",
     "low_rank_factors",
     "materialize",
+    "model_checksum",
     "name_some",
     "packed_attention",
     "padded_attention",

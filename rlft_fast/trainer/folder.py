@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, ConfigError
+from rlft_fast.config import Config, ConfigError, changed_settings
 from rlft_fast.files import TEMPORARY, write_text
 from rlft_fast.trainer.lock import NAME as LOCK
 
@@ -126,13 +126,17 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
 
     Args:
         output: the folder. Without a `MARKER` nothing is known of its run, and nothing is raised.
-        identity: nested settings of this run, which JSON can hold.
+        identity: of this run, which JSON can hold: its `fixed_settings` as ``settings``, and more that tells it from
+            others, nested under names of its own.
     """
     found = _identity(output)
-    before, now = (dict(flat(settings)) if isinstance(settings, Mapping) else {} for settings in (found, identity))
-    different = [name for name in now if name in before and before[name] != now[name]]
+    found = found if isinstance(found, Mapping) else {}
+    settings = found.get("settings", found)  # early versions had them beside the rest
+    different = [*changed_settings(settings, identity["settings"], Config)] if isinstance(settings, Mapping) else []
+    before, now = (dict(flat({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
+    different += [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
     if different:
-        shown = "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in different)
+        shown = "; ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in different)
         raise ValueError(
             f"this run cannot continue the run in {output}, whose settings differ: {shown}. Use the same settings, "
             "name another output_dir, or continue anyway with --force"

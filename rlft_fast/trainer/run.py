@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.cluster import WorkerError
-from rlft_fast.config import Config
+from rlft_fast.config import Config, fixed_settings
 from rlft_fast.data import Samples
 from rlft_fast.engine import CheckpointError
 from rlft_fast.errors import Interrupted, RunError
-from rlft_fast.models import load_tokenizer, name_some
+from rlft_fast.models import load_tokenizer, model_checksum, name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
@@ -39,12 +39,6 @@ _MAX_LOSSES = 3  # in a row that are made good, without a checkpoint between two
 _MAY_FAIL = {RewardError: "reward function", AdvantageError: "advantage", RolloutError: "generator"}
 
 
-_DECIDE_WHAT_IS_LEARNED = {
-    "reward": {"function", "model", "model_weight", "truncation_penalty", "overlong_buffer", "overlong_penalty"},
-    "algorithm": True, "seed": True,
-}  # fmt: skip
-
-
 def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
@@ -54,13 +48,13 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
     Args:
         config: the run.
         resume: continue from the newest checkpoint, if there is one.
-        force: also with other data, another seed, algorithm or reward than the run had before.
+        force: also with other data, models or settings than the run had before.
 
     Raises:
         ModuleNotFoundError: a tracker is not installed.
         ValueError: models, data or reward function cannot be used, ``output_dir`` is not a run's or holds what this run
-            reads, another run is writing to it, or the run to resume had other data, or another seed, algorithm or
-            reward.
+            reads, another run is writing to it, or the run to resume had other data, models or settings, except those
+            that are marked `MayChange`.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
@@ -101,10 +95,12 @@ def _same_again(config: Config, summary: dict[str, Any], world: World, *, force:
 
 def _identity(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
     """What a run has to have in common with the one that it continues."""
-    settings = config.model_dump(mode="json", include=_DECIDE_WHAT_IS_LEARNED)  # type: ignore[arg-type]
     sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
     data = {"training": prompts.description} | sets
-    return {"data": data, **settings}
+    folders = {"model": config.model, "reward.model": config.reward.model}
+    folders["critic.model"] = None if config.critic is None else config.critic.model or config.model
+    checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
+    return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}
 
 
 class DivergedError(RunError):

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from rlft_fast.cli import main
+from rlft_fast.models import model_checksum
 from rlft_fast.trainer.folder import MARKER, is_run
 from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
 from tests.trainer.toy import read_lines, toy_values
@@ -148,16 +151,22 @@ def test_another_run_is_not_continued(model, tmp_path, capsys):
     other_data.write_text("".join(json.dumps(row | {"answer": 7}) + "\n" for row in rows))
     checksum = json.loads((tmp_path / "run" / MARKER).read_text())["identity"]["data"]["training"]["checksum"]
     before = written(tmp_path / "run")
+    weights = load_file(shutil.copytree(model, tmp_path / "other") / "model.safetensors")
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, tmp_path / "other" / "model.safetensors")
     for option, difference in (
         (["--seed", "2"], "seed was 1 and is 2"),
         (["--data.path", str(other_data)], f"data.training.checksum was {checksum} and is "),
         (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
-        (["--reward.truncation_penalty", "0.5"], "reward.truncation_penalty was 0.0 and is 0.5"),
+        (["--rollout.prompts_per_step", "2"], "rollout.prompts_per_step was 4 and is 2"),
+        (["--actor.lora.rank", "4"], "actor.lora was None and is {'rank': 4, 'alpha': 32, "),
+        (["--model", str(tmp_path / "other")], f"checksum.model was {model_checksum(model)!r} and is "),
     ):
         message = f"this run cannot continue the run in {tmp_path / 'run'}, whose settings differ: {difference}"
         assert message in refusal(capsys, config, "--resume", "--steps", "2", *option)
         assert message in refusal(capsys, config, "--resume", *option)  # although there is nothing left to do
         assert written(tmp_path / "run") == before
+    elsewhere = ["--model", str(shutil.copytree(model, tmp_path / "copy")), "--actor.max_tokens", "32"]
+    assert main(["train", config, "--resume", *elsewhere]) == 0  # the same model in another folder
     assert main(["train", config, "--resume", "--seed", "2", "--force"]) == 0
     assert "is finished, with 1 steps" in capsys.readouterr().out
     assert written(tmp_path / "run") == before

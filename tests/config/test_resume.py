@@ -1,0 +1,117 @@
+"""For every key of the configuration, whether a run that is resumed may have another value."""
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rlft_fast.config import Config, Section, changed_settings, fixed_settings, section_of, sections
+
+# Where and how fast a run computes, how long it goes on, and what it writes. Contents of models and data are compared
+# by checksum, wherever their folders are.
+_OF_MODELS = """
+    max_tokens shard_size reshard_after_forward wrap sequence_parallel compile cpu_offload offload_between_phases
+    workspace_mib
+"""
+_MAY_CHANGE = {
+    "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib",
+    "data": "path",
+    "reward": "model timeout_s workers",
+    "rollout": "backend servers max_prompt_tokens batch_size",
+    "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib check_weights",
+    "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch",
+    "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
+    "reference": _OF_MODELS,
+    "evaluation": "path every",
+    "checkpoint": "every max_num max_mem asynchronous best",
+    "cluster": "address",
+    **{f"cluster.{name}": "num_workers gpus cpus" for name in ("actor", "critic", "reference", "reward", "generators")},
+}
+MAY_CHANGE = {f"{section}.{key}".removeprefix(".") for section, keys in _MAY_CHANGE.items() for key in keys.split()}
+MAY_COME_AND_GO = {
+    "reference", "evaluation", "cluster", "cluster.critic", "cluster.reference", "cluster.reward", "cluster.generators",
+}  # fmt: skip
+
+
+def with_every_section(section: type[Section]) -> Any:
+    """The defaults with each section that is null by default, although some exclude each other."""
+    fields = section.model_fields.items()
+    given = {"model": "m", "output_dir": "o", "steps": 3, "path": "data.jsonl"}
+    values: dict[str, Any] = {name: given[name] for name, field in fields if field.is_required() and name in given}
+    inner = {name: with_every_section(own) for name, field in fields if (own := section_of(field.annotation))}
+    return section.model_construct(**values | inner)
+
+
+def with_value(section: Section, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def another(value: Any, field: Any) -> Any:
+    """Some other value that a field takes."""
+    adapter = TypeAdapter(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+    words = [
+        "gae",
+        "wandb",
+        "vllm",
+        "separate",
+        "ipc",
+        "bfloat16",
+        "cosine",
+        "k1",
+        "reward",
+        "constant",
+        "bypass",
+        "gspo",
+        "full",
+    ]
+    for other in (0.25, 1, 2, True, False, *words, {"x": 2.0}, ("x",), ("wandb",), (0.5, 0.5)):
+        with suppress(ValidationError):
+            if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:
+                return taken
+    raise AssertionError(f"no other value for {field}")
+
+
+def differences(before: Config, now: Config) -> list[str]:
+    stored = json.loads(json.dumps(fixed_settings(before)))  # as a run's folder holds them
+    return [key for key, _, _ in changed_settings(stored, fixed_settings(now), Config)]
+
+
+def test_every_key_is_refused_unless_it_may_change():
+    config = with_every_section(Config)
+    assert differences(config, config) == []
+    found = {}
+    for key, field in sections(Config):
+        if section_of(field.annotation) is None:
+            value = config
+            for part in key.split("."):
+                value = getattr(value, part)
+            found[key] = differences(config, with_value(config, key, another(value, field)))
+    assert {key for key, different in found.items() if different == []} == MAY_CHANGE
+    assert all(different in ([], [key]) for key, different in found.items())
+
+
+def test_a_section_comes_or_goes():
+    config = with_every_section(Config)
+    for key, field in sections(Config):
+        if section_of(field.annotation) is not None and not field.is_required() and field.default is None:
+            without = with_value(config, key, None)
+            refused = [] if key in MAY_COME_AND_GO else [key]
+            assert differences(config, without) == differences(without, config) == refused
+
+
+# A value that is a mapping is compared as a whole: a name that is new, or missing, is a difference.
+@pytest.mark.parametrize(("key", "value"), [("algorithm.loss_options", {"a": 1.0}), ("reward.function", {"m:f": 1.0})])
+def test_names_in_a_value(key, value):
+    config = with_every_section(Config)
+    fewer, more = with_value(config, key, value), with_value(config, key, value | {"b": 1.0})
+    assert differences(fewer, more) == differences(more, fewer) == differences(config, more) == [key]
+
+
+def test_a_key_that_an_older_version_lacks_is_no_difference():
+    config = with_every_section(Config)
+    stored = fixed_settings(config)
+    del stored["seed"], stored["critic"]["value_clip"], stored["rollout"]
+    assert [*changed_settings(stored, fixed_settings(config), Config)] == []
