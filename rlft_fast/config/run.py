@@ -36,7 +36,9 @@ class DataConfig(Section):
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
     system_prompt: str | None = None
-    """System message put before text prompts; null: none, but a chat template may add its own."""
+    """System message of prompts that have none of their own; null: none, but a chat template may add its own."""
+    template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as enable_thinking: false. The row's chat_template_kwargs come first."""
     chat: bool = True
     """Apply the chat template to text prompts; false: tokenize them as they are."""
 
@@ -48,11 +50,11 @@ class DataConfig(Section):
             raise ValueError(
                 "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
             )
-        if self.system_prompt is not None and not self.chat:
-            raise ValueError(
-                "system_prompt needs the chat template, which chat: false leaves out: set chat: true, or "
-                "no system_prompt"
-            )
+        for name in ("system_prompt", "template_kwargs"):
+            if getattr(self, name) not in (None, {}) and not self.chat:
+                raise ValueError(
+                    f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
+                )
         return self
 
 

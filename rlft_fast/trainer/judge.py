@@ -125,7 +125,7 @@ class Judge:
             return []
         asked, ids = prompts.select(own.row_B.tolist()), own.token_ids()
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return self.functions.score(asked.texts, texts, ids, asked.columns)
+        return self.functions.score(*asked.answered(texts), ids, asked.columns)
 
     def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
         score_B = model.score(prompts, samples.row_B.tolist(), samples.token_ids())

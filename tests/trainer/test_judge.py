@@ -61,6 +61,15 @@ def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_pat
     assert (samples.row_B.tolist(), samples.reward_B.tolist()) == ([0, 1], [0.0, 1.0])
 
 
+def test_functions_see_the_whole_answer_where_the_model_continues_one(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["u:9*2? a:1", "a:"], [[1], [1]], {"answer": [18, 8]}, continued={0: "1"})
+    completion = Completion([*tokenizer.encode("8"), tokenizer.eos_token_id], [0.0] * 2, "stop")
+    judge = Judge(toy_config(model, tmp_path, reward__function="rlft_fast.rewards:last_number"), tokenizer, World())
+    samples = judge.score(prompts, to_samples([(0, completion), (1, completion)]))
+    assert samples.reward_B.tolist() == [1.0, 1.0]
+
+
 def test_functions_in_worker_processes(model, tmp_path):
     changes = {"reward__function": f"{MISBEHAVING}:exit_for_sun", "reward__timeout_s": 20}
     with pytest.warns(UserWarning, match="its process ended with exit code 9"):

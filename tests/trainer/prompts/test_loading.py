@@ -194,6 +194,7 @@ LONG = "x" * 65
         ('{"prompt": 7}\n', {}, "rows 0 .* neither a text nor a list of messages .* for example 7"),
         ('{"prompt": {"role": "user"}}\n', {}, "rows 0 .* neither a text nor a list of messages"),
         ('{"prompt": ["a"]}\n', {}, "rows 0 .* neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "user", "content": null}]}\n', {}, "rows 0 .* neither a text nor a list of messages"),
         ('{"prompt": [{"role": "user"}]}\n', {}, "rows 0 .* neither a text nor a list of messages"),
         (
             f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n', {},
@@ -220,7 +221,7 @@ def test_a_template_that_refuses_a_row(tmp_path, chat_tokenizer):
         load(write(tmp_path, '{"prompt": "a"}\n'), chat_tokenizer, chat=True)
 
 
-@pytest.mark.parametrize("content", ["null", "5", '[{"type": "text", "text": "hi"}]'])
+@pytest.mark.parametrize("content", ["5", '[{"type": "text", "text": "hi"}]'])
 def test_a_template_that_fails_at_a_row(content, tmp_path, chat_tokenizer):
     path = write(tmp_path, f'{{"prompt": [{{"role": "user", "content": {content}}}]}}\n')
     chat_tokenizer.chat_template = "{{ messages[0]['content'] + ';' }}"
@@ -240,6 +241,9 @@ def test_unusable_dataset_folders(tmp_path, tokenizer):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty is not a folder written by datasets\.save_to_disk"):
         load(tmp_path / "empty", tokenizer)
+    Dataset.from_list([]).save_to_disk(tmp_path / "no rows")
+    with pytest.raises(ValueError, match="no rows holds no rows: there is nothing to train on"):
+        load(tmp_path / "no rows", tokenizer)
     DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}).save_to_disk(tmp_path / "splits")
     with pytest.raises(ValueError, match=r"holds the splits \['train'\]: name one, for example .*train"):
         load(tmp_path / "splits", tokenizer)

@@ -1,0 +1,196 @@
+"""Prompts: checked and tokenized before anything runs."""
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from rlft_fast.config import DataConfig
+from rlft_fast.trainer.prompts.chat import Rendered, Tokenizer, render_row
+from rlft_fast.trainer.prompts.rows import Row, read_rows
+
+_MAX_NAMED_ROWS = 5
+_MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
+_MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # types and keys of transformers, OpenAI and Qwen
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Tokenized prompts with the columns that reward functions see.
+
+    Args:
+        texts: N prompts as the model reads them.
+        token_ids: N lists of token ids.
+        columns: the other columns of the data, each N long.
+        continued: by row, the assistant's words at the end of the text. The answer to the prompt begins with them.
+        description: what tells the data from other data: numbers and texts by name.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    continued: dict[int, str] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, indices: Sequence[int]) -> "Prompts":
+        """The named rows, in that order, without the description of all rows."""
+        columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        continued = {new: self.continued[i] for new, i in enumerate(indices) if i in self.continued}
+        return Prompts([self.texts[i] for i in indices], [self.token_ids[i] for i in indices], columns, continued)
+
+    def answered(self, completions: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Prompts and whole answers: the answer has the words that it continues, and the prompt ends before them.
+
+        Args:
+            completions: N texts that the model has added to the prompts.
+        """
+        words = [self.continued.get(i, "") for i in range(len(self))]
+        asked = [text[: len(text) - len(begun)] for text, begun in zip(self.texts, words, strict=True)]
+        return asked, [begun + text for begun, text in zip(words, completions, strict=True)]
+
+    def order(self, start: int, count: int, seed: int) -> list[int]:
+        """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
+
+        A pure function of its arguments: a resumed run needs to know nothing but its step.
+        """
+        indices: list[int] = []
+        while len(indices) < count:
+            epoch, offset = divmod(start + len(indices), len(self))
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            shuffled = torch.randperm(len(self), generator=generator)
+            indices += shuffled[offset : offset + count - len(indices)].tolist()
+        return indices
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None) -> Prompts:
+    """Reads, checks and tokenizes all prompts.
+
+    Args:
+        config: where they come from and how texts become tokens.
+        tokenizer: the policy's.
+        max_prompt_tokens: tokens of the longest prompt allowed.
+        path: read this file or folder instead, for example the held-out one.
+
+    Raises:
+        ValueError: unreadable or empty data, rows without a prompt, or prompts that are too long; rows are named.
+    """
+    rows, column, name = read_rows(config, path)
+    _check_rows(rows, column, name)
+    texts: list[str] = []
+    token_ids: list[list[int]] = []
+    continued = {}
+    for i, row in enumerate(rows):
+        is_text = isinstance(row[column], str) and not config.chat
+        text, words = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name)
+        if len(text) > _MOST_CHARACTERS * max_prompt_tokens:  # tokenizing megabytes would take minutes
+            raise ValueError(
+                f"{name}: row {i} (counted from 0) has {len(text)} characters, more than {_MOST_CHARACTERS} for each "
+                f"of rollout.max_prompt_tokens={max_prompt_tokens}: leave the row out"
+            )
+        texts.append(text)
+        token_ids.append(_encode(i, text, tokenizer, name, {} if is_text else {"add_special_tokens": False}))
+        if words:
+            continued[i] = words
+    if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
+        worst = max(long, key=lambda i: len(token_ids[i]))
+        raise ValueError(
+            f"{name}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
+        )
+    others = sorted({key for row in rows for key in row} - {column})
+    columns = {key: [row.get(key) for row in rows] for key in others}
+    return Prompts(texts, token_ids, columns, continued, _describe(texts, token_ids, columns))
+
+
+def _describe(texts: list[str], token_ids: list[list[int]], columns: dict[str, list[Any]]) -> dict[str, Any]:
+    everything = json.dumps([texts, columns], sort_keys=True, default=lambda value: type(value).__name__)
+    return {"rows": len(texts), "tokens": sum(map(len, token_ids)), "checksum": zlib.crc32(everything.encode())}
+
+
+def _check_rows(rows: list[Row], column: str, name: str) -> None:
+    if not rows:
+        raise ValueError(f"{name} holds no rows: there is nothing to train on")
+    if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
+        raise ValueError(
+            f"{name}: {_name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
+            "fill them in, or set data.prompt_column"
+        )
+    if other := [i for i, row in enumerate(rows) if not _is_prompt(row[column])]:
+        raise ValueError(
+            f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
+            f"and content or tool_calls, for example {rows[other[0]][column]!r}"
+        )
+    in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}
+    beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=column)))}
+    for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
+        if media:
+            first = min(media)
+            raise ValueError(
+                f"{name}: {_name_rows([*media])} have images, videos or audio {where} (row {first} has "
+                f"{media[first]!r}), which do not reach the model: leave these rows out"
+            )
+
+
+def _is_prompt(value: Any) -> bool:
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(
+        isinstance(message, dict)
+        and "role" in message
+        and (message.get("content") is not None or message.get("tool_calls"))
+        for message in value
+    )
+
+
+def _media(prompt: str | list[dict[str, Any]]) -> str | None:
+    """The type or key of the first image, video or audio in a prompt's messages; templates drop what they hold."""
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [content if isinstance(content := m.get("content"), list) else [content] for m in messages]
+    parts = [part for part in (*messages, *chain.from_iterable(contents)) if isinstance(part, dict)]
+    return _first_media(name for part in parts for name in (part.get("type"), *_filled(part)))
+
+
+def _first_media(names: Iterable[Any]) -> str | None:
+    return next((name for name in names if isinstance(name, str) and _MEDIA.fullmatch(name)), None)
+
+
+def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
+    """The keys that hold something."""
+    return [key for key, value in values.items() if value and key != but]
+
+
+def _rendered(number: int, row: Row, column: str, config: DataConfig, tokenizer: Tokenizer, name: str) -> Rendered:
+    """A row's prompt in the chat template."""
+    prompt = row[column]
+    try:
+        return render_row(prompt, row, config, tokenizer)
+    except Exception as error:  # a template is code of the model's: it may divide by 0, or loop without end
+        instead = " (data.chat: false sends texts without a template)" if isinstance(prompt, str) else ""
+        raise ValueError(
+            f"{name}: the tokenizer's chat template cannot be applied to row {number} (counted from 0): "
+            f"{error}{instead}"
+        ) from error
+
+
+def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, options: dict[str, Any]) -> list[int]:
+    try:
+        ids = tokenizer.encode(text, **options)
+    except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
+        raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {text!r}") from error
+    if not ids:
+        raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {text!r}")
+    return ids
+
+
+def _name_rows(rows: list[int]) -> str:
+    named = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    more = len(rows) - _MAX_NAMED_ROWS
+    return f"rows {named}" + (f" and {more} more" if more > 0 else "") + " (counted from 0)"

@@ -1,0 +1,170 @@
+"""Conversations become the text and the tokens that plain transformers makes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import DataConfig
+from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer.prompts import Prompts, load_prompts
+from tests.trainer.toy import write_rows
+
+STORED = Path(trl.__file__).parent / "chat_templates"  # templates of well-known models
+ECHO = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+USER = {"role": "user", "content": "2 + 2?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+OTHER_CALL = {"type": "function", "function": {"name": "add", "arguments": {"b": "2"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.fixture
+def tokenizer(tiny_model) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model("llama"))
+
+
+def load(folder, tokenizer, template: str, *rows, arrow: bool = False, **options) -> Prompts:
+    """The prompts of rows; a template is the name of a stored file, or its text."""
+    stored = STORED / f"{template}.jinja"
+    tokenizer.chat_template = stored.read_text() if stored.name.isidentifier() or stored.is_file() else template
+    if arrow:
+        Dataset.from_list([*rows]).save_to_disk(folder / "data")
+    else:
+        write_rows(folder / "data", [*rows])
+    return load_prompts(DataConfig(path=str(folder / "data"), **options), tokenizer, 2000)
+
+
+# ---- null is missing ------------------------------------------------------------------------------------------------
+
+RESULT = {"role": "tool", "content": "4", "name": "add"}
+ASKING = [{"prompt": [USER, {"role": "assistant", "tool_calls": [call]}, RESULT]} for call in (CALL, OTHER_CALL)]
+
+
+# The first asks whether keys are there; the second writes whatever keys there are.
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %} calls{% endif %}"
+        "{% if m.name is defined %} {{ m.name }}{% endif %};{% endfor %}",
+        "{{ messages | tojson }}",
+        "qwen3",
+        "gptoss",
+    ],
+)
+def test_a_dataset_folder_gives_the_text_of_json_lines(template, tmp_path, tokenizer):
+    (tmp_path / "arrow").mkdir()
+    from_lines = load(tmp_path, tokenizer, template, *ASKING)
+    from_arrow = load(tmp_path / "arrow", tokenizer, template, *ASKING, arrow=True)
+    plain = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in ASKING]
+    assert from_lines.texts == plain
+    assert from_arrow.texts == plain
+    assert from_arrow.token_ids == from_lines.token_ids
+
+
+def test_keys_of_tools_and_parts_that_hold_null_are_missing_too(tmp_path, tokenizer):
+    parts = [{"type": "text", "text": "hi"}, {"text": "you", "cache": 1}]
+    tools = [TOOL, {"type": "function", "function": {"name": "now", "description": "the time"}}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "tools": tools}]
+    rows += [{"prompt": [{"role": "user", "content": parts[:1]}], "tools": None}]
+    (tmp_path / "arrow").mkdir()
+    template = "{{ messages | tojson }}{{ tools | tojson }}"
+    texts = load(tmp_path / "arrow", tokenizer, template, *rows, arrow=True).texts
+    assert texts == load(tmp_path, tokenizer, template, *rows).texts
+    assert [text.count("null") for text in texts] == [0, 1]  # the second row has no tools
+
+
+# ---- the assistant's last message -----------------------------------------------------------------------------------
+
+
+# llama3_1 strips what a message holds, qwen3 puts an empty thought before it.
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "llama3_1", "gemma3"])
+@pytest.mark.parametrize("words", ["The sum is ", "The"])
+def test_the_last_message_of_the_assistant_is_continued(template, words, tmp_path, tokenizer):
+    messages = [USER, {"role": "assistant", "content": words}]
+    prompts = load(tmp_path, tokenizer, template, {"prompt": [USER]}, {"prompt": messages})
+    plain = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert prompts.texts[1] == plain
+    assert prompts.token_ids[1] == tokenizer.encode(plain, add_special_tokens=False)
+    assert plain.endswith((words, words.strip()))
+    asked, answers = prompts.answered(["4", "4"])
+    assert asked[0] == prompts.texts[0]
+    assert [asked[1] + answers[1], answers[0]] == [plain + "4", "4"]
+    assert answers[1] in (words + "4", words.strip() + "4")
+
+
+def test_words_in_several_parts_are_continued(tmp_path, tokenizer):
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+    parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "sum"}]
+    prompts = load(tmp_path, tokenizer, template, {"prompt": [{"role": "assistant", "content": parts}]})
+    assert (prompts.texts, prompts.continued) == (["The sum"], {0: "The sum"})
+    assert prompts.select([0, 0]).answered(["", " is"]) == (["", ""], ["The sum", "The sum is"])
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "message"),
+    [
+        ("qwen2_5", {"content": "", "tool_calls": [CALL]}, "its last message calls a tool: the result of the tool"),
+        (ECHO.replace("m.content", "m.content | upper"), {"content": "ab"}, "the final message does not appear in"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued_is_refused(template, last, message, tmp_path, tokenizer):
+    row = {"prompt": [USER, {"role": "assistant"} | last]}
+    with pytest.raises(ValueError, match=r"cannot be applied to row 0 \(counted from 0\): ") as error:
+        load(tmp_path, tokenizer, template, row)
+    assert message in str(error.value)
+    assert "data.chat: false" not in str(error.value)
+
+
+# ---- system messages, tools and variables ---------------------------------------------------------------------------
+
+
+def test_a_system_prompt_is_put_before_conversations_that_have_none(tmp_path, tokenizer):
+    own = {"role": "developer", "content": "own"}
+    rows = [{"prompt": "2 + 2?"}, {"prompt": [USER]}, {"prompt": [own, USER]}]
+    prompts = load(tmp_path, tokenizer, ECHO, *rows, system_prompt="be brief")
+    with_system = "system:be brief;user:2 + 2?;a:"
+    assert prompts.texts == [with_system, with_system, "developer:own;user:2 + 2?;a:"]
+
+
+# As a list, and as JSON text, as data sets have it whose tools differ from row to row.
+@pytest.mark.parametrize("written", [lambda value: value, json.dumps])
+def test_tools_and_variables_of_a_row(written, tmp_path, tokenizer):
+    rows = [
+        {"prompt": "2 + 2?", "tools": written([TOOL]), "chat_template_kwargs": written({"enable_thinking": True})},
+        {"prompt": [USER], "tools": written([]), "chat_template_kwargs": None},
+    ]
+    prompts = load(tmp_path, tokenizer, "qwen3", *rows, template_kwargs={"enable_thinking": False})
+    options = {"tokenize": False, "add_generation_prompt": True}
+    with_tools = tokenizer.apply_chat_template([USER], tools=[TOOL], enable_thinking=True, **options)
+    without = tokenizer.apply_chat_template([USER], enable_thinking=False, **options)
+    assert prompts.texts == [with_tools, without]
+    assert ("add" in with_tools, without.endswith("</think>\n\n"), with_tools.endswith("assistant\n")) == (True,) * 3
+    assert prompts.columns["tools"] == [written([TOOL]), written([])]  # a reward function may read them
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "options", "message"),
+    [
+        (ECHO, {"tools": [TOOL]}, {}, "it does not read 'tools', which the column tools gives, and the model would"),
+        (ECHO + "{{ xml_tools }}", {"tools": [TOOL]}, {}, "it does not read 'tools'"),
+        ("qwen3", {}, {"enable_thinkin": False}, "it does not read 'enable_thinkin', which chat_template_kwargs or"),
+        ("qwen2_5", {"chat_template_kwargs": {"enable_thinking": False}}, {}, "it does not read 'enable_thinking'"),
+        (ECHO, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, {}, "chat_template is no variable for"),
+        (ECHO, {}, {"messages": []}, "messages is no variable for chat_template_kwargs or data.template_kwargs"),
+        ("qwen3", {"tools": ["add"]}, {}, "JSON schema"),
+        ("qwen3", {"tools": {"a": 1}}, {}, "its column tools must be a list, got {'a': 1}: rename another column"),
+        ("qwen3", {"tools": "[{"}, {}, "its column tools is a text that is not JSON"),
+    ],
+)
+def test_tools_and_variables_that_would_be_dropped(template, columns, options, message, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"cannot be applied to row 0 \(counted from 0\): ") as error:
+        load(tmp_path, tokenizer, template, {"prompt": [USER]} | columns, template_kwargs=options)
+    assert message in str(error.value)
+
+
+def test_texts_without_a_template_leave_tools_to_the_reward(tmp_path, tokenizer):
+    prompts = load(tmp_path, tokenizer, ECHO, {"prompt": "2 + 2?", "tools": ["add"]}, chat=False)
+    assert (prompts.texts, prompts.columns) == (["2 + 2?"], {"tools": [["add"]]})
