@@ -84,6 +84,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     """
     rows, column, name = read_rows(config, path)
     _check_rows(rows, column, name)
+    start = _start_of_texts(tokenizer)
     texts: list[str] = []
     token_ids: list[list[int]] = []
     continued = {}
@@ -96,7 +97,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
                 f"of rollout.max_prompt_tokens={max_prompt_tokens}: leave the row out"
             )
         texts.append(text)
-        token_ids.append(_encode(i, text, tokenizer, name, {} if is_text else {"add_special_tokens": False}))
+        token_ids.append(_encode(i, text, tokenizer, name, start if is_text else []))
         if words:
             continued[i] = words
     if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
@@ -180,14 +181,22 @@ def _rendered(number: int, row: Row, column: str, config: DataConfig, tokenizer:
         ) from error
 
 
-def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, options: dict[str, Any]) -> list[int]:
+def _start_of_texts(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer puts before every text, such as BOS."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
+
+
+def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, start: list[int]) -> list[int]:
+    """The tokens of a text after `start`, of which the text may have a part, and without an end token."""
     try:
-        ids = tokenizer.encode(text, **options)
+        ids = tokenizer.encode(text, add_special_tokens=False)
     except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
         raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {text!r}") from error
     if not ids:
         raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {text!r}")
-    return ids
+    missing = next(n for n in range(len(start) + 1) if ids[: len(start) - n] == start[n:])
+    return start[:missing] + ids
 
 
 def _name_rows(rows: list[int]) -> str:

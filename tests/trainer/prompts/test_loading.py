@@ -1,9 +1,11 @@
+import copy
 import json
 
 import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
@@ -173,6 +175,34 @@ def test_reasoning_gym_task(tokenizer):
     assert len(prompts) == 3
     assert prompts.texts == [entry["question"] for entry in prompts.columns["entry"]]
     assert prompts == load_prompts(config, tokenizer, max_prompt_tokens=200)
+
+
+# ---- special tokens of texts without a template ---------------------------------------------------------------------
+
+
+# What the tokenizer puts around texts: nothing, BOS, EOS, both, and two tokens before.
+@pytest.mark.parametrize(
+    ("around", "start"),
+    [
+        ("$A", ""),
+        ("<bos> $A", "<bos>"),
+        ("$A <eos>", ""),
+        ("<bos> $A <eos>", "<bos>"),
+        ("<pad> <bos> $A", "<pad><bos>"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["ab", "<bos>ab", "ab<eos>", "<eos>ab<bos>"])
+def test_texts_have_one_start_and_no_end(around, start, text, tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>", "<pad>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=ids)
+    prompts = load(write(tmp_path, json.dumps({"prompt": text}) + "\n"), tokenizer)
+    once = start + text.removeprefix("<bos>") if "<bos>" in start else text
+    assert prompts.token_ids == [tokenizer(once, add_special_tokens=False).input_ids]
+    assert prompts.texts == [text]
+    if "<eos>" not in around and not text.startswith("<bos>"):
+        assert prompts.token_ids == [tokenizer(text).input_ids]  # plain transformers
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
