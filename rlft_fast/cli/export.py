@@ -14,7 +14,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")
     parser.add_argument("--output", metavar="DIR", type=Path, help="new folder to write (default: RUN/hf)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: of the run's model)"
     )
     options = parser.parse_args(arguments)
     if not options.run.is_dir():

@@ -183,7 +183,7 @@ class ActorRolloutRefWorker(Worker):
     @register(ONE_TO_ALL)
     def export(self, folder: str) -> None:
         """Writes the policy as transformers loads it."""
-        export_hf(self.engines["actor"], Path(folder), overwrite=True)
+        export_hf(self.engines["actor"], Path(folder), stop=self.config.rollout.stop, overwrite=True)
 
     @register(RANK_ZERO)
     def weight_version(self) -> int:

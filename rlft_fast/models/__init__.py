@@ -5,6 +5,7 @@ loading          builds a model from a Hugging Face folder and loads its weights
 checksum         tells a model folder from others
 weights          reads safetensors into the shards of a model, and names a checkpoint's tensors
 value_head       a critic's head in model folders
+ends             end tokens and stop texts
 packed           the inputs of a packed forward
 attention        attention over packed sequences, and for generation
 architectures    which models can be packed
@@ -25,11 +26,13 @@ with needing_train():
     )
     from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
     from rlft_fast.models.checksum import model_checksum
+    from rlft_fast.models.ends import end_token_ids, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.loading import (
         build_critic,
         build_policy,
         build_reward_model,
+        folder_dtype,
         load,
         load_critic,
         load_policy,
@@ -77,6 +80,8 @@ __all__ = [
     "checkpoint_parts",
     "checkpoint_tensors",
     "disabled_lora",
+    "end_token_ids",
+    "folder_dtype",
     "has_vision",
     "head_parameters",
     "load",
@@ -97,6 +102,7 @@ __all__ = [
     "require_fixed_rope",
     "require_packed_attention",
     "rotary_positions",
+    "split_stop",
     "stored_head",
     "token_classifier",
     "unpatch_lm_head",

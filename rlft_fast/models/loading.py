@@ -25,7 +25,7 @@ from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.vision import VISION_MODELS
-from rlft_fast.models.weights import build_on_meta, load_weights, materialize
+from rlft_fast.models.weights import build_on_meta, load_weights, materialize, stored_dtype
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
@@ -125,6 +125,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # a damaged file may raise any error
         raise ValueError(f"cannot load a tokenizer from {path}: {type(error).__name__}: {error}") from error
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def folder_dtype(path: str | Path) -> torch.dtype:
+    """The dtype in which transformers loads a model folder: config.json names it, or else the first weight has it.
+
+    Raises:
+        ValueError: the folder is missing or unreadable.
+    """
+    config = _read_config(path)
+    named = [x for x in (config.dtype, config.get_text_config().dtype) if isinstance(x, torch.dtype)]
+    return named[0] if named else stored_dtype(Path(path))
 
 
 def _why_no_policy(config: PreTrainedConfig) -> str:

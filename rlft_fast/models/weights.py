@@ -126,6 +126,19 @@ def stored_names(folder: Path) -> set[str]:
     return {stored.key for stored in _stored(folder)}
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the first floating-point tensor in a folder's files.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or has no such tensor.
+    """
+    for stored in _stored(folder):
+        if stored.dtype in _FLOATS:
+            with safe_open(stored.file, "pt") as tensors:
+                return tensors.get_slice(stored.key)[:0].dtype
+    raise ValueError(f"the weights in {folder} have no floating-point numbers")
+
+
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in a checkpoint. Tensors of adapters are left out."""
     tensors = dict(model.named_parameters(remove_duplicate=False))

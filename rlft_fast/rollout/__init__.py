@@ -14,7 +14,6 @@ vllm_server      one vLLM server: its start, its guard, its state
 weight_sender    sends weights through sockets, once for any number of vLLMs
 nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
 vllm_worker      the receiving side of it, which vLLM's workers import
-ends             end tokens and stop texts
 """
 
 from rlft_fast.errors import needing_train

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import FSDPEngine, WeightStream
 from rlft_fast.engine.sharding import gathered
-from rlft_fast.models import PolicyModel
-from rlft_fast.rollout.ends import end_token_ids, split_stop
+from rlft_fast.models import PolicyModel, end_token_ids, split_stop
 from rlft_fast.rollout.hf import HFGenerator
 from rlft_fast.rollout.scheduling import ServerError
 from rlft_fast.rollout.together import Rollout, RolloutError

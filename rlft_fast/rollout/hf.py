@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from rlft_fast.engine import WeightStream
-from rlft_fast.models import PolicyModel, padded_attention
-from rlft_fast.rollout.ends import end_token_ids, split_stop
+from rlft_fast.models import PolicyModel, end_token_ids, padded_attention, split_stop
 from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span
 
 _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding

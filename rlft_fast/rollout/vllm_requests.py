@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import VLLMConfig
-from rlft_fast.rollout.ends import split_stop
+from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds, Span, with_ties
 
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
-from rlft_fast.rollout.ends import split_stop
+from rlft_fast.models import split_stop
 from rlft_fast.rollout.nccl_sender import NCCLSender
 from rlft_fast.rollout.scheduling import ServerError, ServerPool, from_place_of
 from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds

@@ -81,7 +81,7 @@ def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
     return Models(
         actor=actor, critic=critic, reference=reference, rollout=rollout,
         checkpoints=lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world),
-        export=lambda folder: export_hf(actor, folder, overwrite=True), close=rollout.close,
+        export=lambda folder: export_hf(actor, folder, stop=config.rollout.stop, overwrite=True), close=rollout.close,
     )  # fmt: skip
 
 

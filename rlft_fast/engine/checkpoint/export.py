@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,19 +17,33 @@ from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManag
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, fsync, publish, write_text
-from rlft_fast.models import ValueModel, token_classifier
+from rlft_fast.models import (
+    PolicyModel,
+    ValueModel,
+    end_token_ids,
+    folder_dtype,
+    load_tokenizer,
+    split_stop,
+    token_classifier,
+)
 from rlft_fast.world import World, forked_rng
 
-_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
+# Configuration, tokenizers, licences, and the code that a configuration may name.
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.codes", "tokenizer*", "*.py", "*.md",
+           "LICENSE*", "NOTICE*")  # fmt: skip
+# An index of other weights, adapters, and what HF `Trainer` leaves.
+_LEFT_OUT = ("*.index.json", "*.safetensors*", "adapter_*", "trainer_state.json", "*_results.json")
+_CHAT_TEMPLATES = "additional_chat_templates"
 _OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def export_hf(
     engine: FSDPEngine,
     output: str | Path,
     *,
-    dtype: Dtype = "float32",
+    dtype: Dtype | None = None,
+    stop: Sequence[str] = (),
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> None:
@@ -37,13 +52,17 @@ def export_hf(
     A critic becomes a token classifier with one label, whose logits are the values.
 
     Every rank must call it; rank 0 writes. Beside the engine, rank 0 needs memory for one file of weights, and every
-    other rank for one weight. Configuration and tokenizer are copied from the engine's model folder. The output folder
+    other rank for one weight. Configuration, tokenizer and chat templates are copied from the engine's model folder,
+    but no weights of other formats. ``generation_config.json`` of a policy names every token that ended a completion of
+    a rollout: the end tokens of the model and of its tokenizer, and the special tokens of ``stop``. The output folder
     gets its name when it is complete.
 
     Args:
         engine: a policy or a critic, sharded or not.
         output: the folder to write.
-        dtype: dtype of the exported weights.
+        dtype: dtype of the exported weights; None: the dtype in which transformers loads the engine's model folder, or
+            float32 if this is another dtype than float32, bfloat16 and float16.
+        stop: ``rollout.stop`` of the run. Its texts are not exported, because a configuration has no place for them.
         max_shard_bytes: most bytes of a file of weights; a weight that is larger has a file of its own.
         overwrite: replace the files of an earlier export in the folder, and keep all other files in it.
 
@@ -57,11 +76,10 @@ def export_hf(
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
     shards = _ShardWriter(temporary, max_shard_bytes)
-    model, attempt = engine.model, partial(_attempt, engine.world)
-    own_config = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
-    failure = attempt(_copy_model_files, Path(engine.path), temporary, own_config | {"dtype": dtype})
+    attempt = partial(_attempt, engine.world)
+    failure = attempt(_begin, engine, shards, dtype, stop)
     for name, tensor in engine.named_weights():  # iterates to the end after a failure, too: all ranks gather together
-        failure = failure or attempt(shards.add, name, tensor, getattr(torch, dtype))
+        failure = failure or attempt(shards.add, name, tensor)
     failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
     failure = failure or attempt(publish, temporary, output, replaced)
     if engine.world.any_rank(failure is not None):
@@ -79,18 +97,34 @@ def _attempt(world: World, function: Callable[..., None], *args: Any) -> Excepti
     return None
 
 
+def _begin(engine: FSDPEngine, shards: "_ShardWriter", dtype: Dtype | None, stop: Sequence[str]) -> None:
+    """Writes all files but weights, and tells the writer the dtype of weights."""
+    source, model = Path(engine.path), engine.model
+    _copy_model_files(source, shards.folder)
+    own = folder_dtype(source) if dtype is None else None
+    dtype = dtype or next((x for x in get_args(Dtype) if getattr(torch, x) == own), "float32")
+    shards.dtype = getattr(torch, dtype)
+    head = token_classifier(model.pretrained).config() if isinstance(model, ValueModel) else {}
+    _change(shards.folder / "config.json", head | {"dtype": dtype})
+    if isinstance(model, PolicyModel):
+        _write_end_tokens(shards.folder, model, source, stop)
+
+
 class _ShardWriter:
     """Writes safetensors files of bounded size, and an index if there are several, under transformers' names."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
+        self.dtype = torch.float32
         self.pending: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
         self.num_bytes = 0
 
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        tensor = tensor.to("cpu", dtype).contiguous()
+    def add(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.to("cpu", self.dtype).contiguous()
+        if self.dtype == torch.float16 and tensor.isinf().any():
+            raise ValueError(f"{name} has numbers above 65504, the largest in float16: name another dtype")
         pending_bytes = sum(weight.nbytes for weight in self.pending.values())
         if self.pending and pending_bytes + tensor.nbytes > self.max_bytes:
             self._flush()
@@ -121,19 +155,42 @@ class _ShardWriter:
         return self.folder / f"{index}.safetensors"
 
 
-def _copy_model_files(source: Path, target: Path, config_changes: dict[str, Any]) -> None:
-    """Copies everything but weights, and sets the dtype in config.json, to which loading converts the weights."""
+def _copy_model_files(source: Path, target: Path) -> None:
     _clear(target)
     target.mkdir(parents=True)
     write_text(target / _OWN_FILES, "{}\n")
-    for path in source.iterdir():
-        is_weights = ".safetensors" in path.name or path.suffix in _WEIGHTS
-        if path.is_file() and not is_weights and path.name != _OWN_FILES:
-            shutil.copyfile(path, target / path.name)
-            fsync(target / path.name)
-    config: dict[str, Any] = json.loads((target / "config.json").read_text()) | config_changes
-    config.pop("torch_dtype", None)
-    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+    copied = [path for path in source.iterdir() if _is(path, _COPIED) and not _is(path, (*_LEFT_OUT, _OWN_FILES))]
+    for path in (*copied, *(source / _CHAT_TEMPLATES).glob("*.jinja")):
+        if path.is_file():
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+            fsync(copy)
+
+
+def _is(path: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)
+
+
+def _change(file: Path, changes: dict[str, Any]) -> None:
+    """Sets values in a file of JSON. ``torch_dtype`` is an old name of ``dtype``."""
+    values: dict[str, Any] = (json.loads(file.read_text()) if file.is_file() else {}) | changes
+    values.pop("torch_dtype", None)
+    write_text(file, json.dumps(values, indent=2) + "\n")
+
+
+def _write_end_tokens(folder: Path, model: PolicyModel, source: Path, stop: Sequence[str]) -> None:
+    """Names the end tokens of a rollout in generation_config.json."""
+    try:
+        tokenizer = load_tokenizer(source)
+        ids = end_token_ids(model.model, tokenizer)
+    except ValueError:  # no rollout starts without a tokenizer and an end token
+        return
+    ids = sorted({*ids, *split_stop(tuple(stop), tokenizer)[0]})
+    # transformers reads ids from config.json only where there is no such file.
+    named = {name: getattr(model.model.generation_config, name) for name in ("bos_token_id", "pad_token_id")}
+    named = {name: token for name, token in named.items() if token is not None}
+    _change(folder / "generation_config.json", named | {"eos_token_id": ids[0] if len(ids) == 1 else ids})
 
 
 def _clear(temporary: Path) -> None:
@@ -157,14 +214,14 @@ def _keep_others_files(output: Path, temporary: Path) -> None:
 
 
 def export_run(
-    run: str | Path, output: str | Path | None = None, dtype: Dtype = "float32", world: World | None = None
+    run: str | Path, output: str | Path | None = None, dtype: Dtype | None = None, world: World | None = None
 ) -> Path:
     """Exports the policy of a run's newest complete checkpoint, without its optimizer.
 
     Args:
         run: output folder of the run.
         output: folder to write, which must not exist; None: ``hf/`` in the run's folder, which is replaced.
-        dtype: dtype of the exported weights.
+        dtype: dtype of the exported weights, as in `export_hf`.
         world: the processes that export together; None: `World.current()`.
 
     Returns:
@@ -189,5 +246,5 @@ def export_run(
     with forked_rng():  # loading a checkpoint would set the caller's random states
         manager.load({"actor": engine})
     target = Path(output) if output else run / "hf"
-    export_hf(engine, target, dtype=dtype, overwrite=output is None)
+    export_hf(engine, target, dtype=dtype, stop=config.rollout.stop, overwrite=output is None)
     return target

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run
+from rlft_fast.models import load_tokenizer
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
 from tests.support.distributed import run_distributed
 from tests.support.memory import peak_mib, requires_proc
-from tests.support.tiny_models import save_tiny_model
+from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 
 SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
 
@@ -93,6 +94,86 @@ def test_bfloat16(tiny_model, tmp_path):
     expected = {name: weight.bfloat16() for name, weight in reference.weights(engine).items()}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     reference.assert_equal(dict(model.named_parameters()), expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "named", "expected"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"), ("float16", "float16", "float16"), ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", None, "bfloat16"),  # old configurations name none
+        ("float32", "float64", "float32"),  # the engine has no more digits
+    ],
+)  # fmt: skip
+def test_the_dtype_is_that_of_the_model_folder(stored, named, expected, tiny_model, tmp_path):
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, stored)).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text()) | {"dtype": named}
+    (path / "config.json").write_text(json.dumps(config))
+    engine = trained(path)
+    export_hf(engine, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    weights = {name: weight.to(getattr(torch, expected)) for name, weight in reference.weights(engine).items()}
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, expected)}
+    reference.assert_equal(dict(model.named_parameters()), weights)
+
+
+def test_numbers_that_float16_does_not_hold(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    with torch.no_grad():
+        engine.model.model.model.norm.weight[0] = 70000.0
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has numbers above 65504, .* name another dtype"):
+        export_hf(engine, tmp_path / "hf", dtype="float16")
+    assert names(tmp_path) == []
+
+
+def test_what_is_copied(tiny_model, tmp_path):
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    foreign = ["tf_model.h5", "model.onnx", "pytorch_model.bin", "pytorch_model.bin.index.json", "rust_model.ot",
+               "flax_model.msgpack", "model-Q4.gguf", "trainer_state.json", "training_args.bin", "consolidated.pth",
+               "model.safetensors.index.json"]  # fmt: skip
+    for name in foreign:
+        (path / name).write_text("{}")
+    other = ["LICENSE", "README.md", "merges.txt", "tekken.json", "tokenizer.model.v3"]
+    for name in other:
+        (path / name).write_text(name)
+    templates = path / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    export_hf(make_engine(path), tmp_path / "hf")
+    assert names(tmp_path / "hf") == sorted([".export.json", templates.name, *names(tiny_model("llama")), *other])
+    assert load_tokenizer(tmp_path / "hf").get_chat_template("rag") == "{{ messages }}"
+    assert (tmp_path / "hf" / "tekken.json").read_text() == "tekken.json"
+
+
+def greedy(folder: Path, **options) -> list[int]:
+    """By plain transformers with the folder's own end tokens, unless `options` have others."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = {"do_sample": False, "max_new_tokens": 16} | options
+    return model.generate(torch.tensor([[5, 6, 7]]), **options)[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("file", [True, False], ids=["generation_config", "config"])
+@pytest.mark.parametrize("by", ["the tokenizer", "rollout.stop", "the model"])
+def test_the_exported_model_stops_where_the_rollout_did(by, file, tiny_model, tmp_path):
+    """The sixth token ends completions, and only one of the three knows it."""
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tokens = greedy(path, eos_token_id=None)
+    end = next(token for token in tokens[5:] if token < EOS_TOKEN_ID)
+    tokenizer = load_tokenizer(path)
+    (text,) = tokenizer.convert_ids_to_tokens([end])
+    tokenizer.add_special_tokens(
+        {"eos_token": text} if by == "the tokenizer" else {"additional_special_tokens": [text]}
+    )
+    tokenizer.save_pretrained(path)
+    for name in ("generation_config.json", "config.json"):
+        values = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(values | {"eos_token_id": [end] if by == "the model" else [258]}))
+    if not file:
+        (path / "generation_config.json").unlink()
+    until = tokens[: tokens.index(end) + 1]
+    assert (greedy(path) == until) == (by == "the model")
+    export_hf(make_engine(path), tmp_path / "hf", stop=[text] if by == "rollout.stop" else [])
+    assert greedy(tmp_path / "hf") == until
 
 
 def check_memory(rank: int, model: Path, output: Path) -> None:
