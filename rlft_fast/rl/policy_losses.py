@@ -185,7 +185,11 @@ def clip_cov(
 def kl_cov(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, selected_T: Tensor, *, penalty: float = 1.0
 ) -> Tensor:
-    """-r·A, plus penalty·|d| at the tokens that `kl_cov_tokens` selects (arXiv 2505.22617)."""
+    """-r·A, plus penalty·|d| at the tokens that `kl_cov_tokens` selects (arXiv 2505.22617).
+
+    At d = 0 the penalty has a kink and no gradient. In the first step of an update d is 0 but for rounding, whose sign
+    means nothing: `PolicyLoss.on_policy` makes d exactly 0 there.
+    """
     _check(penalty >= 0.0, "penalty", penalty, "a number >= 0")
     ratio_T = policy_ratio(logprob_T, old_logprob_T)
     return -ratio_T * advantage_T + penalty * selected_T * (logprob_T - old_logprob_T).abs()

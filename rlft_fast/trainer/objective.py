@@ -100,6 +100,15 @@ class Objective:
         return config.epochs == 1 and not (read_before or self._statistics or (is_cut and self._logs_tokens))
 
     @property
+    def starts_on_policy(self) -> bool:
+        """Whether π_old is the policy itself in the first optimizer step, whose forward then computes π_old.
+
+        Another forward gives the same numbers to rounding alone, and the penalty of `kl_cov` has a kink at a ratio of
+        1: with π_old from there, rounding would decide on the sign of the gradient.
+        """
+        return self.config.rollout_correction != "bypass"
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """The outputs to infer of all tokens before the update.
 

@@ -396,7 +396,7 @@ class PPOTrainer:
             loss, asked = self.objective.policy_loss, None
             if not steps and (defers_old or mini_batch.logprob_T is None):
                 asked = outputs
-            if not steps and defers_old:
+            if not steps and self.objective.starts_on_policy:
                 loss = replace(loss, on_policy=True)
             active_T = weighted(mini_batch, loss)[0].active_T
             metrics = self.actor.train_step(mini_batch, loss, outputs=asked)

@@ -78,6 +78,22 @@ def test_methods_of_your_own_get_what_they_declare():
     assert not objective.prepare(batch, seed=5).selected_T.any()
 
 
+class RoundedElsewhere(PPOTrainer):
+    """Log-probabilities of another forward, such as another number of processes has: one rounding further."""
+
+    def _with_advantages(self, batch: Batch, seed: int) -> Batch:
+        batch = super()._with_advantages(batch, seed)
+        assert batch.old_logprob_T is not None
+        return batch.replace(old_logprob_T=batch.old_logprob_T * (1 + 2**-22))
+
+
+def test_rounding_of_old_logprobs_is_not_a_divergence_that_kl_cov_penalises(model, tmp_path):
+    config = toy_config(model, tmp_path, algorithm__policy_loss="kl-cov")
+    steps = [trainer(config).train_step(0).metrics for trainer in (PPOTrainer, RoundedElsewhere)]
+    assert steps[0]["grad_norm"] == steps[1]["grad_norm"] > 0
+    assert steps[0]["ratio_max"] == steps[1]["ratio_max"] == 1.0
+
+
 def test_clip_cov_chooses_anew_in_every_step():
     """One of eight tokens that all have a covariance of 0.5 x 4."""
     batch = make_batch()

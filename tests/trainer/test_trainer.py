@@ -301,18 +301,28 @@ def test_seeds(model, tmp_path):
 
 
 def train_here(rank: int, config: Config) -> None:
-    torch.set_num_threads(1)
     train(config)
+
+
+BY_ROUNDING = {
+    "refills": {
+        "algorithm": {"skip_equal_groups": True, "max_refills": 2, "mini_batches": 2},
+        "reward__function": f"{HERE}:even_share_of_some",
+    },
+    # Its penalty has a kink where π is π_old.
+    "kl-cov": {
+        "algorithm": {"policy_loss": "kl-cov", "mini_batches": 2, "kl_coef": 0.1},
+        "rollout__prompts_per_step": 8, "seed": 3,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_the_number_of_processes_changes_a_run_by_rounding(model, tmp_path):
+@pytest.mark.parametrize("name", BY_ROUNDING)
+def test_the_number_of_processes_changes_a_run_by_rounding(name, model, tmp_path):
     """The same samples in the same order, whichever process drew them, also in refills; close numbers."""
-    changes = {
-        "algorithm": {"skip_equal_groups": True, "max_refills": 2, "mini_batches": 2},
-        "reward__function": f"{HERE}:even_share_of_some",
-    }
+    changes = BY_ROUNDING[name]
     for size in (1, 2):
         run_distributed(train_here, size, toy_config(model, tmp_path / str(size), steps=3, **changes))
     one, two = (tmp_path / size / "run" for size in ("1", "2"))
