@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["sums_in_float32"]
+
 
 class _ExactFlags:
     """Holds flags of torch at their exact values while any thread is inside.

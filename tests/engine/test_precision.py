@@ -1,10 +1,11 @@
 """float32, bfloat16 over float32 weights, and bfloat16 weights with float32 masters in the optimizer."""
 
 import math
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.rl import PolicyLoss
@@ -24,6 +25,19 @@ def test_masters_are_the_weights_of_the_file(tiny_model):
     reference.assert_equal(weights, {name: file[name] for name in weights})
     for name, parameter in engine.model.model.named_parameters():
         assert torch.equal(reference.full(parameter), file[name].bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_a_policy_is_accepted_whatever_torch_rounds_float32_products_to(precision, tiny_model, tmp_path):
+    """On CPUs with bfloat16, "medium" moves log-probabilities of large weights by 0.3: rounding, no architecture."""
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "large")
+    file = folder / "model.safetensors"
+    save_file({name: 30 * x if x.dim() > 1 else x for name, x in load_file(file).items()}, file, {"format": "pt"})
+    torch.set_float32_matmul_precision(precision)
+    try:
+        make_engine(folder)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_steps_smaller_than_a_bfloat16_ulp_are_not_lost(tiny_model):
