@@ -6,6 +6,7 @@ positions: index t speaks about the prediction made *at* position t, that is, ab
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -147,6 +148,7 @@ class Batch:
 
         Raises:
             ValueError: lists of different lengths, or an empty prompt; the message names the sample.
+            TypeError: a token id or a group is no integer.
         """
         given = [support for support in supports if support is not None] or None
         if given is not None and (len(given) != len(supports) or any(support.dim() != 2 for support in given)):
@@ -166,7 +168,7 @@ class Batch:
             list_lengths(completions), is_sampled, columns,
         ).replace(
             reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
-            group_B=None if groups is None else torch.tensor(groups, dtype=torch.int64),
+            group_B=None if groups is None else flat([groups], np.int64),
             multi_modal_inputs=multi_modal_inputs,
             meta=meta or {},
         )  # fmt: skip
@@ -410,8 +412,18 @@ def token_ranges(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
 
 
 def flat(values: Sequence[Sequence[Any]], dtype: type) -> Tensor:
-    """The elements of all lists, one list behind the other."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(values), dtype, sum(map(len, values))))
+    """The elements of all lists, one list behind the other.
+
+    Raises:
+        TypeError: the dtype is of integers, and an element is none. NumPy would cut its fraction off.
+    """
+    elements = chain.from_iterable(values)
+    if np.issubdtype(dtype, np.integer):
+        elements = map(operator.index, elements)
+    try:
+        return torch.from_numpy(np.fromiter(elements, dtype, sum(map(len, values))))
+    except TypeError as error:
+        raise TypeError(f"token ids and groups must be integers: {error}") from None
 
 
 def list_lengths(values: Sequence[Sequence[Any]]) -> np.ndarray:

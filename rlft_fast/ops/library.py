@@ -1,9 +1,12 @@
 """Loads the compiled extension. Importing this module is enough to register every operator of `torch.ops.rlft_fast`."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 if find_spec("rlft_fast._C") is None:
     raise ImportError(
@@ -16,6 +19,18 @@ import_module("rlft_fast._C")
 has_cuda_kernels = torch.version.cuda is not None and find_spec("rlft_fast._C_cuda") is not None
 if has_cuda_kernels:
     import_module("rlft_fast._C_cuda")
+
+
+def check_dense(tensors: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that is no tensor, or a tensor without strides, which kernels cannot read."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise TypeError(
+                f"{name} is a {kind} tensor, expected a dense one, such as {name}.to_dense() of a sparse one"
+            )
 
 
 def check_device(device: torch.device) -> None:

@@ -236,6 +236,12 @@ def test_from_samples_refuses_unequal_lists(arguments: dict, match: str):
         Batch.from_samples(**{"prompts": [[1], [2]], "completions": [[3], [4]], **arguments})
 
 
+@pytest.mark.parametrize("arguments", [{"prompts": [[1.5], [2]]}, {"completions": [[3], ["4"]]}, {"groups": [0, 1.5]}])
+def test_from_samples_cuts_no_fraction_off(arguments: dict):
+    with pytest.raises(TypeError, match="must be integers"):
+        Batch.from_samples(**{"prompts": [[1], [2]], "completions": [[3], [4]], **arguments})
+
+
 @pytest.mark.parametrize("index", [-1, 2])
 def test_select_refuses_indices_outside(index: int):
     with pytest.raises(ValueError, match=r"outside \[0, 2\)"):

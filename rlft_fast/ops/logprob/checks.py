@@ -3,6 +3,7 @@
 Shapes: T packed tokens, A active ones, D hidden, V vocabulary.
 """
 
+import math
 import os
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from rlft_fast.ops.library import check_dense
 from rlft_fast.ops.logprob.problem import Problem
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,10 +23,9 @@ _RANGE = f"from {_SMALLEST:.1e} to {1 / _SMALLEST:.1e}"
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Raises TypeError if an argument is no tensor, and ValueError if it is a DTensor."""
+    """Raises TypeError if an argument is no dense tensor, and ValueError if it is a DTensor."""
+    check_dense(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor with placements {tensor.placements}, expected a plain tensor. Under FSDP2 call "
@@ -53,6 +54,8 @@ def check_problem(problem: Problem, temperature: float | Tensor, **others: Tenso
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_number("ignore_index", problem.ignore_index, Integral)
     check_number("logit_scale", problem.scale)
+    if not abs(problem.scale) < math.inf:
+        raise ValueError(f"logit_scale must be finite, got {problem.scale}")
     check_tensors(**tensors)
     _check_shapes(hidden, weight, target, bias)
     if problem.vocab == 0 and not problem.group:
@@ -78,6 +81,7 @@ def inverse_temperature(temperature: float | Tensor, device: torch.device) -> Te
         ValueError: the number is none, or outside the range of float32.
     """
     if isinstance(temperature, Tensor):
+        check_tensors(temperature=temperature)
         return temperature.detach().to(torch.float32).reciprocal()
     check_number("temperature", temperature)
     if not _SMALLEST <= temperature <= 1 / _SMALLEST:
@@ -140,18 +144,21 @@ def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
         expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
         if not isinstance(values, Tensor):
             raise TypeError(f"{expected}, got {type(values).__name__}")
+        check_tensors(**{f"per_token[{i}]": values})
         if values.shape != target_T.shape or values.device != target_T.device:
             raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
 
 
 def check_losses(loss: Any, logprob: Tensor) -> None:
-    """Raises ValueError unless ``loss_fn`` returned one loss per token."""
+    """Raises ValueError unless ``loss_fn`` returned one loss per token, and TypeError unless it has a gradient."""
     got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
     if got != tuple(logprob.shape):
         raise ValueError(
             f"loss_fn must return one loss per token, a {tuple(logprob.shape)} tensor; got {got}: do not reduce "
             "inside it"
         )
+    if not loss.is_floating_point():
+        raise TypeError(f"loss_fn must return floating-point losses, got {loss.dtype}, through which no gradient flows")
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:

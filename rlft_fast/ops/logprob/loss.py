@@ -55,6 +55,11 @@ def hold(loss_fn: LossFunction) -> int:
                 "method, which are new objects each time: hand numbers that change as per_token tensors"
             )
         _label(loss_fn)
+        if not hasattr(loss_fn, "rlft_fast_handle"):
+            raise ValueError(
+                "torch.compile takes a loss_fn that is made outside of the compiled code: define the function before, "
+                "and hand numbers that change as per_token tensors"
+            )
         # Dynamo guards on the attribute: another function, or the same code with another closure, compiles again.
         return loss_fn.rlft_fast_handle  # type: ignore[attr-defined]
     handle = next(_handles)

@@ -1,11 +1,13 @@
 """Checks of the packing ops' arguments, and their error messages."""
 
+import math
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.library import check_device
+from rlft_fast.ops.library import check_dense, check_device
 
 PaddingSide = Literal["right", "left"]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -28,6 +30,7 @@ def as_given(data: Tensor | dict[str, Tensor], tensors: list[Tensor]) -> Any:
 
 def check_cu_seqlens(cu_seqlens: Tensor, tensors: dict[str, Tensor]) -> None:
     """Checks everything about cu_seqlens but its contents; the CPU kernels check those."""
+    check_dense({"cu_seqlens": cu_seqlens} | tensors)
     check_device(cu_seqlens.device)
     check_int32("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] < 1:
@@ -42,6 +45,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tensors: dict[str, Tensor]) -> None:
 
 
 def check_columns(column_T: Tensor, cu_seqlens: Tensor, left: bool) -> None:
+    check_dense({"column_T": column_T})
     check_int32("column_T", column_T)
     if column_T.device != cu_seqlens.device:
         raise ValueError(
@@ -95,8 +99,17 @@ def fill_values(value: float | dict[str, float], tensors: dict[str, Tensor]) -> 
 
 
 def _fill_value(name: str, dtype: torch.dtype, value: float) -> float:
-    """The value as the double that the kernels convert to `dtype`, where that gives the value again."""
-    if not dtype.is_floating_point and dtype != torch.bool:
+    """The value as the double that the kernels convert to `dtype`, where `dtype` holds the value."""
+    if not isinstance(value, Real):
+        raise TypeError(f"the value of {name} is a {type(value).__name__}, expected a number.")
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        if value not in (math.inf, -math.inf) and (value > largest or value < -largest):
+            raise ValueError(f"{name} is {dtype}, which cannot hold the value {value}: pass at most {largest:g}.")
+    elif dtype == torch.bool:
+        if value != value:
+            raise ValueError(f"{name} is torch.bool, which cannot hold the value {value}: pass 0 or 1.")
+    else:
         limits = torch.iinfo(dtype)
         if not (limits.min <= value <= limits.max and value == int(value)):
             raise ValueError(
@@ -108,7 +121,14 @@ def _fill_value(name: str, dtype: torch.dtype, value: float) -> float:
     return float(value)
 
 
+def check_count(name: str, value: int) -> None:
+    if not isinstance(value, (Integral, torch.SymInt)):
+        raise TypeError(f"{name} is {value!r}, expected an int.")
+
+
 def token_count(cu_seqlens: Tensor, num_tokens: int | None) -> int:
+    if num_tokens is not None:
+        check_count("the number of tokens", num_tokens)
     if num_tokens is not None and num_tokens < 0:
         raise ValueError(f"the number of tokens is {num_tokens}, expected at least cu_seqlens[B].")
     return int(cu_seqlens[-1]) if num_tokens is None else num_tokens

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlft_fast.ops.library import check_device
+from rlft_fast.ops.library import check_dense, check_device
 from rlft_fast.ops.packing import autograd as autograd  # registers fakes and backward passes
 from rlft_fast.ops.packing.checks import (
     PaddingSide,
     as_given,
     by_name,
     check_columns,
+    check_count,
     check_cu_seqlens,
     check_packed,
     check_padded,
@@ -61,6 +62,7 @@ def masked_tokens(mask_BL: Tensor, max_tokens: int | None = None) -> MaskedToken
         ValueError: the mask is not (B, L) or too large for int32, max_tokens is negative or, on the CPU, too small.
         TypeError: the mask is floating point.
     """
+    check_dense({"mask_BL": mask_BL})
     check_device(mask_BL.device)
     if mask_BL.dtype.is_floating_point or mask_BL.dtype.is_complex:
         raise TypeError(f"mask_BL is {mask_BL.dtype}, expected bool or an integer: pass mask_BL > 0.")
@@ -150,6 +152,7 @@ def pad(
     tensors = by_name(packed, "packed")
     check_cu_seqlens(cu_seqlens, tensors)
     check_packed(tensors)
+    check_count("max_seqlen", max_seqlen)
     if max_seqlen < 0:
         raise ValueError(f"max_seqlen is {max_seqlen}, expected the padded length: pass at least the longest sequence.")
     left = pads_left(padding_side)
@@ -221,6 +224,10 @@ def segment_sum(values_T: Tensor, cu_seqlens: Tensor) -> Tensor:
         TypeError: cu_seqlens is not int32.
     """
     check_cu_seqlens(cu_seqlens, {"values_T": values_T})
+    if values_T.is_complex():
+        raise TypeError(
+            f"values_T is {values_T.dtype}, expected float, integer or bool: pass torch.view_as_real of it."
+        )
     if not values_T.is_floating_point():
         values_T = values_T.float()
     return torch.ops.rlft_fast.segment_sum(values_T, cu_seqlens)
@@ -269,7 +276,12 @@ def segment_mean(values_T: Tensor, cu_seqlens: Tensor, weight_T: Tensor | None =
         ValueError: shapes, devices or contents do not fit together.
         TypeError: cu_seqlens is not int32.
     """
+    check_cu_seqlens(cu_seqlens, {"values_T": values_T})
     weight_T = torch.ones_like(values_T, dtype=torch.bool) if weight_T is None else weight_T
+    check_dense({"weight_T": weight_T})
+    for name, tensor in (("values_T", values_T), ("weight_T", weight_T)):
+        if tensor.is_complex():
+            raise TypeError(f"{name} is {tensor.dtype}, expected float, integer or bool.")
     if values_T.shape != weight_T.shape or values_T.dim() != 1:
         raise ValueError(
             f"values_T has shape {tuple(values_T.shape)} and weight_T {tuple(weight_T.shape)}, expected (T,) for both."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlft_fast.ops.library import check_device
+from rlft_fast.ops.library import check_dense, check_device
 from rlft_fast.ops.packing import autograd as autograd  # registers fakes and backward passes
 
 
@@ -39,6 +39,7 @@ def row_index(index_M: Tensor, num_rows: int) -> RowIndex:
         ValueError: the index is on another device, has another shape, or names a row outside of [0, num_rows).
         TypeError: the index is not int64.
     """
+    check_dense({"index_M": index_M})
     if index_M.dtype != torch.int64:
         raise TypeError(f"index_M is {index_M.dtype}, expected torch.int64: convert with .long().")
     if index_M.dim() != 1 or index_M.device.type != "cpu":
@@ -77,6 +78,7 @@ def take_rows(values_T: Tensor, rows: RowIndex) -> Tensor:
         ValueError: shapes, devices or contents do not fit together.
         TypeError: the values are no floats, or a dtype of `rows` is wrong.
     """
+    check_dense({"values_T": values_T} | rows._asdict())
     check_device(values_T.device)
     if not values_T.is_floating_point():
         raise TypeError(f"values_T is {values_T.dtype}, expected a float: take integers by values_T[index_M].")

@@ -34,6 +34,8 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W, Y), {"softcap": 1e-46}, ValueError, "softcap must be from 1.2e-38"),
         ((H, W, Y), {"softcap": "30"}, ValueError, "softcap must be a number, got '30'"),
         ((H, W, Y), {"logit_scale": None}, ValueError, "logit_scale must be a number, got None"),
+        ((H, W, Y), {"logit_scale": torch.inf}, ValueError, "logit_scale must be finite, got inf"),
+        ((H, W, Y), {"logit_scale": torch.nan}, ValueError, "logit_scale must be finite, got nan"),
         ((H, W, Y), {"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
         ((H, W, Y), {"workspace_mib": 2.0}, ValueError, "workspace_mib must be an int, got 2.0"),
         ((H, W, Y.numpy()), {}, TypeError, "target_T must be a torch.Tensor, got ndarray"),
@@ -43,6 +45,11 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
             TypeError,
             "vocab_group must be a torch.distributed.ProcessGroup or None",
         ),
+        ((H.to_sparse(), W, Y), {}, TypeError, r"hidden_TD is a sparse_coo tensor, expected .*\.to_dense\(\)"),
+        ((H, W.to_sparse_csr(), Y), {}, TypeError, "weight_VD is a sparse_csr tensor"),
+        ((torch.nested.as_nested_tensor([H, H]), W, Y), {}, TypeError, "hidden_TD is a nested tensor"),
+        ((H, W, Y), {"temperature": torch.ones(4).to_sparse()}, TypeError, "temperature is a sparse_coo tensor"),
+        ((H, W, Y), {"bias_V": torch.zeros(10).to_sparse()}, TypeError, "bias_V is a sparse_coo tensor"),
         ((H, W, None), {}, TypeError, "target_T must be a torch.Tensor, got NoneType"),
         ((H, W, Y), {"active_index": [0, 1]}, TypeError, "active_index must be a torch.Tensor, got list"),
         ((H, W, Y), {"temperature": torch.ones(3)}, ValueError, "one value per token"),
@@ -88,6 +95,13 @@ def test_bad_input(arguments, options, error, message):
         linear_logprob(*arguments, **options)
     with pytest.raises(error, match=message):
         linear_logprob_loss(*arguments, lambda logprob, _: logprob, **options)
+
+
+@pytest.mark.parametrize("loss", [lambda x, _: x.long(), lambda x, _: x > 0, lambda x, _: x + 1j])
+@each_fast_backend
+def test_a_loss_without_a_gradient_is_refused(loss, backend):
+    with pytest.raises(TypeError, match="loss_fn must return floating-point losses, got torch"):
+        linear_logprob_loss(H.clone().requires_grad_(), W, Y, loss, backend=backend)
 
 
 def test_no_mean_of_logits_above_a_threshold():

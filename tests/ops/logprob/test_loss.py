@@ -144,6 +144,17 @@ def test_loss_functions_that_are_new_each_time_do_not_compile(loss_fn):
     assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))  # outside of the graph
 
 
+def test_a_loss_function_made_inside_of_a_graph_is_refused():
+    hidden, weight, target, _ = make_inputs(20, 8, 50)
+
+    def step(h: Tensor) -> Tensor:
+        return linear_logprob_loss(h, weight, target, lambda logprob, _: -logprob).loss
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="takes a loss_fn that is made outside of the compiled"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(hidden), step(hidden))
+
+
 @pytest.mark.parametrize("loss_fn", [lambda logprob, _: logprob, lambda logprob, _: logprob.sum()])  # valid, invalid
 def test_loss_functions_are_not_held_on_to(loss_fn):
     """A closure may hold the tensors of a whole step."""

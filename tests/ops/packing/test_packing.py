@@ -1,5 +1,7 @@
 """Packing ops against the room's reference."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,6 +72,18 @@ def test_integers_are_filled_with_whole_numbers_of_their_range(dtype, device):
             packing.pad(packed, cumulative([3], device), 4, value=bad)
     with pytest.raises(ValueError, match=r"b is torch\.uint8, which cannot hold the value -1"):
         packing.pad({"a": packed, "b": packed.byte()}, cumulative([3], device), 4, value={"b": -1})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [(torch.float16, 1e6), (torch.float16, -65505), (torch.float32, 1e39), (torch.bool, torch.nan)],
+)
+def test_what_a_dtype_does_not_hold_is_refused(dtype, bad):
+    packed = torch.ones(3, dtype=dtype)
+    with pytest.raises(ValueError, match=re.escape(f"packed is {dtype}, which cannot hold the value {bad}")):
+        packing.pad(packed, cumulative([3]), 4, value=bad)
+    good = 1 if dtype == torch.bool else torch.inf
+    assert packing.pad(packed, cumulative([3]), 4, value=good)[0, 3] == good
 
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1])
@@ -580,6 +594,14 @@ def test_masks_and_many_tensors_compile(device):
             "does not list the places of row 0",
         ),
         (lambda x, cu: packing.segment_mean(x[:, 0], cu, x[:4, 0]), ValueError, "expected .T,. for both"),
+        (lambda x, cu: packing.segment_mean(x[:, 0], cu, x[:, 0] + 1j), TypeError, "weight_T is torch.complex64"),
+        (lambda x, cu: packing.segment_sum(x + 1j, cu), TypeError, "values_T is torch.complex64.*view_as_real"),
+        (lambda x, cu: packing.segment_sum(x, cu.tolist()), TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+        (lambda x, cu: packing.position_ids(cu.to_sparse()), TypeError, "cu_seqlens is a sparse_coo tensor"),
+        (lambda x, cu: packing.pad({"cu_seqlens": x.to_sparse()}, cu, 5), TypeError, "cu_seqlens is a sparse_coo"),
+        (lambda x, cu: packing.pad(x, cu, 5.0), TypeError, "max_seqlen is 5.0, expected an int"),
+        (lambda x, cu: packing.pad(x, cu, 5, value="0"), TypeError, "value of packed is a str, expected a number"),
+        (lambda x, cu: packing.masked_tokens([[1, 0]]), TypeError, "mask_BL must be a torch.Tensor, got list"),
     ],
 )
 def test_bad_input_is_named(call, error, message):
