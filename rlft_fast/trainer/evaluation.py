@@ -120,7 +120,7 @@ def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
     """Raises ValueError for prompts that the judge cannot score, or that differ between ranks."""
     for prompts in held_out.values():
         judge.check(prompts, "the held-out data")
-        judge.world.require_agreement("held-out data", prompts.description)
+        judge.world.require_agreement("held-out data", dict(flat(prompts.description)))
 
 
 def check_tokens(key: str, engine: FSDPEngine | RemoteEngine, *given: Prompts) -> None:

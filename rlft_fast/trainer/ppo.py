@@ -103,7 +103,7 @@ class PPOTrainer:
         self.judge = Judge(config, self.tokenizer, world)
         self.prompts, self.held_out = load_data(config, self.tokenizer)
         self.judge.check(self.prompts, "the training data")
-        world.require_agreement("training data", self.prompts.description)
+        world.require_agreement("training data", dict(flat(self.prompts.description)))
         check_held_out(self.held_out, self.evaluation_judge or self.judge)
         if config.critic is not None and config.critic.model is not None:
             _check_same_tokens(config.critic.model, self.tokenizer)

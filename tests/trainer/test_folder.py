@@ -149,13 +149,13 @@ def test_another_run_is_not_continued(model, tmp_path, capsys):
     other_data = tmp_path / "other.jsonl"
     rows = read_lines(tmp_path / "data.jsonl")
     other_data.write_text("".join(json.dumps(row | {"answer": 7}) + "\n" for row in rows))
-    checksum = json.loads((tmp_path / "run" / MARKER).read_text())["identity"]["data"]["training"]["checksum"]
+    data = json.loads((tmp_path / "run" / MARKER).read_text())["identity"]["data"]["training"]
     before = written(tmp_path / "run")
     weights = load_file(shutil.copytree(model, tmp_path / "other") / "model.safetensors")
     save_file({name: weight * 1.01 for name, weight in weights.items()}, tmp_path / "other" / "model.safetensors")
     for option, difference in (
         (["--seed", "2"], "seed was 1 and is 2"),
-        (["--data.path", str(other_data)], f"data.training.checksum was {checksum} and is "),
+        (["--data.path", str(other_data)], f"data.training.columns.answer was {data['columns']['answer']} and is "),
         (["--algorithm.clip_high", "0.3"], "algorithm.clip_high was None and is 0.3"),
         (["--rollout.prompts_per_step", "2"], "rollout.prompts_per_step was 4 and is 2"),
         (["--actor.lora.rank", "4"], "actor.lora was None and is {'rank': 4, 'alpha': 32, "),

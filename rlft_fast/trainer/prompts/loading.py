@@ -4,18 +4,19 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
 from rlft_fast.config import DataConfig
-from rlft_fast.trainer.prompts.chat import Rendered, Tokenizer, render_row
+from rlft_fast.trainer.prompts.chat import Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.rows import Row, read_rows
 
 _MAX_NAMED_ROWS = 5
 _MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
+_CLOCK = "strftime_now"  # the only function of a template that reads the clock
 _MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # types and keys of transformers, OpenAI and Qwen
 
 
@@ -28,7 +29,7 @@ class Prompts:
         token_ids: N lists of token ids.
         columns: the other columns of the data, each N long.
         continued: by row, the assistant's words at the end of the text. The answer to the prompt begins with them.
-        description: what tells the data from other data: numbers and texts by name.
+        description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
     """
 
     texts: list[str]
@@ -108,12 +109,32 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         )
     others = sorted({key for row in rows for key in row} - {column})
     columns = {key: [row.get(key) for row in rows] for key in others}
-    return Prompts(texts, token_ids, columns, continued, _describe(texts, token_ids, columns))
+    prompts = Prompts(texts, token_ids, columns, continued)
+    uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
+    template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
+    asked = {column: [without_nulls(row[column]) for row in rows]}
+    return replace(prompts, description=_describe(prompts, asked, template))
 
 
-def _describe(texts: list[str], token_ids: list[list[int]], columns: dict[str, list[Any]]) -> dict[str, Any]:
-    everything = json.dumps([texts, columns], sort_keys=True, default=lambda value: type(value).__name__)
-    return {"rows": len(texts), "tokens": sum(map(len, token_ids)), "checksum": zlib.crc32(everything.encode())}
+def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> dict[str, Any]:
+    """What tells the data from other data: checksums of what the rows hold, and of what the model reads.
+
+    Args:
+        prompts: of all rows.
+        asked: the column with the prompts, as in the rows.
+        template: the chat template; "" where no row needs it. If it writes the time, the texts differ from run to run,
+            and the template stands for them.
+    """
+    columns = {name: _checksum(values) for name, values in (asked | prompts.columns).items()}
+    found = {"rows": len(prompts), "columns": columns}
+    if _CLOCK in template:
+        return found | {"chat_template": _checksum(template)}
+    num_tokens = sum(map(len, prompts.token_ids))
+    return found | {"tokens": num_tokens, "checksum": _checksum([prompts.texts, prompts.columns])}
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__).encode())
 
 
 def _check_rows(rows: list[Row], column: str, name: str) -> None:

@@ -1,5 +1,6 @@
 import copy
 import json
+import zlib
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -9,7 +10,9 @@ from tokenizers.processors import TemplateProcessing
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.prompts import Prompts, load_prompts
+from tests.trainer.toy import write_rows
 
 TEMPLATE = (
     "<pad>{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
@@ -175,6 +178,48 @@ def test_reasoning_gym_task(tokenizer):
     assert len(prompts) == 3
     assert prompts.texts == [entry["question"] for entry in prompts.columns["entry"]]
     assert prompts == load_prompts(config, tokenizer, max_prompt_tokens=200)
+
+
+# ---- what tells data from other data --------------------------------------------------------------------------------
+
+
+def described(tmp_path, tokenizer, *rows, template: str = TEMPLATE) -> dict:
+    tokenizer.chat_template = template
+    return dict(flat(load(write_rows(tmp_path / "data.jsonl", [*rows]), tokenizer, chat=True).description))
+
+
+ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": 2})
+
+
+@pytest.mark.parametrize(
+    ("changed", "template", "names"),
+    [
+        (ROWS[1], TEMPLATE, set()),
+        (ROWS[1] | {"answer": 3}, TEMPLATE, {"columns.answer", "checksum"}),
+        (ROWS[1] | {"prompt": "1 + 2?"}, TEMPLATE, {"columns.prompt", "checksum"}),
+        (ROWS[1], TEMPLATE + " ", {"checksum", "tokens"}),  # the same rows: it is the template that differs
+        (ROWS[1], TEMPLATE + "{# a comment #}", set()),
+    ],
+)
+def test_the_description_names_what_differs(changed, template, names, tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    before = described(tmp_path, tokenizer, *ROWS)
+    texts = ["<pad>u:2 + 2?;a:", "<pad>u:1 + 1?;a:"]
+    assert before["checksum"] == zlib.crc32(json.dumps([texts, {"answer": [4, 2]}]).encode())  # as in older runs
+    now = described(tmp_path, tokenizer, ROWS[0], changed, template=template)
+    assert {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} == names
+
+
+def test_the_time_in_a_template_is_no_other_data(tmp_path, tokenizer):
+    tokenizer, clock = copy.deepcopy(tokenizer), TEMPLATE + "{{ strftime_now('%f %S') }}"
+    tokenizer.chat_template = clock
+    path = write_rows(tmp_path / "data.jsonl", [*ROWS])
+    first, second = (load(path, tokenizer, chat=True) for _ in range(2))
+    assert first.texts != second.texts
+    assert first.description == second.description
+    other = described(tmp_path, tokenizer, *ROWS, template=clock + ".")
+    before = dict(flat(first.description))
+    assert [name for name in before if before[name] != other[name]] == ["chat_template"]
 
 
 # ---- special tokens of texts without a template ---------------------------------------------------------------------
