@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of a run, such as RUN/config.yaml")
     options = parser.parse_args(rest)
     of_runs = {"checkpoint.best": "null"}  # it names a number that the sets of this evaluation may lack
-    config = Config.load(options.config, {**of_runs, **overrides, "model": json.dumps(options.model)})
+    config = Config.load(options.config, {**of_runs, **overrides, "model": options.model})
     from rlft_fast.trainer import evaluate
     from rlft_fast.world import World, leaving_process_group
 

@@ -27,7 +27,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         arguments: command-line arguments; keys are given as ``--key value`` or ``--key=value``.
 
     Returns:
-        The other arguments in order, and the value of each key as YAML text.
+        The other arguments in order, and the value of each key as it was typed.
 
     Raises:
         ConfigError: a key has no value.

@@ -89,7 +89,8 @@ def _parser() -> Parser:
         usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
         "                       [--ray] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file. Every key can also be "
-        "an option, for example --rollout.temperature 0.7; an option overrides the file. Values are YAML.",
+        "an option, for example --rollout.temperature 0.7; an option overrides the file. A text is taken as typed, a "
+        "list is [a, b], and a mapping {a: b}.",
         add_help=False,
         allow_abbrev=False,
     )

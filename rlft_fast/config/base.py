@@ -1,4 +1,4 @@
-"""Base class of every configuration section, the YAML reader, and the error messages for wrong values."""
+"""Base class of every configuration section, and the error messages for wrong values."""
 
 import difflib
 import os.path
@@ -7,7 +7,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
@@ -40,26 +39,6 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("Input should not be true or false")
         return value
-
-
-class Loader(yaml.SafeLoader):
-    """Safe YAML. ``1e-6`` is a number as in YAML 1.2 (PyYAML reads a text), and a duplicate key is an error."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses a duplicate key: PyYAML would silently keep the last value."""
-        node = super().compose_mapping_node(anchor)
-        names: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # no other can be a key
-            if key.value in names:
-                problem = f"the key {key.value} stands in it twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            names.add(key.value)
-        return node
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:

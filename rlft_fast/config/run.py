@@ -15,8 +15,9 @@ from pydantic import (
 )
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Loader, LocalPath, Section, explain, set_key
+from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, set_key
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
+from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.rollout import RolloutConfig
 from rlft_fast.files import read_text
@@ -373,13 +374,13 @@ class Config(Section):
 
         Args:
             path: the YAML file.
-            overrides: YAML values by dotted key, for example ``{"rollout.temperature": "0.7"}``.
+            overrides: values by dotted key, as `read_value` reads them: ``{"rollout.temperature": "0.7"}``.
 
         Raises:
             ConfigError: unreadable file, unknown key (with a suggestion), or a value of the wrong type or range.
         """
         try:
-            values = yaml.load(read_text(Path(path)), Loader)
+            values = read_file(read_text(Path(path)), cls)
         except RecursionError as error:
             raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -388,11 +389,9 @@ class Config(Section):
             raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")
         for key, value in (overrides or {}).items():
             try:
-                set_key(values, key.split("."), yaml.load(value, Loader))
+                set_key(values, key.split("."), read_value(value, key, cls))
             except yaml.YAMLError as error:
-                raise ConfigError(
-                    f"{key}: {value!r} is no YAML; put a text with special characters in '\"...\"'"
-                ) from error
+                raise ConfigError(f"{key}: {value!r} is no list or mapping in YAML: {_problem(error)}") from error
         return cls.parse(values)
 
     @classmethod
@@ -409,4 +408,8 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The resolved configuration with every key. Loading the text gives an equal configuration."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return write(self.model_dump(mode="json"))
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error)

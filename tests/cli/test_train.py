@@ -57,7 +57,7 @@ def test_overrides(arguments, key, value, config_file, capsys):
         (["--steps", "0"], "steps: Input should be greater than 0, got 0"),
         (["--rollout.temperature"], "--rollout.temperature needs a value"),
         (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
-        (["--data.system_prompt", "[x"], "data.system_prompt: '[x' is no YAML"),
+        (["--data.task_options", "{x"], "data.task_options: '{x' is no list or mapping in YAML: expected ',' or '}'"),
     ],
 )
 def test_bad_options_are_status_2_and_one_message(arguments, message, config_file, capsys):
