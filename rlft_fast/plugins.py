@@ -1,18 +1,29 @@
-"""Functions by name: built-in functions, or a user's as ``module:function`` or ``path/to/file.py:function``."""
+"""Functions by name: built-in functions, or a user's as ``module:function`` or ``path/to/file.py:function``.
 
+A user's file is a module below this one, whose name holds the path of the file: two files of one name are two modules,
+and a process of a pool, which unpickles a function by the name of its module, can import the file itself.
+"""
+
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PLUGIN_PREFIX = "rlft_fast_plugin_"
+PLUGIN_PREFIX = f"{__name__}.file_"
 """Names of modules that were loaded from a user's file begin with it."""
+
+__path__: list[str] = []  # Python then looks for modules below this one, and asks `_UserFiles`
 
 
 def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
@@ -38,16 +49,19 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
 
     Args:
         what: the kind of function, for messages.
-        spec: "module:function" for an importable module (`rlft_fast.rewards:last_number`), or
-            "path/to/file.py:function" for a file, relative to the working directory.
+        spec: "module:function" for a module that can be imported, also from the working directory
+            (`rlft_fast.rewards:last_number`), or "path/to/file.py:function" for a file, relative to the working
+            directory. The file can import the modules beside it. It runs once per process, and again after it was
+            edited.
 
     Returns:
         The function. Errors that the code of the module raises while it loads are passed on unchanged, but for a file
         that is no Python.
 
     Raises:
-        ValueError: the spec has no function name, the file is no Python, the module, file or function does not exist,
-            or it is not callable. The message suggests close names.
+        ValueError: the spec has no function name, the file is no Python or would import another module than the one
+            beside it, the module, file or function does not exist, or it is not callable. The message suggests close
+            names.
     """
     module_name, _, function_name = spec.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -87,7 +101,40 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
     return f" (did you mean {', '.join(close)}?)" if close else ""
 
 
+class _UserFiles(MetaPathFinder):
+    """Finds the file of a module whose name `_module_name` has made."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(PLUGIN_PREFIX):
+            return None
+        file = Path(_ESCAPED.sub(lambda code: chr(int(code[1], 16)), fullname.removeprefix(PLUGIN_PREFIX)))
+        _search(file.parent)
+        _versions[fullname] = _version(file)
+        return importlib.util.spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(_UserFiles())
+_ESCAPED = re.compile("_([0-9a-f]+)_")
+_searched: list[Path] = []
+_versions: dict[str, tuple[int, int]] = {}  # of the files that have run, by the names of their modules
+
+
+def _module_name(file: Path) -> str:
+    return PLUGIN_PREFIX + "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):x}_" for c in str(file))
+
+
+def _search(folder: Path) -> None:
+    """Has Python look for modules in a folder, after all other places: no file there hides an installed module."""
+    if folder not in _searched:
+        _searched.append(folder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _import_module(name: str) -> ModuleType:
+    _search(Path.cwd())  # as `python -m` does; the command `rlft-fast` does not
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -107,17 +154,40 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         names = [sibling.name for sibling in path.parent.glob("*.py")]
         raise ValueError(f"there is no file {str(path)!r}{suggestion(path.name, names)}")
-    name = f"{PLUGIN_PREFIX}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a module up by its name.
-    sys.modules[name] = module
+    path = path.resolve()
+    name = _module_name(path)
+    if _versions.get(name) != _version(path):
+        _require_own_siblings(path)
+        sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """Another one after the file was edited."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def _require_own_siblings(path: Path) -> None:
+    """Raises ValueError if an import of the file would find the module of another user's folder in place of its own."""
     try:
-        spec.loader.exec_module(module)
+        source = path.read_bytes()
+        compile(source, path, "exec", dont_inherit=True)
+        nodes = [*ast.walk(ast.parse(source))]
     except SyntaxError as error:
-        if error.filename is None or Path(error.filename).resolve() != path.resolve():
-            raise  # of a module that the file imports
         raise ValueError(f"{path}, line {error.lineno} is no Python: {error.msg}") from error
-    return module
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    users = {*_searched, Path.cwd()}
+    places = [place for entry in sys.path if (place := Path(entry).resolve()) in users]
+    for name in dict.fromkeys(name.partition(".")[0] for name in imported):
+        first = next((place for place in [*places, path.parent] if _holds(place, name)), path.parent)
+        if first != path.parent and _holds(path.parent, name):
+            raise ValueError(
+                f"{path} imports {name!r}, which is in its own folder and in {first}, where Python finds it first: "
+                "rename one of the two"
+            )
+
+
+def _holds(folder: Path, name: str) -> bool:
+    return any(os.path.isfile(folder / file) for file in (f"{name}.py", f"{name}/__init__.py"))

@@ -107,11 +107,12 @@ class _Worker:
     def __init__(self, spec: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(spec, other), daemon=True)
+        self.process = context.Process(target=_serve, args=(spec, other))
         self.process.start()
         other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
         assert self.process.pid is not None
         self.pid = self.process.pid
+        # Daemons may start no processes of their own. At the end of the trainer, the guard kills the workers first.
         GUARD.watch(self.pid)
         self.is_usable = True
         self.is_ready = False

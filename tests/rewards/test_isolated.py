@@ -56,6 +56,10 @@ def test_each_failure_says_how(isolated):
         assert ask(reward, ["raise"]) == [FAILED]
 
 
+def test_a_function_may_have_a_process_pool(isolated):
+    assert ask(isolated("in_a_pool", timeout_s=30.0), ["a", "bb"]) == [1.0, 2.0]
+
+
 def test_a_worker_goes_on_from_sample_to_sample_until_closed(isolated):
     reward = isolated("count_calls", timeout_s=5.0)
     assert ask(reward, ["a", "b"]) == [1.0, 2.0]

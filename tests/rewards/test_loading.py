@@ -1,3 +1,9 @@
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from rlft_fast.rewards import last_number, load_reward
@@ -36,6 +42,67 @@ def test_load_from_file(reward_file):
 def test_load_from_relative_path(reward_file, monkeypatch):
     monkeypatch.chdir(reward_file.parent)
     assert load_reward("my_rewards.py:half")(["a"], [""], [[]]) == [0.5]
+
+
+@pytest.fixture
+def no_folders_of_others(monkeypatch):
+    """Python does not look for modules in the working directory, as under the command rlft-fast."""
+    others = [place for place in sys.path if place and Path(place) != Path.cwd()]
+    monkeypatch.setattr(sys, "path", others)
+
+
+def test_load_from_a_module_of_the_working_directory(reward_file, monkeypatch, no_folders_of_others):
+    reward_file.rename(reward_file.with_name("rewards_of_mine.py"))
+    monkeypatch.chdir(reward_file.parent)
+    assert load_reward("rewards_of_mine:half")(["a"], [""], [[]]) == [0.5]
+
+
+def test_a_file_imports_the_modules_beside_it(tmp_path, no_folders_of_others):
+    (tmp_path / "early_sibling.py").write_text("value = 2.0")
+    (tmp_path / "late_sibling.py").write_text("value = 3.0")
+    (tmp_path / "judge.py").write_text(
+        "import early_sibling\ndef f(**_):\n    import late_sibling\n"
+        "    return [early_sibling.value, late_sibling.value]\n"
+    )
+    assert load_reward(f"{tmp_path / 'judge.py'}:f")() == [2.0, 3.0]
+
+
+COUNTER = "calls = []\ndef count(**_):\n    calls.append(1)\ndef get(**_):\n    return [len(calls)]\n"
+
+
+def test_two_functions_of_one_file_share_its_state(tmp_path):
+    path = tmp_path / "counter.py"
+    path.write_text(COUNTER)
+    (tmp_path / "linked.py").symlink_to(path)
+    load_reward(f"{path}:count")()
+    assert load_reward(f"{path}:get")() == load_reward(f"{tmp_path / 'linked.py'}:get")() == [1]
+    path.write_text(COUNTER.replace("len(calls)", "-1.0 * len(calls)"))  # an edited file runs again
+    assert load_reward(f"{path}:get")() == [0.0]
+
+
+def test_another_process_finds_the_functions_of_files_of_one_name(tmp_path):
+    """As a process pool does: it unpickles what it shall run by the name of its module."""
+    functions = []
+    for number in (1, 2):
+        path = tmp_path / f"{number}_ä" / "my-rewards.py"
+        path.parent.mkdir()
+        path.write_text(f"import beside_{number}\ndef f():\n    return beside_{number}.value\n")
+        path.with_name(f"beside_{number}.py").write_text(f"value = {number}.5")
+        functions.append(load_reward(f"{path}:f"))
+    command = [sys.executable, "-c", "import pickle, sys; print([f() for f in pickle.load(sys.stdin.buffer)])"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run(command, input=pickle.dumps(functions), capture_output=True, env=environment, check=True)
+    assert out.stdout == b"[1.5, 2.5]\n"
+
+
+def test_an_import_of_anothers_sibling_is_refused(tmp_path, no_folders_of_others):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helpers_of_it.py").touch()
+        (tmp_path / name / "judge.py").write_text("import json\nfrom helpers_of_it import *\ndef f(): ...\n")
+    load_reward(f"{tmp_path}/a/judge.py:f")
+    with pytest.raises(ValueError, match=r"b/judge.py imports 'helpers_of_it', .* and in .*/a, where Python finds it"):
+        load_reward(f"{tmp_path}/b/judge.py:f")
 
 
 # No function, no module, a path that lacks its suffix, a relative import: none of these can be imported.

@@ -11,6 +11,8 @@ from rlft_fast.world import World
 
 HERE = Path(__file__)
 WORDS = ("sun", "moon", "star", "rain", "snow", "wind", "hill", "lake", "tree", "leaf")
+CALLS: dict[Path, int] = {}
+"""Of `even_share_until_struck`, since the file was written."""
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -57,17 +59,15 @@ def length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 
 def even_share_until_struck(completion_ids: list[list[int]], strike: list[str], **_: Any) -> list[float | None]:
     """`even_share`, but the call whose number stands in the file named by the data strikes once, as written there."""
-    even_share_until_struck.calls += 1  # type: ignore[attr-defined]
     order = Path(strike[0])
     if order.exists():
         how, call, rank = order.read_text().split()
-        if even_share_until_struck.calls == int(call) and World.current().rank == int(rank):  # type: ignore[attr-defined]
+        CALLS[order] = CALLS.get(order, 0) + 1
+        if CALLS[order] == int(call) and World.current().rank == int(rank):
             order.unlink()
+            del CALLS[order]
             _strike(how)
     return even_share(completion_ids)
-
-
-even_share_until_struck.calls = 0  # type: ignore[attr-defined]  # from 0 in every run: a file is loaded anew
 
 
 def _strike(how: str) -> None:
