@@ -1,9 +1,13 @@
 """Calls a reward function on a batch, and refuses results that would spoil the update."""
 
 import asyncio
+import contextlib
 import copy
+import functools
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -31,7 +35,9 @@ def compute_rewards(
     """Rewards of a batch from one call of `function`. The function gets copies: it may change its arguments.
 
     Args:
-        function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async.
+        function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async. All async functions
+            of a process run in one event loop, in a thread of its own: a client of a server may be kept between calls.
+            The result is any series of numbers: a list, a generator, an array, a tensor, a column of pandas.
         prompts: B prompts.
         completions: B completions.
         completion_ids: B lists of token ids.
@@ -55,7 +61,9 @@ def compute_rewards(
     try:
         result = function(**copies)
         if inspect.isawaitable(result):
-            result = asyncio.run(_finish(result))
+            result = _wait(result)
+        if isinstance(result, Iterator):  # its code runs here
+            result = [*result]
     except (Exception, SystemExit) as error:  # sys.exit in a function must not end the run without a checkpoint
         raise RewardError(
             f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
@@ -120,25 +128,59 @@ def _check_arguments(
             raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(prompts)} prompts")
 
 
+def _wait(result: Awaitable[Any]) -> Any:
+    """What an async function returns. A signal that ends the wait ends the function, too."""
+    future = asyncio.run_coroutine_threadsafe(_finish(result), _event_loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
 async def _finish(result: Awaitable[Any]) -> Any:
     return await result
 
 
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all async functions. The caller's thread may have a loop that runs, as in a notebook."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(SystemExit):  # of a function, which `_wait` raises
+                loop.run_forever()
+
+    threading.Thread(target=run, name="rlft_fast rewards", daemon=True).start()
+    return loop
+
+
 def _as_list(result: Any, name: str, num_samples: int) -> list[Any]:
-    """The result of a reward function (list, tuple, array or tensor) as a list of `num_samples` values."""
+    """The result of a reward function as a list of `num_samples` Python numbers."""
     values = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(values, (list, tuple)):
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
         raise RewardError(f"reward function {name} returned {type(result).__name__}, expected a list of numbers")
+    values = [_as_python(value) for value in values]
     if len(values) != num_samples:
         raise RewardError(f"reward function {name} returned {len(values)} rewards for {num_samples} samples")
-    return list(values)
+    return values
+
+
+def _as_python(value: Any) -> Any:
+    """A scalar of NumPy, torch or pandas as a Python number; None for pandas.NA."""
+    if type(value).__name__ == "NAType":
+        return None
+    if hasattr(value, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # it has several numbers
+            return value.item()
+    return value
 
 
 def is_reward(value: Any) -> bool:
     """Whether the value is a number whose square is still finite."""
     try:
-        return isinstance(value, Real) and abs(float(value)) <= LARGEST
-    except OverflowError:  # an integer larger than any float
+        return isinstance(value, (Real, Decimal)) and abs(float(value)) <= LARGEST
+    except (OverflowError, ValueError):  # an integer larger than any float; a Decimal that signals
         return False
 
 

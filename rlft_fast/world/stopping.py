@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TextIO
@@ -48,6 +49,8 @@ class StopRequest:
     def listening(self, notify: Callable[[int], None]) -> Iterator[None]:
         """Inside, SIGINT, SIGTERM and SIGHUP are noted. An ignored SIGTERM or SIGHUP (nohup) stays ignored.
 
+        In another thread than the main thread, nothing is noted: Python handles signals in the main thread alone.
+
         Args:
             notify: called with the number of the first signal, inside of the handler. It must not print, because a
                 print raises RuntimeError where the signal interrupted a print: see `write_at_once`.
@@ -56,7 +59,12 @@ class StopRequest:
             KeyboardInterrupt: Ctrl-C after the first signal.
         """
         self.signal, self.can_leave, self._notify = 0, False, notify
-        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
+        is_main = threading.current_thread() is threading.main_thread()
+        heard = [
+            number
+            for number in _SIGNALS
+            if is_main and (signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT)
+        ]
         handlers = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield

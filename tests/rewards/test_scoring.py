@@ -1,9 +1,13 @@
 import asyncio
 import functools
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -36,8 +40,34 @@ def test_function_receives_the_batch_and_the_columns():
 # Types that user code plausibly returns for "one number per sample".
 @pytest.mark.parametrize(
     "result",
-    [[1, None], (True, None), [np.float32(1), None], [Fraction(1), None]],
-    ids=["int", "tuple of bool", "numpy scalar", "fraction"],
+    [
+        [1, None],
+        (True, None),
+        (x for x in [1.0, None]),
+        [Fraction(1), None],
+        [Decimal("1"), None],
+        [np.float32(1), None],
+        [np.bool_(True), None],
+        [np.array(1), None],
+        [torch.tensor(1.0), None],
+        [torch.tensor([True]), None],
+        [1, pd.NA],
+        pd.Series([1, None], dtype="Int64"),
+    ],
+    ids=[
+        "int",
+        "tuple of bool",
+        "generator",
+        "fraction",
+        "decimal",
+        "numpy scalar",
+        "numpy bool",
+        "0-d array",
+        "0-d tensor",
+        "1-element tensor",
+        "pandas NA",
+        "pandas column",
+    ],
 )
 def test_numbers_become_floats_and_none_stays(result):
     rewards = compute(returning(result))
@@ -50,7 +80,23 @@ def test_arrays_are_accepted(result):
     assert compute(returning(result)) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, 1e31])
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        "1.0",
+        [1.0],
+        1j,
+        10**400,
+        1e31,
+        Decimal("sNaN"),
+        np.ones(2),
+        torch.ones(2),
+        pd.NaT,
+    ],
+)
 def test_a_bad_reward_names_function_and_sample(value):
     message = r"made_reward returned .* for sample 1 \(prompt '2 \+ 2 =', completion '5'\)"
     with pytest.raises(RewardError, match=message):
@@ -71,8 +117,8 @@ def test_an_exception_is_chained():
     assert isinstance(error.value.__cause__, TypeError)
 
 
-# One number for the batch, nothing, a text, and a generator instead of a list.
-@pytest.mark.parametrize("result", [1.0, None, "11", (x for x in [1.0, 1.0]), torch.tensor(1.0)])
+# One number for the batch, nothing, a text, and numbers without an order.
+@pytest.mark.parametrize("result", [1.0, None, "11", b"11", {1.0: 0, 2.0: 0}, {1.0, 2.0}, torch.tensor(1.0)])
 def test_other_types_are_refused(result):
     with pytest.raises(RewardError, match=r"made_reward returned \w+, expected a list"):
         compute(returning(result))
@@ -97,6 +143,33 @@ def test_an_async_function_is_awaited():
         compute(fails)
     with pytest.raises(RewardError, match="leaves raised SystemExit on a batch of 2 samples: no key"):
         compute(leaves)
+
+
+def test_async_functions_share_a_loop_wherever_they_are_called():
+    """A client belongs to the loop that it was made in; a notebook has a loop of its own, which runs."""
+    loops = set()
+
+    async def reward(completions, **columns):
+        loops.add(asyncio.get_running_loop())
+        return [float(text) for text in completions]
+
+    async def leaves(completions, **columns):
+        await asyncio.gather(asyncio.to_thread(sys.exit, "no key"))
+
+    async def in_a_notebook():
+        return compute(reward)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert compute(reward) == asyncio.run(in_a_notebook()) == pool.submit(compute, reward).result() == [2.0, 5.0]
+    with pytest.raises(RewardError, match="leaves raised SystemExit on a batch of 2 samples: no key"):
+        compute(leaves)
+    assert compute(reward) == [2.0, 5.0]
+    assert len(loops) == 1
+
+
+def test_a_generator_that_raises_is_named():
+    with pytest.raises(RewardError, match="made_reward raised ZeroDivisionError"):
+        compute(returning(1 / n for n in (1, 0)))
 
 
 @pytest.mark.parametrize("result", [[], [1.0], [1.0] * 3])

@@ -1,10 +1,11 @@
-"""Signals that arrive while the process writes to its console."""
+"""Signals while the process writes to its console, and in a thread."""
 
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
 from rlft_fast.world import STOP, write_at_once
@@ -39,3 +40,15 @@ def test_a_signal_inside_a_print_is_noted_and_announced():
     assert STOP.signal == signal.SIGTERM
     assert "stopping\n" in lines
     assert lines[-1] == "saved\n"
+
+
+def test_a_thread_listens_to_no_signal():
+    """Python gives signals to the main thread, and another thread cannot ask for them: it can train all the same."""
+
+    def listen() -> bool:
+        with STOP.listening(print):
+            return signal.getsignal(signal.SIGINT) == before
+
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(listen).result()
