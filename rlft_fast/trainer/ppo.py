@@ -1,7 +1,7 @@
 """The training loop of PPO and GRPO. One step, from top to bottom, is :meth:`PPOTrainer.train_step`.
 
 Every sample is drawn from its own seed, a function of (seed, step, row of the prompt, number of the sample), and the
-order of prompts is a function of the step. So a run that continues from a checkpoint repeats what the uninterrupted run
+order of prompts is a function of the seed. So a run that continues from a checkpoint repeats what the uninterrupted run
 would have done: on CPUs bit for bit, on GPUs but for the order of additions, which the backward of attention leaves
 open there. The number of processes changes a run by rounding alone.
 """
@@ -66,6 +66,7 @@ class Step(NamedTuple):
     """The prompts, samples and metrics of a step."""
 
     prompts: Prompts
+    """All prompts that the step took from the stream, refills included."""
     samples: Samples
     """Of all ranks, by the row of their prompt."""
     metrics: dict[str, float]
@@ -166,17 +167,20 @@ class PPOTrainer:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def train_step(self, step: int) -> Step:
+    def train_step(self, step: int, first_prompt: int | None = None) -> Step:
         """prompts -> rollout -> rewards -> batch -> old and reference log-probs, values -> advantages -> updates.
 
         The old log-probs follow the advantages where the updates alone read them (`Objective.defers_old`).
 
         Args:
-            step: counts from 0; it decides which prompts are taken, and every random draw.
+            step: counts from 0; it decides every random draw.
+            first_prompt: number of prompts that the steps before have taken; None: ``prompts_per_step`` each.
         """
+        if first_prompt is None:
+            first_prompt = step * self.config.rollout.prompts_per_step
         started = time.perf_counter()
         self.phases = Phases(self.world)
-        prompts, scored = self._collect(step)
+        prompts, scored = self._collect(step, first_prompt)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
         with self.phases.timed("generate"):
             self.rollout.sleep()  # not before: only the sync after the update wakes it
@@ -221,18 +225,18 @@ class PPOTrainer:
             batch = batch.replace(logprob_T=found["logprob"], entropy_T=found["entropy"])
         return token_columns(samples, taught, batch, self.config.log_tokens_mib * 2**20)
 
-    def _collect(self, step: int) -> tuple[Prompts, Samples]:
+    def _collect(self, step: int, first_prompt: int) -> tuple[Prompts, Samples]:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
-        The penalties on length are not yet in the rewards. Each step has its own window of the stream of prompts, so
-        its prompts are a function of the step.
+        The penalties on length are not yet in the rewards. Steps take the stream of prompts without gaps, so that each
+        pass over the data has every prompt once.
         """
         count, refills = self.config.rollout.prompts_per_step, self.config.algorithm.max_refills
         torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
         rows: list[int] = []
         samples: Samples | None = None
-        for attempt in range(1 + refills):
-            more = self.prompts.order((step * (1 + refills) + attempt) * count, count, self.config.seed)
+        for _ in range(1 + refills):
+            more = self.prompts.order(first_prompt + len(rows), count, self.config.seed)
             found = self._rollout(self.prompts.select(more), step, len(rows))
             found = found.replace(row_B=found.row_B + len(rows))
             samples = found if samples is None else cat_samples([samples, found])

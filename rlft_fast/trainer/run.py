@@ -220,12 +220,16 @@ class Run:
     def _begin(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """The state of a checkpoint, completed, or that of the beginning; trainer and logs are put into it."""
         beginning: dict[str, Any] = {
-            "step": 0, "seconds": 0.0, "tokens": 0, "evaluated": 0, "before": None, "examples_before": None,
-            "after": None, "examples_after": None, "num_scored": 0, "log_bytes": {}, "objective": {}, "best": None,
+            "step": 0, "num_prompts": None, "seconds": 0.0, "tokens": 0, "evaluated": 0, "before": None,
+            "examples_before": None, "after": None, "examples_after": None, "num_scored": 0, "log_bytes": {},
+            "objective": {}, "best": None,
         }  # fmt: skip
         state = beginning | (state or {})
         if state["before"] is None and state.get("accuracy_before") is not None:  # a checkpoint of an early version
             state["before"] = {"accuracy": state["accuracy_before"]}
+        if state["num_prompts"] is None:  # in earlier versions the prompts of a step had room for all its refills
+            room = self.config.rollout.prompts_per_step * (1 + self.config.algorithm.max_refills)
+            state["num_prompts"] = state["step"] * room
         if state["best"] is not None and not self._measure_of_best().items() <= state["best"].items():
             state["best"] = None
         self.trainer.objective.load_state(state["objective"])
@@ -246,8 +250,9 @@ class Run:
         self._evaluate_if_due(state)  # the judge may have failed at it, and the run goes on from there
         while state["step"] < config.steps:
             STOP.raise_if_asked(self.world)
-            done_step = self.trainer.train_step(state["step"])
+            done_step = self.trainer.train_step(state["step"], state["num_prompts"])
             state["step"] += 1
+            state["num_prompts"] += len(done_step.prompts)
             state["objective"] = self.trainer.objective.state()
             STOP.can_leave = self.is_hurried
             self._record(state["step"], done_step)

@@ -369,23 +369,30 @@ def test_truncated_samples_teach_nothing(model, tmp_path):
 
 @pytest.mark.parametrize("filter_by", [None, f"{HERE}:even_share_of_some"])
 def test_refills_until_enough_prompts_can_be_learned_from(filter_by, model, tmp_path):
-    """Half of the prompts always get equal rewards, or equal values of the part that decides."""
+    """Half of the prompts always get equal rewards, or equal values of the part that decides.
+
+    Each pass over the data has every prompt once, however many a step takes, and also after a resume.
+    """
     words = [{"prompt": word} for word in ("sun", "moon", "star", "rain", "hill", "lake", "tree", "leaf")]
     data = write_rows(tmp_path / "words.jsonl", words)
     blurred = 0.0 if filter_by is None else 1.0
     options = {
-        "data__path": str(data), "algorithm__skip_equal_groups": True, "algorithm__max_refills": 3,
+        "data__path": str(data), "algorithm__skip_equal_groups": True, "algorithm__max_refills": 2,
         "reward__function": {f"{HERE}:even_share_of_some": 1.0, f"{HERE}:even_share": blurred},
         "algorithm__filter_by": filter_by,
     }  # fmt: skip
-    rows = run(model, tmp_path, steps=3, **options)
+    run(model, tmp_path, steps=2, **options)
+    train(toy_config(model, tmp_path, steps=4, **options), resume=True)
+    rows = comparable(tmp_path / "run")
     samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    stream = [sample["prompt"] for sample in samples][::4]
+    for start in range(0, len(stream) - 7, 8):
+        assert set(stream[start : start + 8]) == {row["prompt"] for row in words}
     for step, row in enumerate(rows, start=1):
         prompts = [s["prompt"] for s in samples if s["step"] == step][::4]
         signal = [word in ("hill", "lake", "tree", "leaf") for word in prompts]
-        assert 4 < len(prompts) <= 16
-        assert set(prompts[:8]) == {row["prompt"] for row in words}  # no prompt again before its turn
-        assert sum(signal) >= 4 or len(prompts) == 16
+        assert 4 < len(prompts) <= 12
+        assert sum(signal) >= 4 or len(prompts) == 12
         assert sum(signal[:-4]) < 4  # without its last refill it had too few
         assert row["zero_std_group_share"] == 1 - sum(signal) / len(signal)
         assert row["grad_norm"] > 0
