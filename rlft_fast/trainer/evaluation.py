@@ -1,11 +1,11 @@
 """Held-out prompts, answered and scored: during a run, and for a model alone."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import RemoteEngine, RemoteRollout
@@ -14,6 +14,7 @@ from rlft_fast.data import Samples
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
+from rlft_fast.trainer.experience import merge_metrics
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.prompts import Prompts, load_prompts
@@ -39,7 +40,8 @@ def evaluate_sets(
         answer: samples the answers.
 
     Returns:
-        The numbers by the names of `EvaluationConfig.metrics`, and the answers to each set.
+        The numbers by the names of `EvaluationConfig.metrics`, and the answers to each set. A set without a scored
+        answer has no number, and does not enter the means over the sets.
 
     Raises:
         RewardError: a reward function failed.
@@ -56,19 +58,26 @@ def evaluate_sets(
         seeds = sample_seeds(config.seed, _STEP_OF_SEEDS + i, own_rows(judge.world, prompts), params.n)
         samples[name] = judge.score(prompts, answer(prompts, params, seeds))
     by_set = {name: _metrics(found, params.n) for name, found in samples.items()}
+    for name in (name for name, found in by_set.items() if not found and judge.world.is_first):
+        warnings.warn(
+            f"the reward function left out every answer to the held-out prompts{name and f' of the set {name!r}'}, "
+            "which therefore have no accuracy",
+            stacklevel=2,
+        )
     named = {f"{key}_{name}": value for name, found in by_set.items() if name for key, value in found.items()}
-    means = {key: sum(found[key] for found in by_set.values()) / len(by_set) for key in next(iter(by_set.values()))}
-    return means | named, samples
+    return merge_metrics([*by_set.values()]) | named, samples
 
 
 def _metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     scored_B = samples.has_reward_B
     reward_B, row_B = samples.reward_B[scored_B], samples.row_B[scored_B]
-    metrics = {"accuracy": _mean(reward_B)}
+    if not len(reward_B):
+        return {}
+    metrics = {"accuracy": float(reward_B.mean())}
     if samples_per_prompt > 1:
         rows, place_B = row_B.unique(return_inverse=True)
         best = reward_B.new_full((len(rows),), -torch.inf).scatter_reduce(0, place_B, reward_B, "amax")
-        metrics[f"pass_at_{samples_per_prompt}"] = _mean(best)
+        metrics[f"pass_at_{samples_per_prompt}"] = float(best.mean())
     return metrics
 
 
@@ -87,7 +96,7 @@ def evaluate(config: Config) -> dict[str, float]:
     """Evaluates ``config.model`` on the held-out sets of the configuration, without a run.
 
     Returns:
-        The numbers by the names of `EvaluationConfig.metrics`.
+        The numbers by the names of `EvaluationConfig.metrics`, see `evaluate_sets`.
 
     Raises:
         ValueError: the configuration has no evaluation, or model, data or reward function cannot be used.
@@ -162,7 +171,3 @@ def own_samples(
 def own_rows(world: World, prompts: Prompts) -> range:
     """The prompts that this rank answers."""
     return range(world.rank, len(prompts), world.size)
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else 0.0

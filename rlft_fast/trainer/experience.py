@@ -142,7 +142,7 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
         "completion_length_mean": float(samples.length_B.numpy().mean()),
         "truncated_share": float((~samples.stopped_B).numpy().mean()),
         "left_out_share": 1.0 - len(rewards) / len(samples),
-        "zero_std_group_share": 1.0 - num_with_signal / num_groups if num_groups else 0.0,
+        "zero_std_group_share": 1.0 - num_with_signal / num_groups if num_groups else math.nan,
     }
     metrics |= _part_means(samples)
     metrics |= mismatch(batch)

@@ -336,13 +336,14 @@ class Run:
 
     def _evaluate_and_log(self, state: dict[str, Any]) -> tuple[dict[str, float], dict[str, Samples]]:
         metrics, samples = self.trainer.evaluate()
-        self.log.metrics(state["step"], metrics)
+        if metrics:
+            self.log.metrics(state["step"], metrics)
         state["evaluated"] = state["step"]
-        name = self.config.checkpoint.best
-        if name is not None and (state["best"] is None or metrics[name] > state["best"]["value"]):
+        value = metrics.get(self.config.checkpoint.best or "")
+        if value is not None and (state["best"] is None or value > state["best"]["value"]):
             try:
                 self.trainer.models.export(self.directory / "best")
-                state["best"] = {"step": state["step"], "value": metrics[name], **self._measure_of_best()}
+                state["best"] = {"step": state["step"], "value": value, **self._measure_of_best()}
             except CheckpointError as error:  # on all ranks; a copy is no reason to end a run
                 self.log.message(f"warning: the best policy so far, of step {state['step']}, is not kept: {error}")
         return metrics, samples
@@ -366,17 +367,17 @@ class Run:
             "minutes": round(state["seconds"] / 60, 3),
             "tokens_per_second": round(state["tokens"] / max(state["seconds"], 1e-9), 1),
         }
-        if self.trainer.held_out:
+        if self.config.evaluation is not None:
             before, after = state["before"], state["after"]
-            both = {"before": before, "after": after}
-            summary = {f"{name}_{when}": found.get(name) for name in after for when, found in both.items()} | summary
+            names, both = self.config.evaluation.metrics, {"before": before, "after": after}
+            summary = {f"{name}_{when}": found.get(name) for name in names for when, found in both.items()} | summary
             if (best := state["best"]) is not None:
                 summary |= {"best_step": best["step"], f"{best['name']}_best": best["value"]}
             prompts = next(iter(self.trainer.held_out.values()))
             rows = zip(prompts.texts, state["examples_before"], state["examples_after"], strict=False)
             self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
             self.log.message(
-                f"held-out accuracy {before['accuracy']:.3f} -> {after['accuracy']:.3f} "
+                f"held-out accuracy {_three_digits(before.get('accuracy'))} -> {_three_digits(after.get('accuracy'))} "
                 f"on {state['num_scored']} problems, {summary['minutes']:.1f} minutes of training"
             )
         if self.world.is_first:
@@ -425,6 +426,10 @@ def _by_first(world: World, action: Callable[[], object]) -> None:
 def _nullable(values: Tensor) -> list[float | None]:
     """Numbers as a log has them: None in place of NaN."""
     return [None if value != value else value for value in values.tolist()]
+
+
+def _three_digits(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _oldest_versions(samples: Samples) -> list[int | None]:

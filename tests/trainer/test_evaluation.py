@@ -16,6 +16,17 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [1 - (share or 0.0) for share in even_share(completion_ids)]
 
 
+def negative_or_none(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """None in the first evaluation of two sets, later a number below 0; always None for one of the sets."""
+    negative_or_none.calls += 1  # type: ignore[attr-defined]
+    if "sand" in prompts or negative_or_none.calls <= 2:  # type: ignore[attr-defined]
+        return [None] * len(prompts)
+    return [(share or 0.0) - 1 for share in even_share(completion_ids)]
+
+
+negative_or_none.calls = 0  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
 def sampled(tiny_model, tmp_path_factory) -> Path:
     """A run with two held-out sets and four sampled answers to each prompt."""
@@ -84,6 +95,26 @@ def test_the_best_policy_survives_a_run_that_goes_on(tiny_model, tmp_path, capsy
     changes["checkpoint__best"] = "pass_at_8"  # not compared with an accuracy
     train(toy_config(model, tmp_path, **changes, **opposite, steps=29), resume=True)
     assert json.loads((run / "summary.json").read_text())["best_step"] == 29
+
+
+def test_a_set_without_a_judged_answer_has_no_number(tiny_model, tmp_path):
+    """It is neither the best among negative numbers, nor a 0 in the mean over the sets."""
+    words = {"wet": ("sea", "ice", "fog"), "dry": ("sand", "mud")}
+    paths = {
+        name: str(write_rows(tmp_path / f"{name}.jsonl", [{"prompt": word} for word in own]))
+        for name, own in words.items()
+    }
+    evaluation = {"path": paths, "max_new_tokens": 6, "every": 1, "function": f"{__file__}:negative_or_none"}
+    config = toy_config(tiny_model("llama"), tmp_path, steps=2, evaluation=evaluation, checkpoint__best="accuracy")
+    with pytest.warns(UserWarning, match="left out every answer to the held-out prompts of the set 'dry'"):
+        summary = train(config)
+    rows = [row for row in comparable(tmp_path / "run") if "reward_mean" not in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row.keys() == {"step", "accuracy", "accuracy_wet"}
+        assert row["accuracy"] == row["accuracy_wet"] < 0
+    assert (summary["accuracy_before"], summary["accuracy_dry_after"]) == (None, None)
+    assert summary["accuracy_best"] == max(row["accuracy"] for row in rows)
 
 
 @pytest.mark.parametrize(
