@@ -51,11 +51,14 @@ class RemoteEngine:
         asking = batch.asking_at_the_end()
         return self.group.compute_scores(asking)["score_T"][asking.loss_mask_T]
 
-    def train_step(self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None) -> dict[str, float]:
+    def train_step(
+        self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
+        schedule_step: int | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         """See `FSDPEngine.train_step`."""
         if self.name == "critic":
-            return self.group.update_critic(batch, loss)
-        found = self.group.update_actor(batch, loss, outputs is not None)
+            return self.group.update_critic(batch, loss, schedule_step)
+        found = self.group.update_actor(batch, loss, outputs is not None, schedule_step)
         if outputs is not None:
             names: tuple[Output, ...] = ("logprob", "entropy")
             outputs |= {name: found.pop(f"{name}_T") for name in names}

@@ -152,14 +152,23 @@ class ActorRolloutRefWorker(Worker):
             return {"ref_logprob_T": actor.infer(share, ("logprob",))["logprob"]}
 
     @register(DP_COMPUTE_PROTO, engine="actor", trains=True)
-    def update_actor(self, share: Share, loss: Loss, with_outputs: bool = False) -> dict[str, Any]:
+    def update_actor(
+        self, share: Share, loss: Loss, with_outputs: bool = False, schedule_step: int | None = None
+    ) -> dict[str, Any]:
         """One optimizer step. The generator samples from the new weights after `sync_rollout`.
+
+        Args:
+            share: this worker's part of the batch.
+            loss: per-token loss.
+            with_outputs: whether to return the outputs, too.
+            schedule_step: see `FSDPEngine.optimizer_step`.
 
         Returns:
             The metrics; and ``logprob_T`` and ``entropy_T`` of the step's forward passes where they are asked for.
         """
         outputs: dict[Output, Tensor] = {}
-        metrics = self.engines["actor"].train_step(share, loss, outputs=outputs if with_outputs else None)
+        asked = outputs if with_outputs else None
+        metrics = self.engines["actor"].train_step(share, loss, outputs=asked, schedule_step=schedule_step)
         return metrics | _by_field(outputs)
 
     @register(ONE_TO_ALL)
@@ -217,9 +226,9 @@ class CriticWorker(Worker):
         return {"value_T": self.engines["critic"].infer(share, ("value",))["value"]}
 
     @register(DP_COMPUTE_PROTO, engine="critic", trains=True)
-    def update_critic(self, share: Share, loss: Loss) -> dict[str, float]:
+    def update_critic(self, share: Share, loss: Loss, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
-        return self.engines["critic"].train_step(share, loss)
+        return self.engines["critic"].train_step(share, loss, schedule_step=schedule_step)
 
 
 class RewardModelWorker(Worker):

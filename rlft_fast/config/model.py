@@ -32,7 +32,7 @@ class OptimizerConfig(Section):
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null or 0: the norm is only measured."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 after the warm-up."""
+    """How the learning rate falls to 0 from the warm-up to the end of the run, also over steps that teach nothing."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from 0."""
 

@@ -154,8 +154,9 @@ class FSDPEngine(EngineState):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: Batch | Share, loss: Loss, *, outputs: dict[Output, Tensor] | None = None
-    ) -> dict[str, float]:
+        self, batch: Batch | Share, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
+        schedule_step: int | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         """One optimizer step on the whole batch: `zero_grad`, `forward_backward` and `optimizer_step`.
 
         plan -> forward and backward per micro-batch, gradients reduced with the last -> global norm -> AdamW, which
@@ -165,6 +166,7 @@ class FSDPEngine(EngineState):
             batch: the batch of this step, see `forward_backward`.
             loss: per-token loss.
             outputs: filled with the outputs of the forward passes of this step, see `forward_backward`.
+            schedule_step: see `optimizer_step`.
 
         Returns:
             The metrics of `optimizer_step`.
@@ -174,7 +176,7 @@ class FSDPEngine(EngineState):
         """
         self.zero_grad()
         self.forward_backward(batch, loss, outputs=outputs)
-        return self.optimizer_step()
+        return self.optimizer_step(schedule_step)
 
     def zero_grad(self) -> None:
         """Drops all gradients, and the step that `forward_backward` has begun. Every rank must call it."""
@@ -228,10 +230,14 @@ class FSDPEngine(EngineState):
                 self._open.outputs.append((outputs, done, work))
         return metrics
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, schedule_step: int | None = None) -> dict[str, float]:
         """Global norm, clipping, AdamW and schedule, with the gradients of all calls of `forward_backward`.
 
-        A gradient norm that is not finite skips the step: parameters, moments and schedule stay as they are.
+        A gradient norm that is not finite skips the step: parameters and moments stay as they are.
+
+        Args:
+            schedule_step: number of this step in the schedule of the learning rate, in [0, num_training_steps). None:
+                the number of steps taken so far, so that a skipped step does not count.
 
         Returns:
             The metrics of the calls, added up over calls and ranks (names that end in "_max": the maximum), with
@@ -250,7 +256,7 @@ class FSDPEngine(EngineState):
         step, self._open = self._open, None
         with step.phase:
             norm = grad_norm(self.model.parameters())
-            learning_rate = self._step_optimizer(norm)
+            learning_rate = self._step_optimizer(norm, self.step if schedule_step is None else schedule_step)
         totals = self.world.all_reduce(step.totals) | {"grad_norm": norm.to(self.device)}
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
@@ -324,11 +330,11 @@ class FSDPEngine(EngineState):
         done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
         return metrics, Done(done, micro_batch, inputs.output_index_A)
 
-    def _step_optimizer(self, norm: Tensor) -> float:
+    def _step_optimizer(self, norm: Tensor, schedule_step: int) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""
         assert self.optimizer is not None
         assert self.num_training_steps is not None
-        factor = learning_rate_factor(self.step, self.config.optimizer, self.num_training_steps)
+        factor = learning_rate_factor(schedule_step, self.config.optimizer, self.num_training_steps)
         learning_rate = self.config.optimizer.learning_rate * factor
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

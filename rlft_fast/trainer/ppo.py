@@ -202,7 +202,7 @@ class PPOTrainer:
             with self.phases.timed("logprobs"):
                 batch = self._with_old_logprob(batch, running.active_T, rows[0])
         with self.phases.timed("update"):
-            metrics |= self._update(batch, rows, outputs)
+            metrics |= self._update(batch, rows, outputs, step)
         with self.phases.timed("sync"):
             self.rollout.sync()
         num_prompt_tokens = sum(len(prompts.token_ids[row]) for row in samples.row_B.tolist())
@@ -369,14 +369,21 @@ class PPOTrainer:
             logprob_T = self.actor.infer(batch.replace(loss_mask_T=read_T), ("logprob",))["logprob"]
         return batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T)
 
-    def _update(self, batch: Batch, rows: list[np.ndarray], outputs: dict[Output, Tensor]) -> dict[str, float]:
+    def _update(
+        self, batch: Batch, rows: list[np.ndarray], outputs: dict[Output, Tensor], step: int
+    ) -> dict[str, float]:
         """One optimizer step per mini-batch: first all of the critic's, then all of the policy's.
+
+        The schedules of the learning rates follow the run: a step without anything to learn from counts as any other.
 
         Args:
             batch: the rollout.
             rows: the sequences of each mini-batch.
             outputs: filled with the outputs of the policy's first step where no pass before gave log-probabilities.
+            step: see `train_step`.
         """
+        algorithm = self.config.algorithm
+        first = step * algorithm.epochs * algorithm.mini_batches
 
         def cut() -> list[Batch]:
             return [batch] if len(rows) == 1 else [batch.select(part) for part in rows]
@@ -384,11 +391,13 @@ class PPOTrainer:
         metrics: dict[str, float] = {}
         if self.critic is not None:
             with self.critic.train_mode():
-                metrics = merge_metrics([self._critic_step(mini_batch) for mini_batch in cut()])
+                metrics = merge_metrics([self._critic_step(part, first + i) for i, part in enumerate(cut())])
         with self.actor.train_mode():
-            return metrics | self._actor_steps(cut(), outputs)
+            return metrics | self._actor_steps(cut(), outputs, first)
 
-    def _actor_steps(self, cut: list[Batch], outputs: dict[Output, Tensor]) -> dict[str, float]:
+    def _actor_steps(
+        self, cut: list[Batch], outputs: dict[Output, Tensor], first_schedule_step: int
+    ) -> dict[str, float]:
         """Metrics of the policy's optimizer steps, and the mismatch where no pass over the rollout gave it.
 
         The forward of the first step then gives log π_old of its tokens. In later steps the policy is no longer the one
@@ -396,14 +405,14 @@ class PPOTrainer:
         """
         defers_old, steps = self.objective.defers_old, []
         ran: list[Batch] = []  # with log π_old of the tokens that ran
-        for mini_batch in cut:
+        for schedule_step, mini_batch in enumerate(cut, first_schedule_step):
             loss, asked = self.objective.policy_loss, None
             if not steps and (defers_old or mini_batch.logprob_T is None):
                 asked = outputs
             if not steps and self.objective.starts_on_policy:
                 loss = replace(loss, on_policy=True)
             active_T = weighted(mini_batch, loss)[0].active_T
-            metrics = self.actor.train_step(mini_batch, loss, outputs=asked)
+            metrics = self.actor.train_step(mini_batch, loss, outputs=asked, schedule_step=schedule_step)
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
             if defers_old or asked is not None:
@@ -411,9 +420,9 @@ class PPOTrainer:
                 ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=logprob_T))
         return mismatch(*ran) | merge_metrics(steps)
 
-    def _critic_step(self, mini_batch: Batch) -> dict[str, float]:
+    def _critic_step(self, mini_batch: Batch, schedule_step: int) -> dict[str, float]:
         assert self.critic is not None
-        values = self.critic.train_step(mini_batch, self.value_loss)
+        values = self.critic.train_step(mini_batch, self.value_loss, schedule_step=schedule_step)
         moments = {name: torch.tensor(value) for name, value in values.items()}
         names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
         metrics = {f"critic_{name}": values[name] for name in names}

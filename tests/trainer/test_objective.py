@@ -335,6 +335,24 @@ def test_a_step_without_any_advantage_has_no_means(mini_batches, model, tmp_path
     assert not row.keys() & {"entropy", "approx_kl", "clip_share", "ratio_max", *MISMATCH}
 
 
+def test_schedules_reach_their_end_where_steps_teach_nothing(model, tmp_path):
+    """No answer to half of the prompts has a reward, and a step has one prompt."""
+    data = write_rows(tmp_path / "words.jsonl", [{"prompt": word} for word in ("sun", "moon", "sun", "star")])
+    options = {
+        "data__path": str(data), "rollout__prompts_per_step": 1, "reward__function": f"{HERE}:not_for_sun", "steps": 8,
+        "algorithm__advantage": "gae",
+        "actor__optimizer": {"schedule": "linear", "learning_rate": 1e-3},
+        "critic": {"max_tokens": 64, "optimizer": {"schedule": "linear", "learning_rate": 2e-3}},
+    }  # fmt: skip
+    trainer = PPOTrainer(toy_config(model, tmp_path, **options))
+    Run(trainer).run()
+    rates = {row["step"]: row["learning_rate"] for row in comparable(tmp_path / "run") if "learning_rate" in row}
+    assert len(rates) == 4
+    for step, rate in rates.items():
+        assert rate == pytest.approx(1e-3 * (1 - (step - 1) / 8))
+    assert trainer.critic.optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[max(rates)])
+
+
 def test_an_entropy_target_reads_every_token():
     """Also while the bonus has the weight 0."""
     objective = Objective(AlgorithmConfig(entropy_coef=0.01, entropy_target=0.5), max_new_tokens=8)
