@@ -51,7 +51,7 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts, or names of special tokens, that end a completion as an end token does."""
     batch_size: MayChange[PositiveInt] = 64
-    """Completions generated at once on each process."""
+    """Most completions generated at once on each process."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

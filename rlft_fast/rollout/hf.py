@@ -3,8 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, product
 
 import numpy as np
 import torch
@@ -46,7 +46,8 @@ class HFGenerator:
     Args:
         model: the policy.
         tokenizer: names an end token, and decodes completions to find stop texts.
-        batch_size: number of completions generated at once.
+        batch_size: most completions generated at once. Where it is below the samples of a prompt, the prompt runs
+            several times.
     """
 
     name = "transformers"
@@ -63,14 +64,18 @@ class HFGenerator:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
     ) -> list[list[Completion]]:
         """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
-        prompts_at_once = max(self.batch_size // params.n, 1)
-        completions: list[list[Completion]] = []
+        prompts_at_once, samples_at_once = max(self.batch_size // params.n, 1), min(self.batch_size, params.n)
+        completions: list[list[Completion]] = [[] for _ in prompts]
         # The stance: compiled blocks would compile again for the cache.
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
-            for start in range(0, len(prompts), prompts_at_once):
+            starts = product(range(0, len(prompts), prompts_at_once), range(0, params.n, samples_at_once))
+            for start, first in starts:
                 part = slice(start, start + prompts_at_once)
-                flat = self._generate(prompts[part], params, [*chain.from_iterable(seeds[part])])
-                completions += [flat[i : i + params.n] for i in range(0, len(flat), params.n)]
+                own = [row[first : first + samples_at_once] for row in seeds[part]]
+                at_once = replace(params, n=len(own[0]))
+                sampled = iter(self._generate(prompts[part], at_once, [*chain.from_iterable(own)]))
+                for row in completions[part]:
+                    row += islice(sampled, at_once.n)
         return completions
 
     def load(self, weights: WeightStream | None, version: int) -> None:

@@ -120,6 +120,20 @@ def test_batch_size_changes_nothing(tiny_model, name, batch_size):
         assert [sample.token_ids for sample in group] == [plain_greedy(path, prompt, 8)] * 2
 
 
+# Fewer than one prompt's samples, evenly and with a rest, as many, and two prompts.
+@pytest.mark.parametrize("batch_size", [2, 4, 6, 13])
+def test_no_more_completions_than_the_batch_size_run_at_once(tiny_model, batch_size):
+    params, seeds = SamplingParams(n=6, max_new_tokens=3), draw_seeds(len(PROMPTS), 6)
+    whole = make_generator(tiny_model("llama")).generate(PROMPTS, params, seeds)
+    generator, rows = make_generator(tiny_model("llama"), batch_size), []
+    generator.model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = generator.generate(PROMPTS, params, seeds)
+    assert max(rows) == min(batch_size // 6 * 6 or batch_size, 6 * len(PROMPTS))
+    assert [[x.token_ids for x in group] for group in found] == [[x.token_ids for x in group] for group in whole]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])  # greedy reports the log-probability at temperature 1
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen2-sliding", "gemma2"])
 def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):

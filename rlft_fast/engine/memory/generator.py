@@ -86,7 +86,8 @@ class GeneratorMemory:
         prompts = min(
             max(rollout.batch_size // rollout.samples_per_prompt, 1), -(-rollout.prompts_per_step // self.world_size)
         )
-        batches = [(prompts * rollout.samples_per_prompt, rollout.max_prompt_tokens + rollout.max_new_tokens)]
+        samples = min(rollout.samples_per_prompt, rollout.batch_size)
+        batches = [(prompts * samples, rollout.max_prompt_tokens + rollout.max_new_tokens)]
         if self.evaluation is not None:
             batches.append((rollout.batch_size, rollout.max_prompt_tokens + self.evaluation.max_new_tokens))
         return max(batches, key=lambda batch: batch[0] * batch[1])
