@@ -120,9 +120,10 @@ class PolicyLoss:
         """Weighted sums over these tokens: added over micro-batches and ranks they are the figures of the batch.
 
         Keys: policy_loss (without entropy and KL terms); clip_share, the share of tokens with an advantage and without
-        a gradient, and its parts clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of
-        KL(π_old ‖ π); entropy when given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without
-        active tokens) are reduced by max instead.
+        a gradient (for a loss that declares its clipped tokens, `needs`, the share of these tokens), and its parts
+        clip_share_low (A < 0) and clip_share_high (A > 0); approx_kl, the k3 estimate of KL(π_old ‖ π); entropy when
+        given; ref_kl when `kl_coef` is not 0. Keys that end in "_max" (ratio_max; 0 without active tokens) are reduced
+        by max instead.
 
         Args:
             fields: As in `per_token`; entropy_T may always be there.
@@ -137,7 +138,11 @@ class PolicyLoss:
         tensors = self._active(fields)
         loss_T, gradient_T = self._loss_and_gradient(tensors, sequence_mean)
         old_logprob_T, advantage_T = tensors["old_logprob_T"], tensors["advantage_T"]
-        low_T, high_T = ((gradient_T == 0) & (sign * advantage_T > 0) for sign in (-1.0, 1.0))
+        is_clipped_T = gradient_T == 0
+        if (clipped := needs_of(self._function).clipped) is not None:
+            given = {name: tensors[name] for name in parameter_names(clipped) if name.endswith("_T")}
+            is_clipped_T = clipped(**given, **self._options)
+        low_T, high_T = (is_clipped_T & (sign * advantage_T > 0) for sign in (-1.0, 1.0))
         per_token = {
             "policy_loss": loss_T,
             "clip_share": low_T | high_T,

@@ -26,11 +26,13 @@ class Needs(NamedTuple):
     advantage: bool = False
     greedy: bool = False
     selection: TokenSelection | None = None
+    clipped: Callable[..., Tensor] | None = None
 
 
 def needs(
-    *, advantage: bool = False, greedy: bool = False, selection: TokenSelection | None = None
-) -> Callable[[_Method], _Method]:
+    *, advantage: bool = False, greedy: bool = False, selection: TokenSelection | None = None,
+    clipped: Callable[..., Tensor] | None = None,
+) -> Callable[[_Method], _Method]:  # fmt: skip
     """A decorator that declares what a method needs.
 
     Args:
@@ -39,10 +41,13 @@ def needs(
         greedy: for an advantage: sample a greedy answer to every prompt; its reward is ``baseline_B``.
         selection: for a policy loss: a function that chooses ``selected_T`` when the update starts. Its parameters name
             fields of the `Batch`; ``seed`` is another number in every step.
+        clipped: for a policy loss that bounds the weight of a token and keeps the token's gradient: a function with the
+            loss's tensors and options among its parameters, which returns (T,) bool, True at the bounded tokens.
+            ``clip_share`` in the log counts them. None: it counts the tokens without a gradient.
     """
 
     def declare(method: _Method) -> _Method:
-        setattr(method, _ATTRIBUTE, (method, Needs(advantage, greedy, selection)))
+        setattr(method, _ATTRIBUTE, (method, Needs(advantage, greedy, selection, clipped)))
         return method
 
     return declare

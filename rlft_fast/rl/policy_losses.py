@@ -109,7 +109,13 @@ def gmpo(
     return -advantage_T * (mean_T + (clipped_T - clipped_T.detach())).exp()
 
 
-@needs(advantage=True)
+def cispo_clipped(logprob_T: Tensor, old_logprob_T: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
+    """(T,) bool, True where `cispo` bounds the ratio."""
+    ratio_T = policy_ratio(logprob_T, old_logprob_T)
+    return (ratio_T < 1.0 - clip_low) | (ratio_T > 1.0 + clip_high)
+
+
+@needs(advantage=True, clipped=cispo_clipped)
 def cispo(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> Tensor:

@@ -249,6 +249,17 @@ def test_every_policy_option_changes_the_loss(option):
     assert totals[0] != pytest.approx(totals[1], rel=1e-6)
 
 
+def test_clip_share_of_a_loss_that_drops_no_gradient():
+    """Ratios 8, 1/2, 8, 1/2, 8 under bounds 0.8 and 5; the last token has no advantage."""
+    ratio_T, advantage_T = torch.tensor([8.0, 0.5, 8.0, 0.5, 8.0]), torch.tensor([1.0, 1.0, -1.0, -3.0, 0.0])
+    weight_T = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25])
+    metrics = PolicyLoss(loss="cispo", clip_low=0.2).metrics(named(ratio_T.log(), 0 * ratio_T, advantage_T, weight_T))
+    shares = [metrics[name].item() for name in ("clip_share", "clip_share_low", "clip_share_high")]
+    assert shares == pytest.approx([0.75, 0.45, 0.3])
+    metrics = PolicyLoss(loss="cispo").metrics(named(ratio_T.log(), 0 * ratio_T, advantage_T, weight_T))
+    assert metrics["clip_share"].item() == pytest.approx(0.4)
+
+
 def test_every_kl_estimator_gives_another_loss():
     batch = policy_batch()
     batch["loss_weight_T"] = weights(batch, "token-mean")
