@@ -20,10 +20,13 @@ class Phases:
 
     Args:
         world: the ranks that make the step together.
+        elsewhere: the models live in other processes, and this one drives them. Its own memory and waiting say nothing
+            about theirs, so only the seconds are measured.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, elsewhere: bool = False) -> None:
         self.world = world
+        self.elsewhere = elsewhere
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.busy_seconds: dict[str, float] = {}
@@ -36,18 +39,20 @@ class Phases:
         started = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        if (peak := self._peak()) is not None:
+        if not self.elsewhere and (peak := self._peak()) is not None:
             self.peak_bytes[name] = max(peak, self.peak_bytes.get(name, 0))
 
     def busy(self, name: str, seconds: float) -> None:
         """Adds time in which this rank did its own share of a phase, and so waited for no other rank."""
-        self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds
+        if not self.elsewhere:
+            self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """Numbers of all ranks; all ranks must call it together.
 
         ``seconds_*``: this rank's time in a phase [s]. ``memory_gib_*``: the peak of the rank with the highest peak
-        [GiB]. ``idle_share_*``: the share of the slowest rank's work in which the other ranks, on average, wait.
+        [GiB]. ``idle_share_*``: the share of the slowest rank's work in which the other ranks, on average, wait. A
+        number that is not measured is left out.
         """
         own = {f"{name}.peak_max": float(peak) for name, peak in self.peak_bytes.items()}
         for name, seconds in self.busy_seconds.items():

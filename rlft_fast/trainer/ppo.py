@@ -125,7 +125,7 @@ class PPOTrainer:
                     max_response_tokens=config.rollout.max_new_tokens,
                 )  # fmt: skip
             stack.pop_all()
-        self.phases = Phases(world)  # of the current step
+        self.phases = self._make_phases()  # of the current step
 
     def _make_objective(self) -> Objective:
         config = self.config
@@ -179,7 +179,7 @@ class PPOTrainer:
         if first_prompt is None:
             first_prompt = step * self.config.rollout.prompts_per_step
         started = time.perf_counter()
-        self.phases = Phases(self.world)
+        self.phases = self._make_phases()
         prompts, scored = self._collect(step, first_prompt)
         greedy = self._greedy_rewards(prompts) if self.objective.needs_greedy else None
         with self.phases.timed("generate"):
@@ -212,6 +212,9 @@ class PPOTrainer:
         seconds = time.perf_counter() - started
         metrics |= {"seconds": seconds, "tokens_per_second": num_tokens / seconds}
         return Step(prompts, samples, metrics, self._token_columns(samples, taught, running, outputs))
+
+    def _make_phases(self) -> Phases:
+        return Phases(self.world, elsewhere=self.config.cluster is not None)
 
     def _token_columns(
         self, samples: Samples, taught: Samples, batch: Batch, outputs: dict[Output, Tensor]

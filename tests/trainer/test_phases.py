@@ -33,6 +33,14 @@ def test_a_phase_has_the_peak_of_its_parts():
     assert 0.01 < metrics["seconds_generate"] < metrics["seconds_update"]
 
 
+def test_a_driver_measures_nothing_but_seconds():
+    phases = Phases(World(), elsewhere=True)
+    with phases.timed("generate"):
+        time.sleep(0.01)
+    phases.busy("generate", 0.0)
+    assert phases.metrics() == {"seconds_generate": phases.seconds["generate"]}
+
+
 def check_two_ranks(rank: int) -> None:
     phases = Phases(World.current())
     with phases.timed("generate"), resident(1 + rank * 256):
