@@ -49,8 +49,13 @@ def publish(temporary: Path, final: Path, replaced: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder if it exists. A kill meanwhile leaves the rest under a temporary name."""
-    if folder.exists():
+    """Removes a folder if it exists, or a link to a folder, whose target is kept.
+
+    A kill meanwhile leaves the rest under a temporary name, and so does a file that cannot be removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         temporary = folder.with_name(folder.name + TEMPORARY)
         shutil.rmtree(temporary, ignore_errors=True)
         os.rename(folder, temporary)

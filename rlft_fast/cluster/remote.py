@@ -190,10 +190,22 @@ class RemoteCheckpoints:
         """See `CheckpointManager.latest`."""
         return self._files.latest()
 
+    def failure(self) -> BaseException | None:
+        """None: workers tell of a failed save at the next save alone."""
+
     def clear(self) -> None:
         """See `CheckpointManager.clear`."""
         self._files.clear()
-        CheckpointManager(Path(self._of_critic), world=World()).clear()
+        self._files_of_critic.clear()
+
+    def remove_leftovers(self) -> None:
+        """See `CheckpointManager.remove_leftovers`."""
+        self._files.remove_leftovers()
+        self._files_of_critic.remove_leftovers()
+
+    @property
+    def _files_of_critic(self) -> CheckpointManager:
+        return CheckpointManager(Path(self._of_critic), world=World())
 
     @property
     def _of_critic(self) -> str:

@@ -1,6 +1,7 @@
 """The folder of a run: which run it belongs to, and which settings a resumed run must share with that run."""
 
 import json
+import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ _WRITTEN = (
 )  # fmt: skip
 
 
+_WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens")  # folders
+
+
 def require_usable(config: Config, *, config_path: str | Path | None = None, resume: bool = False) -> None:
     """Refuses a run that would overwrite its own inputs, or files that no run has written. Writes nothing.
 
@@ -26,7 +30,8 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
         resume: whether the run continues. Then config_path may be the ``config.yaml`` that the run has written.
 
     Raises:
-        ValueError: the run is refused. The message names the setting and both paths, or files in the folder.
+        ValueError: the run is refused. The message names the setting and both paths, files in the folder, or a folder
+            in it that cannot be written.
     """
     output = Path(config.output_dir)
     models = {"model": config.model, "reward.model": config.reward.model}
@@ -48,6 +53,20 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
                 f"{name} {path} is where the run writes a file of its own: name another output_dir, or move the file"
             )
     require_claimable(output)
+    for name in _WRITTEN_INTO:
+        _require_writable(output / name)
+
+
+def _require_writable(folder: Path) -> None:
+    """Raises ValueError if something stands in the place of a folder that a run can write."""
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(
+            f"{folder} is a link to {folder.readlink()}, which does not exist: create it, or remove the link"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder, and the run writes one of this name: move the file away")
+    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise ValueError(f"{folder} cannot be written: change its permissions, or name another output_dir")
 
 
 def _place(path: str | Path, output: Path) -> str | None:

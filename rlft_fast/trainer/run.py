@@ -122,6 +122,7 @@ class Run:
         self.checkpoints = trainer.models.checkpoints(self.directory / "checkpoints")
         self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.saved_step = 0  # what a checkpoint holds; step 0 needs none
+        self.told_failure: BaseException | None = None
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
     def run(self, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
@@ -198,7 +199,9 @@ class Run:
         if self.world.is_first:
             if self.checkpoints.latest() is None and (kept := self.log.set_aside()):
                 self.log.message(f"logs of a run that saved no checkpoint are kept as {' and '.join(kept)}")
-            if not resume:
+            if resume:
+                self.checkpoints.remove_leftovers()
+            else:
                 self.checkpoints.clear()
                 if (self.directory / "best" / ".export.json").is_file():
                     shutil.rmtree(self.directory / "best")
@@ -262,6 +265,7 @@ class Run:
             self.log.metrics(state["step"], metrics)
             step, done = state["step"], state["step"] == config.steps
             self._evaluate_if_due(state)  # before the checkpoint, which then knows of the best policy
+            self._tell_failed_save()
             if done or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 self._save(state, asynchronous=config.checkpoint.asynchronous and not done)
         return self._finish(state)
@@ -309,6 +313,13 @@ class Run:
                     f"step {step} is not saved, because weights of the {name} are not finite ({name_some(bad)}): "
                     f"{self.trainer.divergence(name)}; {self._saved()}"
                 )
+
+    def _tell_failed_save(self) -> None:
+        """Says once that an asynchronous save has failed, not as late as at the next save."""
+        failure = self.checkpoints.failure()
+        if failure is not None and failure is not self.told_failure:
+            self.log.message(f"warning: {failure}. The next checkpoint is tried all the same")
+        self.told_failure = failure
 
     def _is_written(self) -> bool:
         """Whether the last save ended well, for which it waits."""

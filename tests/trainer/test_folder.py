@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from rlft_fast.cli import main
 from rlft_fast.models import model_checksum
-from rlft_fast.trainer.folder import MARKER, is_run
+from rlft_fast.trainer.folder import MARKER, is_run, require_usable
+from tests.support.privileges import permissions_hold
 from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
-from tests.trainer.toy import read_lines, toy_values
+from tests.trainer.toy import read_lines, toy_config, toy_values
 
 
 @pytest.fixture
@@ -51,6 +52,33 @@ def test_a_model_in_the_output_dir_is_refused(key, place, model, tmp_path, capsy
     if not place and key == "model":  # by another name of the same folder
         assert "lies in output_dir" in refusal(capsys, config, "--output_dir", str(tmp_path / "linked"))
     assert written(tmp_path) == before
+
+
+def occupy(path: Path, how: str) -> None:
+    path.parent.mkdir()
+    (path.parent / MARKER).write_text('{"identity": {}}')
+    if how == "link":
+        path.symlink_to(path.parent.parent / "nowhere")
+    elif how == "file":
+        path.touch()
+    else:
+        path.mkdir(mode=0o555)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "hf", "best", "tokens"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("link", "is a link to .*nowhere, which does not exist"),
+        ("file", "is no folder"),
+        ("read-only", "cannot be written: change its permissions"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(how, words, name, model, tmp_path):
+    config = toy_config(model, tmp_path)
+    occupy(tmp_path / "run" / name, how)
+    with permissions_hold(), pytest.raises(ValueError, match=f"{tmp_path / 'run' / name} {words}"):
+        require_usable(config)
 
 
 def test_files_where_the_run_writes_are_refused(model, tmp_path, capsys):

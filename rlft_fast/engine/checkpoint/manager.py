@@ -62,6 +62,7 @@ class CheckpointManager:
         self._writing: futures.Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._damaged: set[str] = set()
+        self._irremovable: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +136,7 @@ class CheckpointManager:
         """The slow part of a save. It runs in a thread, so it calls collectives of the manager's own group only."""
         temporary = final.with_name(final.name + TEMPORARY)
         try:
-            self._together(self._remove_leftovers)
+            self._together(self.remove_leftovers)
             described = self._together(lambda: content.write(temporary))
             files = {name: description for part in described for name, description in part.items()}
             self._together(lambda: self._publish(temporary, final, files, content.models))
@@ -147,18 +148,32 @@ class CheckpointManager:
                 f"{kept if kept else 'missing: none was saved yet'}; free some space and run again with --resume"
             ) from error
 
+    def failure(self) -> BaseException | None:
+        """The error of an asynchronous save that has failed since the last call of `save` or `wait`. Never waits.
+
+        The next save is tried all the same. Ranks may learn of the failure at different times.
+        """
+        writing = self._writing
+        return writing.exception() if writing is not None and writing.done() else None
+
     def clear(self) -> None:
         """Removes all checkpoints, and nothing else. One process calls it, while no process saves."""
-        self._remove_leftovers()
         for folder in self._folders():
             remove(folder)
+        self.remove_leftovers()
 
-    def _remove_leftovers(self) -> None:
-        """Removes temporary folders of checkpoints that a kill left behind."""
-        if self.world.is_first and self.directory.is_dir():
-            for folder in self.directory.glob(f"*{TEMPORARY}"):
-                if _NAME.fullmatch(folder.name.removesuffix(TEMPORARY)):
-                    shutil.rmtree(folder)
+    def remove_leftovers(self) -> None:
+        """Removes temporary folders of checkpoints that a kill left behind, while no process saves.
+
+        What cannot be removed is named in a warning, once: a save needs no more than its own folder.
+        """
+        for path in self.directory.glob(f"*{TEMPORARY}") if self.world.is_first else ():
+            if _NAME.fullmatch(path.name.removesuffix(TEMPORARY)) and path.name not in self._irremovable:
+                try:
+                    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+                except OSError as error:
+                    self._irremovable.add(path.name)
+                    warnings.warn(f"{path} cannot be removed, and stays: {error}", stacklevel=2)
 
     def _publish(self, temporary: Path, final: Path, files: dict[str, Any], models: dict[str, Any]) -> None:
         if self.world.is_first:

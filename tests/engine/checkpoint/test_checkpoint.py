@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent import futures
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, make_engines, policy_loss, random_batch, state_of, step
+from tests.support.privileges import permissions_hold
 
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
 
@@ -234,6 +236,57 @@ def test_what_a_kill_left_behind_is_ignored(tiny_model, tmp_path):
     manager.save(2, engines, {"step": 2})
     assert reference.names(tmp_path) == ["step_00000001", "step_00000002"]
     assert manager.load(engines) == {"step": 2}
+
+
+def read_only(checkpoint: Path) -> None:
+    checkpoint.chmod(0o555)
+
+
+def linked(checkpoint: Path) -> None:
+    """Moved to another disk, and linked back."""
+    elsewhere = checkpoint.parent.parent / "elsewhere"
+    checkpoint.rename(elsewhere)
+    checkpoint.symlink_to(elsewhere)
+
+
+def beside_a_file(checkpoint: Path) -> None:
+    checkpoint.with_name("step_00000099.incomplete").touch()
+
+
+@pytest.mark.parametrize("change", [read_only, linked, beside_a_file])
+def test_what_cannot_be_removed_ends_no_save(change, tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    with permissions_hold():
+        manager = CheckpointManager(tmp_path / "run", max_num=1)
+        change(manager.save(1, engines, {}))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in (2, 3, 4):
+                manager.save(step, engines, {"step": step})
+    assert manager.load(engines) == {"step": 4}
+    assert [path.name for path in manager._complete()] == ["step_00000004"]
+    left = {"read_only": "step_00000001.incomplete", "beside_a_file": "step_00000099.incomplete"}.get(change.__name__)
+    said = [str(warning.message) for warning in caught if "cannot be removed" in str(warning.message)]
+    assert [text.partition(" cannot")[0] for text in said] == ([str(manager.directory / left)] if left else [])
+    if change is linked:
+        assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+def test_a_failed_save_is_known_before_the_next_one(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.failure() is None
+    with permissions_hold():
+        manager.save(1, engines, {})
+        manager.directory.chmod(0o555)
+        manager.save(2, engines, {}, asynchronous=True)
+        futures.wait([manager._writing])
+    manager.directory.chmod(0o755)
+    assert f"could not save checkpoint {manager.directory / 'step_00000002'}" in str(manager.failure())
+    assert manager.latest() == manager.directory / "step_00000001"
+    with pytest.warns(UserWarning, match="Since then .*step_00000003 was saved"):
+        manager.save(3, engines, {})
+    assert manager.failure() is None
 
 
 def test_killed_while_a_checkpoint_is_replaced(tiny_model, tmp_path):
