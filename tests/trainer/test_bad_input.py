@@ -425,7 +425,8 @@ def test_output_folder_that_cannot_be_made(run, tmp_path):
 
 def test_checkpoint_that_cannot_be_written(run, tmp_path):
     claim(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step_00000003.incomplete").touch()  # a file where the folder should be
     code, _, error = run()
     assert code == 1
     assert error.startswith(f"could not save checkpoint {tmp_path / 'run' / 'checkpoints' / 'step_00000003'}")

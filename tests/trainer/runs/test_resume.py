@@ -170,7 +170,9 @@ def test_what_could_not_be_written_in_the_background_is_not_called_saved(model, 
     config = write_config(model, tmp_path)
     (tmp_path / "strike").write_text(f"raise {IN_STEP_4} 0")
     claim(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    for step in range(1, 6):  # files where folders should be
+        (tmp_path / "run" / "checkpoints" / f"step_{step:08d}.incomplete").touch()
     with pytest.warns(UserWarning, match="could not save checkpoint"):
         assert main(["train", str(config)]) == 1
     captured = capsys.readouterr()
