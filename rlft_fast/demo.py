@@ -86,7 +86,7 @@ def demo_config(
             # The entropy bonus keeps answers varied while the model learns the format. Without it, most groups agree.
             "algorithm": {"skip_equal_groups": True, "mini_batches": 2, "clip_high": 0.28, "entropy_coef": 0.02},
             "actor": {"max_tokens": 4096, "optimizer": {"learning_rate": 2e-5, "schedule": "linear"}},
-            "evaluation": {"path": str(held_out_path)},
+            "evaluation": {"path": str(held_out_path), "max_new_tokens": 32},
             "checkpoint": {"every": 10, "max_num": 1},
         }
     )

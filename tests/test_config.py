@@ -366,6 +366,15 @@ def test_limits_that_are_just_met():
     Config.parse(with_value("evaluation", judged_otherwise, with_model))
 
 
+def test_held_out_answers_are_as_long_as_those_to_learn_from_unless_said():
+    lengths = {}
+    for own in (None, 64, 200):
+        config = Config.parse(with_value("evaluation", {"path": "a", "max_new_tokens": own}, FULL))
+        lengths[own] = config.max_evaluation_tokens, config.longest_sequence
+    assert lengths == {None: (128, 640), 64: (64, 640), 200: (200, 712)}
+    assert Config.parse(with_value("evaluation", None, FULL)).max_evaluation_tokens == 0
+
+
 def test_critic_must_hold_the_longest_sequence_too():
     with pytest.raises(ConfigError, match=r"critic\.max_tokens is 639"):
         Config.parse(with_value("critic.max_tokens", 639, FULL))

@@ -85,8 +85,8 @@ class EvaluationConfig(Section):
 
     path: MayChange[LocalPath | dict[str, LocalPath]]
     """JSONL file or dataset folder with held-out prompts, or several by name; same columns as the training data."""
-    max_new_tokens: PositiveInt = 32
-    """Most tokens of an answer."""
+    max_new_tokens: PositiveInt | None = None
+    """Most tokens of an answer; null: rollout.max_new_tokens."""
     every: MayChange[NonNegativeInt] = 0
     """Steps between evaluations; 0: evaluate only before and after training."""
     samples_per_prompt: PositiveInt = 1
@@ -342,7 +342,7 @@ class Config(Section):
     def _longest_sequence_fits_the_reward_model(self) -> Self:
         """The reward model has the actor's token cap, and reads one token more than the sequence has."""
         evaluation = self.evaluation
-        judged = evaluation.max_new_tokens if evaluation is not None and evaluation.function is None else 0
+        judged = self.max_evaluation_tokens if evaluation is not None and evaluation.function is None else 0
         longest = self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
         if self.reward.model is not None and self.actor.max_tokens < longest:
             raise ValueError(
@@ -355,8 +355,12 @@ class Config(Section):
     @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and an answer, in training or evaluation."""
-        evaluated = self.evaluation.max_new_tokens if self.evaluation else 0
-        return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, evaluated)
+        return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, self.max_evaluation_tokens)
+
+    @property
+    def max_evaluation_tokens(self) -> int:
+        """Most tokens of an answer to a held-out prompt; 0 without an evaluation."""
+        return 0 if self.evaluation is None else self.evaluation.max_new_tokens or self.rollout.max_new_tokens
 
     @property
     def function_weights(self) -> dict[str, float]:

@@ -50,7 +50,7 @@ def evaluate_sets(
     settings = config.evaluation
     assert settings is not None
     params = SamplingParams(
-        n=settings.samples_per_prompt, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature,
+        n=settings.samples_per_prompt, max_new_tokens=config.max_evaluation_tokens, temperature=settings.temperature,
         stop=config.rollout.stop,
     )  # fmt: skip
     samples: dict[str, Samples] = {}
@@ -118,7 +118,7 @@ def evaluate(config: Config) -> dict[str, float]:
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
         check_tokens("model", engine, *held_out.values())
         check_finite("model", engine)
-        longest = config.rollout.max_prompt_tokens + config.evaluation.max_new_tokens
+        longest = config.rollout.max_prompt_tokens + config.max_evaluation_tokens
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()

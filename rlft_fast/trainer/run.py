@@ -363,6 +363,8 @@ class Run:
         """The number that decides, and how it is measured. Values of another measure are not compared."""
         evaluation = self.config.evaluation
         measured = None if evaluation is None else evaluation.model_dump(mode="json", exclude={"every"})
+        if measured is not None:
+            measured["max_new_tokens"] = self.config.max_evaluation_tokens
         return {"name": self.config.checkpoint.best, "measured": measured}
 
     def _examples(self, samples: dict[str, Samples]) -> list[str]:

@@ -36,7 +36,7 @@ def sampled(tiny_model, tmp_path_factory) -> Path:
         name: str(write_rows(folder / f"{name}.jsonl", [{"prompt": word} for word in own]))
         for name, own in words.items()
     }
-    evaluation = {"path": paths, "max_new_tokens": 6, "every": 1, "samples_per_prompt": 4, "temperature": 1.0}
+    evaluation = {"path": paths, "every": 1, "samples_per_prompt": 4, "temperature": 1.0}
     train(toy_config(tiny_model("llama"), folder, steps=4, evaluation=evaluation, checkpoint__best="pass_at_4_wet"))
     return folder / "run"
 
@@ -63,6 +63,16 @@ def test_a_model_alone_has_the_numbers_of_its_run(sampled, capsys):
     assert len(metrics) == 6
     wet = evaluated(sampled / "hf", sampled, capsys, "--evaluation.path", str(sampled.parent / "wet.jsonl"))
     assert wet == {"accuracy": last["accuracy_wet"], "pass_at_4": last["pass_at_4_wet"]}
+
+
+def test_answers_are_as_long_as_in_training_unless_said(sampled, capsys):
+    lengths = ["--reward.function", f"{HERE}:length"]  # tokens / 10
+    assert 0.5 < evaluated(sampled / "hf", sampled, capsys, *lengths)["accuracy"] <= 0.6
+    assert (
+        0.2
+        < evaluated(sampled / "hf", sampled, capsys, *lengths, "--evaluation.max_new_tokens", "3")["accuracy"]
+        <= 0.3
+    )
 
 
 def test_the_best_policy_is_kept(sampled, capsys):

@@ -35,7 +35,7 @@ class GeneratorMemory:
         self, config: Config, model: PolicyModel, world_size: int, memory_bytes: float, device_type: str
     ) -> None:
         config = config.for_device(device_type)
-        self.rollout, self.evaluation, vllm = config.rollout, config.evaluation, config.rollout.vllm
+        self.config, self.rollout, vllm = config, config.rollout, config.rollout.vllm
         self.model, self.world_size = model, world_size
         self.width = getattr(torch, config.actor.compute_dtype).itemsize
         self.whole_weights = self.width * local_numel(model.parameters(), 1)
@@ -60,7 +60,9 @@ class GeneratorMemory:
 
     def refusal(self) -> str:
         """Why vLLM could not start, if its share of a GPU cannot hold weights and one sequence's cache; else empty."""
-        needed = self.vllm_weights + self._sequence_bytes(self._longest) // self.rollout.vllm.tensor_parallel
+        needed = (
+            self.vllm_weights + self._sequence_bytes(self.config.longest_sequence) // self.rollout.vllm.tensor_parallel
+        )
         if not (self.in_vllm and self.on_gpu and self.awake_bytes) or needed <= self.awake_bytes:
             return ""
         return (
@@ -68,11 +70,6 @@ class GeneratorMemory:
             f"{self.awake_bytes / 2**30:.2f} GiB, but its weights and the cache of one sequence take "
             f"{needed / 2**30:.2f}: raise it, or rollout.vllm.tensor_parallel"
         )
-
-    @property
-    def _longest(self) -> int:
-        answer = self.evaluation.max_new_tokens if self.evaluation is not None else 0
-        return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, answer)
 
     def _cache_bytes(self) -> int:
         """The key-value cache, and one layer of it a second time: the cache grows by copying a layer."""
@@ -88,8 +85,8 @@ class GeneratorMemory:
         )
         samples = min(rollout.samples_per_prompt, rollout.batch_size)
         batches = [(prompts * samples, rollout.max_prompt_tokens + rollout.max_new_tokens)]
-        if self.evaluation is not None:
-            batches.append((rollout.batch_size, rollout.max_prompt_tokens + self.evaluation.max_new_tokens))
+        if self.config.evaluation is not None:
+            batches.append((rollout.batch_size, rollout.max_prompt_tokens + self.config.max_evaluation_tokens))
         return max(batches, key=lambda batch: batch[0] * batch[1])
 
     def _sequence_bytes(self, length: int) -> int:
