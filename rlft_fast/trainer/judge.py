@@ -3,8 +3,8 @@
 import math
 import time
 import warnings
-from collections.abc import Sequence
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from rlft_fast.rewards import (
     weighted_sum,
 )
 from rlft_fast.trainer.experience import with_rewards
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.prompts import Conversation, Prompts
 from rlft_fast.world import STOP, LeftEarlyError, World
+
+_ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
 
 
 class Judge:
@@ -50,6 +52,7 @@ class Judge:
         self.tokenizer = tokenizer
         self.world = world
         self.functions = _functions(config)
+        self.reader = None if config.reward.model is None else RewardModelReader(config.reward.model, tokenizer)
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
         self.seconds = 0.0
@@ -96,9 +99,20 @@ class Judge:
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
 
     def check(self, prompts: Prompts, what: str) -> None:
-        """Raises ValueError if a function cannot be called with the columns of these prompts, `what` in messages."""
+        """Checks before the run that functions and reward model can judge answers to these prompts.
+
+        Args:
+            prompts: of a data set.
+            what: name of the data set in messages.
+
+        Raises:
+            ValueError: a function cannot be called with the columns of these prompts, or the reward model cannot read
+                a prompt.
+        """
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
+        if self.reader is not None:
+            self.reader.check(prompts, what)
 
     def load_model(self, engine: RemoteEngine | None = None) -> None:
         """Loads the reward model, if there is one. It takes long: data is checked before.
@@ -109,10 +123,8 @@ class Judge:
         Raises:
             ValueError: it cannot be used.
         """
-        if self.config.reward.model is not None:
-            self.model = RewardModelScorer(
-                self.config.reward.model, self.config.actor, self.tokenizer, self.world, engine
-            )
+        if self.reader is not None:
+            self.model = RewardModelScorer(self.reader, self.config.actor, self.world, engine)
 
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""
@@ -123,25 +135,110 @@ class Judge:
     def _score_own(self, prompts: Prompts, own: Samples) -> list[Parts]:
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return []
-        asked, ids = prompts.select(own.row_B.tolist()), own.token_ids()
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return self.functions.score(*asked.answered(texts), ids, asked.columns)
+        asked, texts = prompts.select(own.row_B.tolist()), self._texts(own)
+        return self.functions.score(*asked.answered(texts), own.token_ids(), asked.columns)
 
     def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
-        score_B = model.score(prompts, samples.row_B.tolist(), samples.token_ids())
+        answered = prompts.select(samples.row_B.tolist())
+        score_B = model.score(answered, samples.token_ids(), self._texts(samples))
         reward_B = samples.reward_B + self.model_weight * score_B  # NaN where one of them is
         return samples.replace(reward_B=reward_B, parts={**samples.parts, "model": score_B})
+
+    def _texts(self, samples: Samples) -> list[str]:
+        """What the policy has written, as functions and other models read it."""
+        return self.tokenizer.batch_decode(samples.token_ids(), skip_special_tokens=True)
+
+
+class RewardModelReader:
+    """How a reward model reads prompts with their answers.
+
+    A model with the policy's vocabulary and chat template gets the policy's own tokens. Another model gets each
+    conversation in its own chat template, as `apply_chat_template` of its tokenizer makes it, and a text without a
+    template as its tokenizer makes it, with its own special tokens.
+
+    Args:
+        path: folder of the reward model.
+        tokenizer: of the policy.
+
+    Raises:
+        ValueError: the folder holds no tokenizer.
+    """
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.path = path
+        self.tokenizer = load_tokenizer(path)
+        self.has_same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        template = self.tokenizer.chat_template  # a model without one has learned from the policy's
+        self.has_same_template = self.has_same_tokens and template in (None, tokenizer.chat_template)
+
+    def check(self, prompts: Prompts, what: str) -> None:
+        """Raises ValueError if the model's chat template cannot be applied to these prompts, `what` in messages."""
+        if self.has_same_template or not prompts.conversations:
+            return
+        where = f"the reward model in {self.path}, whose tokens are not the policy's, reads conversations in its own"
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{where} chat template, but has none: put the template that it was trained with into its folder, as "
+                "chat_template.jinja, or choose another model"
+            )
+        for row in _rows_of_each_shape(prompts):
+            try:
+                text = prompts.conversations[row].render(self.tokenizer, _ANSWER)
+                failure = None if _ANSWER in text else "it drops the answer"
+            except Exception as error:  # a template is code of the model's
+                failure = str(error)
+            if failure is not None:
+                raise ValueError(
+                    f"{where} chat template, which cannot be applied to row {row} (counted from 0) of {what}: {failure}"
+                )
+
+    def sequences(self, prompts: Prompts, token_ids: list[list[int]], texts: list[str]) -> list[list[int]]:
+        """Prompts with their answers in the model's tokens.
+
+        Args:
+            prompts: B prompts.
+            token_ids: of the B answers, as the policy has written them.
+            texts: the same as texts.
+
+        Raises:
+            RewardError: the chat template fails.
+        """
+        asked, answers = prompts.answered(texts)
+        return [
+            [*prompts.token_ids[row], *token_ids[row]]
+            if (self.has_same_template if row in prompts.conversations else self.has_same_tokens)
+            else self._sequence(prompts.conversations.get(row), asked[row], answers[row])
+            for row in range(len(prompts))
+        ]
+
+    def _sequence(self, conversation: Conversation | None, asked: str, answer: str) -> list[int]:
+        if conversation is None:
+            return self.tokenizer.encode(asked + answer)
+        try:
+            text = conversation.render(self.tokenizer, answer)
+        except Exception as error:  # a template is code of the model's
+            raise RewardError(
+                f"the chat template of the reward model in {self.path} cannot be applied to the answer "
+                f"{answer[:80]!r} to the prompt {asked[:80]!r}: {error}"
+            ) from error
+        return self.tokenizer.encode(text, add_special_tokens=False)  # as apply_chat_template does
+
+
+def _rows_of_each_shape(prompts: Prompts) -> list[int]:
+    """One row of each sequence of roles and keys: templates refuse a conversation by its shape."""
+    shapes: dict[Any, int] = {}
+    for row, conversation in prompts.conversations.items():
+        shape = tuple((m["role"], type(m.get("content")), *sorted(m)) for m in conversation.messages)
+        shapes.setdefault((shape, bool(conversation.tools)), row)
+    return [*shapes.values()]
 
 
 class RewardModelScorer:
     """Scores prompt and completion as one text, at its last token.
 
-    A model with the policy's vocabulary sees the policy's own tokens; another one gets the text, tokenized anew.
-
     Args:
-        path: folder of the reward model: sequence classification with one label.
+        reader: of the reward model, whose folder holds a sequence classification with one label.
         config: of the policy's engine; the model runs the same way, without adapters.
-        tokenizer: of the policy.
         world: the processes that score together.
         engine: that has the model; None: make one.
 
@@ -150,29 +247,26 @@ class RewardModelScorer:
     """
 
     def __init__(
-        self, path: str, config: EngineConfig, tokenizer: PreTrainedTokenizerBase, world: World,
-        engine: RemoteEngine | None = None,
-    ) -> None:  # fmt: skip
-        own = load_tokenizer(path)
-        self.policy_tokenizer = tokenizer
-        self.tokenizer = None if own.get_vocab() == tokenizer.get_vocab() else own
-        self.engine = engine or reward_engine(path, config, world)
+        self, reader: RewardModelReader, config: EngineConfig, world: World, engine: RemoteEngine | None = None
+    ) -> None:
+        self.reader = reader
+        self.engine = engine or reward_engine(reader.path, config, world)
 
-    def score(self, prompts: Prompts, rows: Sequence[int], token_ids: list[list[int]]) -> Tensor:
+    def score(self, prompts: Prompts, token_ids: list[list[int]], texts: list[str]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.
 
         Args:
-            prompts: of the rollout.
-            rows: of the prompts that the completions answer.
-            token_ids: of the completions.
+            prompts: the B prompts that the completions answer.
+            token_ids: of the B completions.
+            texts: the same as texts.
 
         Returns:
             (B,) float64. NaN, and a warning, where the token cap has no room for a text.
 
         Raises:
-            RewardError: a score is not finite.
+            RewardError: a score is not finite, or the model's chat template fails.
         """
-        sequences = self._sequences(prompts, rows, token_ids)
+        sequences = self.reader.sequences(prompts, token_ids, texts)
         cap = self.engine.config.max_tokens
         fits_B = torch.tensor([len(sequence) < cap for sequence in sequences], dtype=torch.bool)  # and one that asks
         if not fits_B.all():
@@ -189,20 +283,12 @@ class RewardModelScorer:
         if (bad := ~scores.isfinite()).any():
             number = int(fits_B.nonzero()[bad.nonzero()[0]])
             raise RewardError(
-                f"the reward model scored an answer to the prompt {prompts.texts[rows[number]][:80]!r} with "
+                f"the reward model scored an answer to the prompt {prompts.texts[number][:80]!r} with "
                 f"{scores[bad][0]}: look at its weights, or whether actor.compute_dtype, which it runs in, is too "
                 "narrow for it"
             )
         score_B[fits_B] = scores.double()
         return score_B
-
-    def _sequences(self, prompts: Prompts, rows: Sequence[int], token_ids: list[list[int]]) -> list[list[int]]:
-        """Prompts and completions in the reward model's tokens."""
-        if self.tokenizer is None:
-            return [[*prompts.token_ids[row], *ids] for row, ids in zip(rows, token_ids, strict=True)]
-        texts = self.policy_tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        pairs = [prompts.texts[row] + text for row, text in zip(rows, texts, strict=True)]
-        return [self.tokenizer.encode(pair, add_special_tokens=False) for pair in pairs]
 
 
 def _functions(config: Config) -> WeightedRewards:

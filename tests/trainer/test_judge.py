@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlft_fast.config import Config, EngineConfig
+from rlft_fast.config import Config, DataConfig, EngineConfig
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
-from rlft_fast.trainer.judge import Judge, RewardModelScorer
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.judge import Judge, RewardModelReader, RewardModelScorer
+from rlft_fast.trainer.prompts import Prompts, load_prompts
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.trainer.toy import HERE, comparable, read_lines, toy_config, toy_values, write_rows
@@ -86,40 +87,124 @@ def test_a_reward_model_is_a_part_with_a_weight(model, reward_model, tmp_path):
     assert np.std([row["parts"]["model"] for row in rows]) > 0.01
 
 
-# With the policy's vocabulary tokens are what they were, also where their text would be tokenized differently.
-@pytest.mark.parametrize("same_vocabulary", [True, False])
-def test_a_reward_model_scores_as_transformers_does(model, reward_model, same_vocabulary):
+def scores_of_transformers(folder: Path, sequences: list[list[int]]) -> list[float]:
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    return [plain(torch.tensor([ids])).logits.item() for ids in sequences]
+
+
+def scorer_of(folder: Path, tokenizer, max_tokens: int) -> RewardModelScorer:
+    return RewardModelScorer(RewardModelReader(str(folder), tokenizer), EngineConfig(max_tokens=max_tokens), World())
+
+
+# Tokens are what they were, also where their text would be tokenized differently.
+def test_a_reward_model_with_the_policys_tokens_scores_them_as_transformers_does(model, reward_model):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    if not same_vocabulary:
-        tokenizer.add_tokens(["<another>"])
-    prompts = Prompts(["ab", "c"], [tokenizer.encode("ab"), tokenizer.encode("c")], {})
-    scorer = RewardModelScorer(str(reward_model), EngineConfig(max_tokens=32), tokenizer, World())
-    scores = scorer.score(prompts, [1, 0], [[200, 201, 256], [65, 66]]).tolist()
-    sequences = [[*tokenizer.encode("c"), 200, 201, 256], [*tokenizer.encode("ab"), 65, 66]]
-    if not same_vocabulary:
-        own = AutoTokenizer.from_pretrained(reward_model)
-        sequences = [own.encode(tokenizer.decode(ids, skip_special_tokens=True)) for ids in sequences]
-    plain = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
-    expected = [plain(torch.tensor([ids])).logits.item() for ids in sequences]
-    assert scores == pytest.approx(expected, abs=1e-5)
+    prompts = Prompts(["c", "ab"], [tokenizer.encode("c"), tokenizer.encode("ab")], {})
+    answers = [[200, 201, 256], [65, 66]]
+    scores = scorer_of(reward_model, tokenizer, 32).score(prompts, answers, tokenizer.batch_decode(answers)).tolist()
+    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts.token_ids, answers, strict=True)]
+    assert scores == pytest.approx(scores_of_transformers(reward_model, sequences), abs=1e-5)
     assert abs(scores[0] - scores[1]) > 0.01
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+OTHER = "{% for m in messages %}<turn>{{ m.role }}:{{ m.content | trim }}<eos>{% endfor %}"
+
+
+def with_template(folder: Path, template: str | None, turn: bool = False):
+    """The folder's tokenizer with a template, also with a token of its own that it puts before a text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    if turn:
+        tokenizer.add_special_tokens({"bos_token": "<turn>"})
+        ids = {"<turn>": tokenizer.bos_token_id}
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<turn> $A", special_tokens=[*ids.items()]
+        )
+    return tokenizer
+
+
+@pytest.fixture
+def conversations(model, tmp_path):
+    """A text, a conversation, a conversation whose answer is begun, and one whose answer has spaces at its ends."""
+    tokenizer = with_template(model, TEMPLATE)
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}
+    rows = [
+        {"prompt": "hi"},
+        {"prompt": [system, user]},
+        {"prompt": [user, {"role": "assistant", "content": "it is "}]},
+        {"prompt": [user]},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    prompts = load_prompts(DataConfig(path=str(path), chat=False), tokenizer, 64)
+    return tokenizer, prompts, ["!", "4", "5", " 6 "]
+
+
+def asked_and_answered(prompts, answers) -> list[list[dict]]:
+    found = []
+    for row in (1, 2, 3):
+        *messages, last = [*prompts.conversations[row].messages, {"role": "assistant", "content": answers[row]}]
+        if messages[-1]["role"] == "assistant":
+            last = {"role": "assistant", "content": messages.pop()["content"] + answers[row]}
+        found.append([*messages, last])
+    return found
+
+
+# Each of these read the policy's markup: another template, one token more, and both.
+@pytest.mark.parametrize(("template", "turn"), [(OTHER.replace("<turn>", ""), False), (TEMPLATE, True), (OTHER, True)])
+def test_a_reward_model_of_its_own_kind_scores_conversations_as_transformers_does(
+    template, turn, conversations, reward_model, tmp_path
+):
+    policy, prompts, answers = conversations
+    folder = shutil.copytree(reward_model, tmp_path / "reward")
+    own = with_template(folder, template, turn)
+    own.save_pretrained(folder)
+    ids = [policy.encode(answer) for answer in answers]
+    scores = scorer_of(folder, policy, 128).score(prompts, ids, answers)
+    text = own.encode("hi!")
+    assert (text[0] == own.bos_token_id) == turn
+    options = {"tokenize": True, "return_dict": False}
+    chats = [own.apply_chat_template(messages, **options) for messages in asked_and_answered(prompts, answers)]
+    assert scores.tolist() == pytest.approx(scores_of_transformers(folder, [text, *chats]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, r"reads conversations in its own chat template, but has none: put the template"),
+        ("{{ raise_exception('no system') }}", r"cannot be applied to row 1 \(counted from 0\) of the data: no system"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", r"row 1 .* of the data: it drops the answer"),
+    ],
+)
+def test_a_conversation_that_the_reward_model_cannot_read_is_refused(
+    template, message, conversations, reward_model, tmp_path
+):
+    policy, prompts, _ = conversations
+    folder = shutil.copytree(reward_model, tmp_path / "reward")
+    with_template(folder, template, turn=True).save_pretrained(folder)
+    reader = RewardModelReader(str(folder), policy)
+    reader.check(prompts.select([0]), "the data")
+    with pytest.raises(ValueError, match=message):
+        reader.check(prompts, "the data")
 
 
 def test_a_text_that_the_reward_model_has_no_room_for_is_left_out(model, reward_model):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = Prompts(["ab"], [tokenizer.encode("ab")], {})
+    prompts = Prompts(["ab"], [tokenizer.encode("ab")], {}).select([0, 0, 0])
     room = 8 - len(prompts.token_ids[0]) - 1  # the last token is the one that asks
-    rows, answers = [0] * 3, [[65] * length for length in (room + 1, room, 1)]
-    small, large = (
-        RewardModelScorer(str(reward_model), EngineConfig(max_tokens=cap), tokenizer, World()) for cap in (8, 64)
-    )
-    expected = large.score(prompts, rows, answers)
+    answers = [[65] * length for length in (room + 1, room, 1)]
+    texts = tokenizer.batch_decode(answers)
+    small, large = (scorer_of(reward_model, tokenizer, cap) for cap in (8, 64))
+    expected = large.score(prompts, answers, texts)
     with pytest.warns(UserWarning, match="more than 7 tokens .* raise actor.max_tokens"):
-        scores = small.score(prompts, rows, answers)
+        scores = small.score(prompts, answers, texts)
     with pytest.warns(UserWarning, match="more than 7 tokens"):
-        assert small.score(prompts, [0], answers[:1]).isnan().tolist() == [True]
+        assert small.score(prompts.select([0]), answers[:1], texts[:1]).isnan().tolist() == [True]
     assert scores.tolist() == pytest.approx([torch.nan, *expected[1:].tolist()], abs=1e-5, nan_ok=True)
-    assert len(small.score(prompts, [], [])) == 0
+    assert len(small.score(prompts.select([]), [], [])) == 0
 
 
 def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path):
@@ -135,13 +220,16 @@ def test_left_out_by_the_reward_model_is_left_out(model, reward_model, tmp_path)
     assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
 
 
-def test_a_score_of_the_model_is_the_reward_where_no_function_judges(model, reward_model, tmp_path):
+def test_the_models_score_is_the_reward_where_no_function_judges(model, reward_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = Prompts(["sun", "sea"], [tokenizer.encode("sun"), tokenizer.encode("sea")], {})
     reward = {"model": str(reward_model), "function": f"{HERE}:not_for_sun"}
-    rows = samples_of(model, tmp_path, reward=reward, rollout__prompts_per_step=10)
-    for row in rows:
-        own, score = row["parts"].values()
-        assert (own is None) == (row["prompt"] == "sun")
-        assert row["reward"] == pytest.approx((own or 0.0) + score)
+    judge = Judge(toy_config(model, tmp_path, reward=reward), tokenizer, World())
+    judge.load_model()
+    samples = judge.score(prompts, to_samples([(row, Completion([65, 66], [0.0] * 2, "length")) for row in (0, 1)]))
+    own, score = samples.parts.values()
+    assert own.isnan().tolist() == [True, False]
+    assert samples.reward_B.tolist() == [score[0].item(), (own + score)[1].item()]
 
 
 def test_a_reward_model_alone(model, reward_model, tmp_path):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rlft_fast.config import DataConfig
@@ -29,12 +30,65 @@ class Tokenizer(Protocol):
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template reads.
+
+    Args:
+        messages: dicts with a role, and with content or calls of tools.
+        tools: JSON schemas of tools; None: there are none.
+        variables: of the template.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the last message is the assistant's, which the answer continues."""
+        return self.messages[-1]["role"] == "assistant"
+
+    def split(self, answer: str) -> tuple[list[Message], Message]:
+        """The messages before an answer, and the answer as a message.
+
+        Args:
+            answer: a whole answer, with the words that it continues.
+        """
+        if self.is_begun:
+            return self.messages[:-1], self.messages[-1] | {"content": answer}
+        return self.messages, {"role": "assistant", "content": answer}
+
+    def render(self, tokenizer: Tokenizer, answer: str | None = None) -> str:
+        """The conversation as a model with this tokenizer reads it.
+
+        Args:
+            tokenizer: has the template.
+            answer: a whole answer; None: the text ends where an answer begins, or goes on.
+
+        Raises:
+            Exception: the template fails, refuses the conversation, or takes too long. A template is code of the
+                model's and may raise any error.
+        """
+        messages, begun = self.messages, answer is None and self.is_begun
+        if answer is not None:
+            asked, message = self.split(answer)
+            messages = [*asked, message]
+        with _at_most(_TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(
+                messages, tools=self.tools, tokenize=False, add_generation_prompt=answer is None and not begun,
+                continue_final_message=begun, **self.variables,
+            )  # fmt: skip
+
+
 class Rendered(NamedTuple):
-    """A conversation as the model reads it."""
+    """A prompt as the model reads it."""
 
     text: str
     continued: str = ""
     """The words of the assistant at the end of the text, which the answer continues."""
+    conversation: Conversation | None = None
+    """None: no template was applied."""
 
 
 def render_row(
@@ -52,8 +106,7 @@ def render_row(
         tokenizer: has the template.
 
     Raises:
-        Exception: the template fails, refuses the conversation, does not read a variable that it is given, or takes
-            too long. A template is code of the model's and may raise any error.
+        Exception: see `Conversation.render`, or the template does not read a variable that it is given.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else without_nulls(prompt)
     if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
@@ -62,16 +115,11 @@ def render_row(
     variables = config.template_kwargs | (_parsed(columns, "chat_template_kwargs", dict) or {})
     if tools or variables:
         _require_read(tokenizer, tools, variables)
-    last = messages[-1]
-    continues = last["role"] == "assistant"
-    if continues and last.get("tool_calls"):
+    conversation, last = Conversation(messages, tools, variables), messages[-1]
+    if conversation.is_begun and last.get("tool_calls"):
         raise ValueError("its last message calls a tool: the result of the tool must follow")
-    with _at_most(_TEMPLATE_SECONDS):
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=not continues,
-            continue_final_message=continues, **variables,
-        )  # fmt: skip
-    return Rendered(text, _end_of(text, last["content"]) if continues else "")
+    text = conversation.render(tokenizer)
+    return Rendered(text, _end_of(text, last["content"]) if conversation.is_begun else "", conversation)
 
 
 def without_nulls(value: Any) -> Any:

@@ -6,13 +6,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rlft_fast.config import DataConfig
-from rlft_fast.trainer.prompts.chat import Rendered, Tokenizer, render_row, without_nulls
+from rlft_fast.trainer.prompts.chat import Conversation, Message, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.rows import Row, read_rows
+
+T = TypeVar("T")
 
 _MAX_NAMED_ROWS = 5
 _MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
@@ -29,6 +31,7 @@ class Prompts:
         token_ids: N lists of token ids.
         columns: the other columns of the data, each N long.
         continued: by row, the assistant's words at the end of the text. The answer to the prompt begins with them.
+        conversations: by row, the conversation whose text the prompt is. Other prompts are texts without a template.
         description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
     """
 
@@ -36,6 +39,7 @@ class Prompts:
     token_ids: list[list[int]]
     columns: dict[str, list[Any]]
     continued: dict[int, str] = field(default_factory=dict)
+    conversations: dict[int, Conversation] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -44,8 +48,10 @@ class Prompts:
     def select(self, indices: Sequence[int]) -> "Prompts":
         """The named rows, in that order, without the description of all rows."""
         columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
-        continued = {new: self.continued[i] for new, i in enumerate(indices) if i in self.continued}
-        return Prompts([self.texts[i] for i in indices], [self.token_ids[i] for i in indices], columns, continued)
+        return Prompts(
+            [self.texts[i] for i in indices], [self.token_ids[i] for i in indices], columns,
+            _renumbered(self.continued, indices), _renumbered(self.conversations, indices),
+        )  # fmt: skip
 
     def answered(self, completions: Sequence[str]) -> tuple[list[str], list[str]]:
         """Prompts and whole answers: the answer has the words that it continues, and the prompt ends before them.
@@ -56,6 +62,15 @@ class Prompts:
         words = [self.continued.get(i, "") for i in range(len(self))]
         asked = [text[: len(text) - len(begun)] for text, begun in zip(self.texts, words, strict=True)]
         return asked, [begun + text for begun, text in zip(words, completions, strict=True)]
+
+    def answered_messages(self, completions: Sequence[str]) -> tuple[list[str | list[Message]], list[Any]]:
+        """As `answered`, but of a conversation the messages, and the answer as a list of one message, as in TRL."""
+        asked, answers = self.answered(completions)
+        pairs: list[Any] = [*zip(asked, answers, strict=True)]
+        for row, conversation in self.conversations.items():
+            messages, message = conversation.split(answers[row])
+            pairs[row] = messages, [message]
+        return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
     def order(self, start: int, count: int, seed: int) -> list[int]:
         """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
@@ -69,6 +84,11 @@ class Prompts:
             shuffled = torch.randperm(len(self), generator=generator)
             indices += shuffled[offset : offset + count - len(indices)].tolist()
         return indices
+
+
+def _renumbered(values: Mapping[int, T], indices: Sequence[int]) -> dict[int, T]:
+    """The values of the named rows, by their places in the list of names."""
+    return {new: values[i] for new, i in enumerate(indices) if i in values}
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None) -> Prompts:
@@ -88,10 +108,11 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     start = _start_of_texts(tokenizer)
     texts: list[str] = []
     token_ids: list[list[int]] = []
-    continued = {}
+    continued, conversations = {}, {}
     for i, row in enumerate(rows):
         is_text = isinstance(row[column], str) and not config.chat
-        text, words = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name)
+        read = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name)
+        text, words, conversation = read
         if len(text) > _MOST_CHARACTERS * max_prompt_tokens:  # tokenizing megabytes would take minutes
             raise ValueError(
                 f"{name}: row {i} (counted from 0) has {len(text)} characters, more than {_MOST_CHARACTERS} for each "
@@ -101,6 +122,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         token_ids.append(_encode(i, text, tokenizer, name, start if is_text else []))
         if words:
             continued[i] = words
+        if conversation is not None:
+            conversations[i] = conversation
     if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
         worst = max(long, key=lambda i: len(token_ids[i]))
         raise ValueError(
@@ -109,7 +132,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         )
     others = sorted({key for row in rows for key in row} - {column})
     columns = {key: [row.get(key) for row in rows] for key in others}
-    prompts = Prompts(texts, token_ids, columns, continued)
+    prompts = Prompts(texts, token_ids, columns, continued, conversations)
     uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
     template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
     asked = {column: [without_nulls(row[column]) for row in rows]}
