@@ -21,7 +21,8 @@ IGNORE_INDEX = -100
 _INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B"), torch.int64)
 _INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "weight_version_T"), torch.int32)
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
-# all others are float32
+# Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
+_REWARDS = ("reward_T", "reward_B", "baseline_B")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,13 +51,13 @@ class Batch:
         return_T: (T,) float32, regression target of `value_T`.
         loss_weight_T: (T,) float32, weight of each token in a sum-loss. Tokens of weight 0 have no output, and do not
             run unless an output depends on them.
-        reward_T: (T,) float32, reward of choosing the next token, penalties included.
+        reward_T: (T,) float64 or float32, reward of choosing the next token, penalties included.
         sum_prob_squared_T: (T,) float32, sum of the squared probabilities of all next tokens.
         selected_T: (T,) float32, 1 at the tokens that a loss treats apart from the others, else 0.
         support_TK: (T, K) int32, the ids that the next token was sampled among, -1 fills up; None where it was sampled
             among all. Log-probabilities and entropies are over these ids.
-        reward_B: (B,) float32, reward of each sequence.
-        baseline_B: (B,) float32, reward of the greedy answer to each sequence's prompt.
+        reward_B: (B,) float64 or float32, reward of each sequence.
+        baseline_B: (B,) float64 or float32, reward of the greedy answer to each sequence's prompt.
         group_B: (B,) int64, sequences that answer the same prompt share a number.
         unit_B: (B,) int64, sequences that a loss couples (the two of a pair) share a number; a plan keeps them in one
             micro-batch.
@@ -167,7 +168,7 @@ class Batch:
             flat(prompts, np.int64), list_lengths(prompts), np.arange(len(prompts)), token_ids,
             list_lengths(completions), is_sampled, columns,
         ).replace(
-            reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
+            reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float64),
             group_B=None if groups is None else flat([groups], np.int64),
             multi_modal_inputs=multi_modal_inputs,
             meta=meta or {},
@@ -371,8 +372,9 @@ def integer_array(name: str, values: Sequence[int] | np.ndarray | Tensor) -> np.
 
 
 def _check_tensor(name: str, tensor: Tensor, size: int | None, beside: Tensor) -> None:
-    dtype = _FIELD_DTYPES.get(name, torch.float32)
-    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+    dtype = _FIELD_DTYPES.get(name, torch.float64 if name in _REWARDS else torch.float32)
+    also = (torch.float32,) if name in _REWARDS else ()
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (dtype, *also):
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a tensor of {dtype}, got {got}: convert it with .to({dtype})")
     dim = 2 if name.endswith("_TK") else 1

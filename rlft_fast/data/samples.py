@@ -121,7 +121,7 @@ class Samples:
         return Batch.from_columns(
             flat(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
             self.is_sampled_T, columns,
-        ).replace(reward_B=self.reward_B.float(), group_B=self.row_B)  # fmt: skip
+        ).replace(reward_B=self.reward_B, group_B=self.row_B)  # fmt: skip
 
     def _tensors(self) -> dict[str, Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

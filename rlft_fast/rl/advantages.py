@@ -1,7 +1,8 @@
 """Advantage estimators by name, and what calls one of them, or one of the user's, for a batch.
 
 An estimator is a plain function whose parameters name what it reads: fields of the `Batch`, and the settings `gamma`
-and `lam`. It returns one advantage per sequence (B,), one per token (T,), or an `AdvantageReturn`.
+and `lam`. Rewards are float64, because the difference of two large rewards would be lost in float32. An estimator
+returns one advantage per sequence (B,), one per token (T,), or an `AdvantageReturn`.
 """
 
 from collections.abc import Callable
@@ -87,4 +88,4 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
         advantage_T = advantage.float().where(batch.loss_mask_T, 0.0)
     if not torch.stack(advantage_T.aminmax()).isfinite().all():  # the extremes of a tensor with a NaN are NaN
         raise AdvantageError(f"advantage {name} returned numbers that are not finite at response tokens")
-    return batch.replace(advantage_T=advantage_T, return_T=batch.return_T if return_T is None else return_T)
+    return batch.replace(advantage_T=advantage_T, return_T=batch.return_T if return_T is None else return_T.float())

@@ -87,8 +87,8 @@ def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqle
         kl_coef: Weight of the penalty.
 
     Returns:
-        (T,) in the dtype of `kl_T`, zero outside the mask. A sequence without response tokens has no action to
-        reward: its `reward_B` appears nowhere.
+        (T,) in the wider dtype of `reward_B` and `kl_T`, zero outside the mask. A sequence without response tokens has
+        no action to reward: its `reward_B` appears nowhere.
 
     Raises:
         ValueError: Shapes do not match.
@@ -98,6 +98,7 @@ def reward_with_kl(reward_B: Tensor, kl_T: Tensor, loss_mask_T: Tensor, cu_seqle
     check_shapes(loss_mask_T, kl_T=kl_T)
     check_shapes(length_B, reward_B=reward_B)
     reward_T = (-kl_coef * kl_T).masked_fill_(~loss_mask_T, 0.0)
+    reward_T = reward_T.to(torch.promote_types(reward_B.dtype, kl_T.dtype))
     has_response_B = length_B > 0
     response_index = loss_mask_T.nonzero().squeeze(1)
     last_index = response_index[length_B.cumsum(0)[has_response_B] - 1]

@@ -41,7 +41,7 @@ def gae(
         lam: The λ of GAE: 0 is one-step TD, 1 is Monte Carlo.
 
     Returns:
-        Advantages and returns in the dtype of `value_T`.
+        Advantages and returns in the wider dtype of `reward_T` and `value_T`.
 
     Raises:
         ValueError: Shapes do not match.
@@ -58,9 +58,10 @@ def gae(
     width_L = torch.bincount(step)  # sequences of each step
     start_L = width_L.cumsum(0) - width_L
     place = start_L[step] + length_B.argsort(descending=True, stable=True).argsort()[sequence]
+    dtype = torch.promote_types(reward_T.dtype, value_T.dtype)
 
     def by_step(x_T: Tensor) -> Tensor:
-        x = x_T[position].to(value_T.dtype)
+        x = x_T[position].to(dtype)
         return torch.empty_like(x).index_copy_(0, place, x)
 
     value = by_step(value_T)
@@ -70,7 +71,7 @@ def gae(
         now = advantage.narrow(0, start, width).add_(next_value.narrow(0, later, width))
         now.add_(advantage.narrow(0, later, width), alpha=gamma * lam)
 
-    advantage_T, return_T = torch.zeros_like(value_T), torch.zeros_like(value_T)
+    advantage_T, return_T = (torch.zeros_like(value_T, dtype=dtype) for _ in range(2))
     advantage_T[position] = advantage[place]
     return_T[position] = advantage.add_(value)[place]
     return AdvantageReturn(advantage_T, return_T)

@@ -84,7 +84,7 @@ def build_batch(scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tenso
         greedy: see `scored_samples`.
     """
     batch = scored.to_batch(prompts)
-    return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B].float())
+    return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B])
 
 
 def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np.ndarray]:

@@ -98,6 +98,25 @@ def test_optimal_token_weights_add_up_along_the_prefix():
 
 
 # A group of one, and equal rewards of a value whose mean rounds: no signal, and no noise in its place.
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_constant_beside_all_rewards_changes_nothing(name):
+    """Every estimator subtracts a mean or a baseline. Near 1e9 the numbers of float32 are 64 apart."""
+
+    def advantages(constant: float) -> Tensor:
+        batch = Batch.from_samples(
+            [[7]] * 6, [[8]] * 6, rewards=[constant + x for x in (3, 0, 1, 5, 6, 5)], groups=[0, 1] * 3
+        )
+        rewards = batch.loss_mask_T.double().masked_scatter(batch.loss_mask_T, batch.reward_B)
+        batch = batch.replace(
+            reward_T=rewards, baseline_B=torch.full((6,), constant, dtype=torch.float64),
+            value_T=torch.zeros(12), old_logprob_T=torch.full((12,), -1.0), sum_prob_squared_T=torch.full((12,), 0.5),
+        )  # fmt: skip
+        return compute_advantages(batch, ADVANTAGES[name]).advantage_T
+
+    assert advantages(0.0).abs().max() > 0.5
+    torch.testing.assert_close(advantages(1e9), advantages(0.0), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo", "opo", "gpg", "reinforce++-baseline", "optimal-token"])
 @pytest.mark.parametrize("groups", [[0, 1, 2], [0, 0, 0]])
 def test_without_a_signal_the_advantage_is_exactly_zero(name, groups):

@@ -10,7 +10,7 @@ _calls = itertools.count(1)
 
 def centered(reward_B, group_B, **_):
     """Rewards minus the mean of their prompt."""
-    same_BB = (group_B[:, None] == group_B).float()
+    same_BB = (group_B[:, None] == group_B).double()
     return reward_B - same_BB @ reward_B / same_BB.sum(1)
 
 

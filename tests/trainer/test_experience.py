@@ -207,6 +207,25 @@ def test_rollout_metrics():
     )
 
 
+@pytest.mark.parametrize("options", [{"advantage": "grpo"}, {"advantage": "remax"}, {"advantage": "gae", "lam": 1.0}])
+def test_large_rewards_keep_their_differences(options):
+    """From the judge's rewards to advantages, with the divergence in the reward."""
+
+    def advantages(constant: float) -> torch.Tensor:
+        samples = with_rewards(to_samples(ANSWERS), [constant + x for x in (1.0, 3.0, 0.0, 0.5, 0.25)])
+        greedy = torch.tensor([constant, constant], dtype=torch.float64) if options["advantage"] == "remax" else None
+        batch = build_batch(scored_samples(samples, greedy), PROMPTS, greedy)
+        old_logprob_T = batch.rollout_logprob_T.clone()
+        batch = batch.replace(old_logprob_T=old_logprob_T, ref_logprob_T=old_logprob_T - 0.25 * batch.loss_mask_T)
+        if options["advantage"] == "gae":
+            batch = batch.replace(value_T=torch.zeros(batch.num_tokens))
+        config = AlgorithmConfig(kl_coef=0.5, kl_in="reward", kl_estimator="k1", **options)
+        return Objective(config, 2, has_critic=batch.value_T is not None).prepare(batch).advantage_T
+
+    assert advantages(0.0).abs().max() > 0.5
+    torch.testing.assert_close(advantages(1e9), advantages(0.0), rtol=0, atol=1e-6)  # float64 has 1.2e-7 near 1e9
+
+
 def test_rollout_metrics_of_nothing_have_no_reward():
     nothing = to_samples(ANSWERS)
     batch = build_batch(scored_samples(nothing), PROMPTS)
