@@ -12,6 +12,8 @@ from rlft_fast.models import LogprobHead, patch_lm_head
 
 __all__ = ["FusedLossTrainer"]
 
+_WITH_VIRTUAL_ROWS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING")  # the others put them into the cache
+
 require_function("transformers:Trainer.compute_loss", ("num_items_in_batch",), "5.19.0")
 
 
@@ -22,11 +24,12 @@ class FusedLossTrainer(Trainer):
     The loss is that of the model: labels are shifted by one, and -100 is left out. The sum over tokens is divided by
     the number of labels in all micro-batches of the step (`num_items_in_batch`), or in the batch if the trainer does
     not count them. Evaluation without `compute_metrics` computes the same. With `compute_metrics`, and where sequences
-    are sharded over processes, the model computes its own loss and logits.
+    are sharded over processes, the model computes its own loss and logits. PEFT's virtual tokens have no labels.
 
     Raises:
         ValueError: the model cannot be patched (an adapter on the head, for example), or an option needs another loss:
-            `compute_loss_func`, `label_smoothing_factor`, `fp16`, `use_liger_kernel` or several GPUs in one process.
+            `compute_loss_func`, `label_smoothing_factor`, `fp16`, `use_liger_kernel`, several GPUs in one process, or
+            PEFT's CPT.
     """
 
     def __init__(self, model: Any = None, *args: Any, **options: Any) -> None:
@@ -37,6 +40,7 @@ class FusedLossTrainer(Trainer):
             (self.args.fp16, "fp16, whose loss scale comes after the gradients of the head", "use bf16"),
             (self.args.use_liger_kernel, "use_liger_kernel, which replaces the patched forward", "leave it out"),
             (self.args.n_gpu > 1, "several GPUs in one process", "launch it by torchrun"),
+            (_prompt_learning(self.model) == "CPT", "CPT, which has a loss of its own", "use PromptTuningConfig"),
         ):
             if unfit:
                 raise ValueError(f"FusedLossTrainer does not know {what}: {advice}, or use transformers.Trainer")
@@ -53,6 +57,9 @@ class FusedLossTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = dict(inputs)
         labels, targets = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        if _prompt_learning(self.accelerator.unwrap_model(model)) in _WITH_VIRTUAL_ROWS:
+            targets = pad(labels, (0, 1), value=-100)  # the last virtual token predicts the first token
+            inputs["logits_to_keep"] = targets.shape[1]
         if targets is None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
         loss = model(**inputs, logprob_targets=targets, loss_fn=_cross_entropy).loss
@@ -81,9 +88,23 @@ def _patched(model: nn.Module) -> nn.Module:
     """The model, patched in place unless it is patched already."""
     adapted: Any = model
     base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
-    if not (hasattr(base, "get_output_embeddings") and isinstance(base.get_output_embeddings(), LogprobHead)):
-        patch_lm_head(base)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if head is not None and any(isinstance(module, LogprobHead) for module in head.modules()):
+        return model
+    for module in model.modules():
+        if module is not base and getattr(vars(module).get("forward"), "__self__", None) is base:
+            raise ValueError(
+                f"{type(module).__name__} keeps the forward that it has found in {type(base).__name__}: call "
+                "patch_lm_head(model) before get_peft_model"
+            )
+    patch_lm_head(base)
     return model
+
+
+def _prompt_learning(model: Any) -> str | None:
+    """PEFT's name of the prompt learning method of a model; None: it has none."""
+    config: Any = getattr(model, "active_peft_config", None)
+    return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else None
 
 
 def _cross_entropy(logprob: Tensor, entropy: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ class LogprobHead(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter | None, softcap: float | None, logit_scale: float,
         workspace_mib: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass may have further bases
         self.weight = weight
         self.register_parameter("bias", bias)
         self.options: dict[str, Any] = {

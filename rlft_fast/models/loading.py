@@ -182,6 +182,8 @@ def _read_config(path: str | Path):
         names = config.architectures
         if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
             raise ValueError(f"architectures is {names!r}, expected a list of names")
+        if False in (config.return_dict, config.get_text_config().return_dict):
+            raise ValueError("return_dict is false, and models of transformers 5 fail at the tuples of their parts")
         return config
     except Exception as error:  # a wrong value may raise any error
         raise ValueError(

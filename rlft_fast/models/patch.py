@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import TransformersKwargs
@@ -94,9 +95,9 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
 
     Raises:
         TypeError: ``model`` is not a transformers model.
-        ValueError: ``model`` is an encoder-decoder, is patched or wrapped already, or changes its logits in another
-            way. Or it has no head, or its head is not plainly linear (an adapter, a quantized or a sharded head). Or
-            Liger has replaced its forward by its own loss.
+        ValueError: ``model`` is an encoder-decoder, is patched or wrapped already, returns tuples, or changes its
+            logits in another way. Or it has no head, or its head is not plainly linear (an adapter, a quantized or a
+            sharded head). Or Liger has replaced its forward by its own loss.
     """
     head = _plain_head(model)
     weight = cast(nn.Parameter, head.weight)
@@ -144,22 +145,24 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"expected a transformers PreTrainedModel, got {name}: patch the model before wrapping it")
+    if model.config.return_dict is False:
+        raise ValueError(
+            f"{name} returns tuples (return_dict is false in its configuration), and models of transformers 5 fail at "
+            "them: set model.config.return_dict = True"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder: patch_lm_head takes causal language models only")
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{name} has no lm_head: load a causal language model (...ForCausalLM)")
-    head_name = f"{type(head).__module__}.{type(head).__name__}"
     if isinstance(head, LogprobHead):
         raise ValueError(f"{name} is patched already: call patch_lm_head once")
-    if hasattr(head, "base_layer"):
-        raise ValueError(f"the head of {name} has an adapter ({head_name}): leave it out of the adapter's targets")
+    _refuse_adapter(head, name)
     _refuse_zero3(head.weight, name)
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
         raise ValueError(
-            f"the head of {name} is a {head_name} with a {type(head.weight).__name__} weight, expected a "
-            "torch.nn.Linear with a plain parameter: leave it out of quantization (for bitsandbytes: "
-            "llm_int8_skip_modules=['lm_head']), and patch before sharding"
+            f"the head of {name} is a {type(head).__module__}.{type(head).__name__} with a "
+            f"{type(head.weight).__name__} weight, expected a torch.nn.Linear with a plain parameter: {_advice(head)}"
         )
     if _is_ligers(model.forward) and "forward" in vars(model):
         raise ValueError(
@@ -170,6 +173,33 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear:
             f"the forward of {name} was replaced already: patch the model before accelerate or another tool wraps it"
         )
     return head
+
+
+def _refuse_adapter(head: nn.Module, name: str) -> None:
+    """Refuses what PEFT puts in place of a head. Only `modules_to_save` calls the head that the patch has made."""
+    kind = f"{type(head).__module__}.{type(head).__name__}"
+    if isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict):
+        raise ValueError(
+            f"the head of {name} is a {kind}, whose copies of the head are not patched: call patch_lm_head before "
+            "get_peft_model, and leave ensure_weight_tying out"
+        )
+    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
+        raise ValueError(
+            f"the head of {name} has an adapter ({kind}), which computes logits in its own way: leave the head out of "
+            "target_modules, target_parameters and trainable_token_indices (the embedding too, if it is tied to the "
+            "head), or do not patch the model"
+        )
+
+
+def _advice(head: nn.Module) -> str:
+    """What to do about a head that is not plainly linear."""
+    if isinstance(head.weight, DTensor):
+        return "patch the model before it is sharded"
+    if hasattr(head, "parametrizations"):
+        return "call torch.nn.utils.parametrize.remove_parametrizations for it before the patch"
+    if type(head.weight) is nn.Parameter and head.weight.is_floating_point():
+        return "a head of this kind cannot be patched"
+    return "load the model with a head that is not quantized (for bitsandbytes: llm_int8_skip_modules=['lm_head'])"
 
 
 def _refuse_zero3(weight: Any, name: str) -> None:
@@ -188,14 +218,18 @@ def _full_name(function: Any) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-class _PatchedHead(LogprobHead):
-    """A head that is asked for statistics by a caller, and computes them when the model calls the head."""
+class _PatchedHead(LogprobHead, nn.Linear):  # type: ignore[inconsistent-inheritance]
+    """A head that is asked for statistics by a caller, and computes them when the model calls the head.
+
+    To other libraries it is the linear layer that it replaces: PEFT, for example, takes linear layers alone.
+    """
 
     asked: dict[str, Any] | None = None  # keywords of `LogprobHead.forward` for the expected call
     num_unasked: int | None = 0  # forwards in training without targets; None: nothing is left to tell
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.out_features, self.in_features = self.weight.shape
         self.answers: list[LinearLogprob | LinearLogprobLoss] = []
 
     def __call__(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
@@ -205,27 +239,44 @@ class _PatchedHead(LogprobHead):
         self.answers.append(result)
         return hidden.new_zeros(*hidden.shape[:-1], 1)  # the model makes logits of them, which nobody reads
 
-    def forward(self, hidden: Tensor, target: Tensor | None = None, **options: Any) -> Any:
+    def forward(self, hidden: Tensor, target: Tensor | None = None, **options: Any) -> Any:  # type: ignore[bad-override]
         # The targets are no keywords of the call, because FSDP2 would cast float32 tensors among them to its
         # param_dtype.
         return (
             super().forward(hidden, target, **options) if self.asked is None else super().forward(hidden, **self.asked)
         )
 
-    def ask(self, name: str, forward: Callable[[], Any], **asked: Any) -> LogprobOutput:
-        """Runs the model's ``forward`` and returns the statistics that the head computed in it."""
-        _refuse_zero3(self.weight, name)
-        self.asked, self.answers, self.num_unasked = asked, [], None
-        try:
-            outputs = forward()
-            answers = self.answers
-        finally:
-            self.asked, self.answers = None, []
-        if len(answers) != 1:
-            raise ValueError(f"{name} called its head {len(answers)} times, expected once: it cannot be patched")
-        if getattr(outputs, "aux_loss", None) is not None:
-            raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
-        return LogprobOutput(**answers[0]._asdict())
+
+def _patched_heads(head: nn.Module, name: str) -> list[_PatchedHead]:
+    """The heads of which a forward calls one: the model's head, or the copies of it in PEFT's `modules_to_save`."""
+    copies = getattr(head, "modules_to_save", None)
+    modules = [head.original_module, *copies.values()] if isinstance(copies, nn.ModuleDict) else [head]
+    heads = [module for module in modules if isinstance(module, _PatchedHead)]
+    if len(heads) < len(modules):
+        _refuse_adapter(head, name)
+        raise ValueError(
+            f"the lm_head of {name} was replaced by a {type(head).__name__} after patch_lm_head: call "
+            "patch_lm_head(model) again"
+        )
+    return heads
+
+
+def _ask(heads: list[_PatchedHead], name: str, forward: Callable[[], Any], **asked: Any) -> LogprobOutput:
+    """Runs the model's ``forward`` and returns the statistics that a head computed in it."""
+    answers: list[LinearLogprob | LinearLogprobLoss] = []
+    for head in heads:
+        _refuse_zero3(head.weight, name)
+        head.asked, head.answers, head.num_unasked = asked, answers, None
+    try:
+        outputs = forward()
+    finally:
+        for head in heads:
+            head.asked, head.answers = None, []
+    if len(answers) != 1:
+        raise ValueError(f"{name} called its head {len(answers)} times, expected once: it cannot be patched")
+    if getattr(outputs, "aux_loss", None) is not None:
+        raise ValueError(f"the auxiliary loss of {name}'s router would be lost: pass output_router_logits=False")
+    return LogprobOutput(**answers[0]._asdict())
 
 
 def _count_unasked(head: nn.Module | None, name: str) -> None:
@@ -275,14 +326,11 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 _count_unasked(self.get_output_embeddings(), model_class.__name__)
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
         _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
-        head = self.get_output_embeddings()
-        if not isinstance(head, _PatchedHead):
-            raise ValueError(
-                f"the lm_head of {model_class.__name__} was replaced by a {type(head).__name__} after patch_lm_head: "
-                "call patch_lm_head(model) again"
-            )
+        heads = _patched_heads(self.get_output_embeddings(), model_class.__name__)
+        if "return_dict" in inputs:  # of a tuple, the auxiliary loss would not be found
+            inputs["return_dict"] = True
         own_forward = functools.partial(model_class.forward, self, *args, **inputs)
-        return head.ask(model_class.__name__, own_forward, target=logprob_targets, **options)
+        return _ask(heads, model_class.__name__, own_forward, target=logprob_targets, **options)
 
     def call(self, *args: Any, **inputs: Any) -> Any:
         result = PreTrainedModel.__call__(self, *args, **inputs)

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    CPTConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -17,32 +25,38 @@ from transformers import (
     TrainingArguments,
 )
 
+from rlft_fast import patch_lm_head
 from rlft_fast.integrations.transformers import FusedLossTrainer
 from rlft_fast.models import LogprobHead, heads
 
 
 class Rows(Dataset):
-    """Sequences of different lengths, whose first third are prompts without labels."""
+    """Sequences of different lengths. The first third of every second one is a prompt without labels."""
 
     def __len__(self) -> int:
-        return 40
+        return 20
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         length = 4 + 3 * index % 11
+        prompt = length // 3 * (index % 2)
         ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(index)).tolist()
-        return {"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 :]}
+        return {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
 
 
-def make_trainer(trainer_class: type[Trainer], folder: Path, output: Path, lora=None, flat=False, **options) -> Trainer:
+def make_trainer(
+    trainer_class: type[Trainer], folder: Path, output: Path, peft=None, patched=False, flat=False, **options
+) -> Trainer:
     defaults: dict[str, Any] = {
-        "use_cpu": True, "optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 5,
+        "use_cpu": True, "optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_steps": 4,
         "per_device_train_batch_size": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if lora is not None:
+    if peft is not None:
+        if trainer_class is FusedLossTrainer and patched:
+            patch_lm_head(model)
         torch.manual_seed(0)
-        model = get_peft_model(model, copy.deepcopy(lora))
+        model = get_peft_model(model, copy.deepcopy(peft))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return trainer_class(
         model,
@@ -59,8 +73,15 @@ def make_trainer(trainer_class: type[Trainer], folder: Path, output: Path, lora=
         ("llama", {}),
         ("llama-tied", {"gradient_accumulation_steps": 3, "gradient_checkpointing": True}),
         ("gemma2", {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}),
-        ("qwen2", {"lora": LoraConfig(r=2, target_modules="all-linear")}),
+        ("qwen2", {"peft": LoraConfig(r=2, target_modules="all-linear")}),
         ("llama", {"flat": True}),  # one row of several sequences
+        # Patched before PEFT: a copy of the head is trained; virtual tokens inside of layers.
+        ("llama", {"patched": True, "peft": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])}),
+        ("llama", {"patched": True, "peft": AdaptionPromptConfig("CAUSAL_LM", adapter_len=3, adapter_layers=2)}),
+        # Virtual tokens before the sequences, and in the cache.
+        ("llama-tied", {"peft": PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)}),
+        ("llama", {"peft": PromptEncoderConfig("CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)}),
+        ("llama", {"peft": PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=3)}),
     ],
 )
 @pytest.mark.thin(2)
@@ -108,7 +129,23 @@ def test_a_model_made_by_a_function(tiny_model, tmp_path):
     ("options", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "does not know label_smoothing_factor: leave it out, or use transformers.Tr"),
-        ({"lora": LoraConfig(r=2, target_modules=["lm_head"])}, "has an adapter .*leave it out"),
+        (
+            {"peft": LoraConfig(r=2, target_modules=["lm_head"])},
+            "has an adapter .*leave the head out of target_modules",
+        ),
+        (
+            {"peft": LoraConfig("CAUSAL_LM", trainable_token_indices={"lm_head": [1]})},
+            "has an adapter .*leave the head out",
+        ),
+        (
+            {"peft": LoraConfig(modules_to_save=["lm_head"])},
+            "is a peft.*ModulesToSaveWrapper, whose copies .* call patch_lm_head before get_peft_model",
+        ),
+        (
+            {"peft": AdaptionPromptConfig("CAUSAL_LM", adapter_len=3, adapter_layers=2)},
+            r"AdaptionPromptModel keeps the forward .* call patch_lm_head\(model\) before get_peft_model",
+        ),
+        ({"peft": CPTConfig("CAUSAL_LM", num_virtual_tokens=2, cpt_token_ids=[1, 2])}, "does not know CPT, which"),
     ],
 )
 def test_what_it_refuses(options, message, tiny_model, tmp_path):

@@ -122,6 +122,21 @@ def test_config_that_transformers_refuses(load, key, value, folder):
         load(folder)
 
 
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_model_that_returns_tuples(load, part, tiny_model, tmp_path):
+    """Plain transformers loads the folder, and fails at the first forward."""
+    folder = Path(shutil.copytree(tiny_model("qwen2-vl" if part else "llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (config[part] if part else config)["return_dict"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    if not part:
+        with pytest.raises(AttributeError, match="'tuple' object has no attribute"):
+            AutoModelForCausalLM.from_pretrained(folder)(torch.arange(9)[None])
+    with pytest.raises(ValueError, match=r"cannot use its config\.json \(return_dict is false.*\): correct it"):
+        load(folder)
+
+
 def test_models_without_lm_head(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")

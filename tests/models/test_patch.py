@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -414,7 +415,7 @@ def test_log_probabilities_that_fsdp_rounds():
 
 def check_patch_after_sharding(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(ValueError, match="patch before sharding"):
+    with pytest.raises(ValueError, match="patch the model before it is sharded"):
         patch_lm_head(fully_shard(build("nothing"), mesh=mesh))
 
 
@@ -464,6 +465,73 @@ def test_a_patched_head_is_not_resized():
     with pytest.raises(ValueError, match="head of LlamaForCausalLM is patched and cannot be resized: call unpatch"):
         model.resize_token_embeddings(V + 5)
     assert model.get_input_embeddings().num_embeddings == V
+
+
+# ---- PEFT ------------------------------------------------------------------------------------------------------------
+
+
+def adapted(name: str, config: PeftConfig, *, patch: bool) -> PeftModel:
+    """With the same random adapters every time."""
+    model = build(name)
+    torch.manual_seed(0)
+    model = get_peft_model(patch_lm_head(model) if patch else model, copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+LORA = partial(LoraConfig, "CAUSAL_LM", target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize("name", ["nothing", "tied"])
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"], ["embed_tokens"]])
+def test_a_copy_of_the_head_in_modules_to_save(name, saved):
+    inputs = batch()
+    targets, config = next_tokens(**inputs), LORA(modules_to_save=saved)
+    plain, model = (adapted(name, config, patch=patch) for patch in (False, True))
+    logprob, _ = plain_logprob(plain(**inputs).logits, targets)
+    expected = gradients(plain, logprob.sum())
+    result = model(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, logprob, rtol=0, atol=1e-5)
+    actual = gradients(model, result.logprob.sum())
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(actual[parameter], gradient, rtol=1e-4, atol=1e-5)
+    with plain.disable_adapter(), model.disable_adapter():
+        logprob, _ = plain_logprob(plain(**inputs).logits, targets)
+        torch.testing.assert_close(model(**inputs, logprob_targets=targets).logprob, logprob, rtol=0, atol=1e-5)
+
+
+ADAPTERS = {
+    "tokens": LORA(trainable_token_indices=[4, 5]),
+    "tokens of both": LORA(trainable_token_indices={"embed_tokens": [4], "lm_head": [4]}),
+    "tokens alone": TrainableTokensConfig(
+        task_type="CAUSAL_LM", token_indices=[4, 5], target_modules=["embed_tokens"]
+    ),
+    "head": LORA(target_modules=["lm_head"]),
+    "kept tied": LORA(modules_to_save=["lm_head"], ensure_weight_tying=True),
+}  # fmt: skip
+OF_THE_EMBEDDING = [("nothing", "tokens"), ("nothing", "tokens alone"), ("nothing", "kept tied")]
+
+
+@pytest.mark.parametrize("name", ["nothing", "tied"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_of_head_and_embedding(adapter, name):
+    """Without targets nothing changes. With targets, an adapter that PEFT puts in place of the head is refused."""
+    inputs = batch()
+    targets = next_tokens(**inputs)
+    plain, model = (adapted(name, ADAPTERS[adapter], patch=patch) for patch in (False, True))
+    logits = plain(**inputs).logits
+    torch.testing.assert_close(model(**inputs).logits, logits, rtol=0, atol=1e-5)
+    if (name, adapter) in OF_THE_EMBEDDING:
+        logprob, _ = plain_logprob(logits, targets)
+        torch.testing.assert_close(model(**inputs, logprob_targets=targets).logprob, logprob, rtol=0, atol=1e-5)
+        return
+    advice = "leave ensure_weight_tying out" if adapter == "kept tied" else "leave the head out of target_modules"
+    with pytest.raises(ValueError, match=rf"head of {type(model.get_base_model()).__name__} .*peft.*{advice}"):
+        model(**inputs, logprob_targets=targets)
 
 
 # ---- what it refuses ------------------------------------------------------------------------------------------------
@@ -528,6 +596,21 @@ def with_replaced_forward(part: str = "") -> PreTrainedModel:
     return model
 
 
+def test_the_advice_for_a_parametrized_head():
+    model, inputs = with_weight_norm(), batch()
+    targets = next_tokens(**inputs)
+    expected, _ = plain_logprob(model(**inputs).logits, targets)
+    nn.utils.parametrize.remove_parametrizations(model.lm_head, "weight")
+    result = patch_lm_head(model)(**inputs, logprob_targets=targets)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
+
+
+def returning_tuples() -> PreTrainedModel:
+    model = build("nothing")
+    model.config.return_dict = False
+    return model
+
+
 BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
 
@@ -538,11 +621,12 @@ BART = {"vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1
         (lambda: nn.DataParallel(build("nothing")), TypeError, "got DataParallel: patch the model before wrapping"),
         (lambda: BartForConditionalGeneration(BartConfig(**BART)), ValueError, "is an encoder-decoder"),
         (lambda: LlamaModel(LlamaConfig(**SIZES)), ValueError, "LlamaModel has no lm_head"),
+        (returning_tuples, ValueError, r"returns tuples .*set model\.config\.return_dict = True"),
         (with_adapter, ValueError, "has an adapter .*LoraLinear"),
-        (quantized, ValueError, "is a torch.*quantized.*Linear"),
+        (quantized, ValueError, "is a torch.*quantized.*Linear.* not quantized"),
         (quantized_by_bitsandbytes, ValueError, "Linear4bit with a Params4bit weight, .*llm_int8_skip_modules"),
         (sharded_by_zero3, ValueError, r"DeepSpeed's ZeRO-3 \(its weight has shape \(0,\)\), .* stage 0 to 2"),
-        (with_weight_norm, ValueError, "is a torch.*ParametrizedLinear"),
+        (with_weight_norm, ValueError, "is a torch.*ParametrizedLinear.*: call torch.*remove_parametrizations for"),
         (lambda: patch_lm_head(build("nothing")), ValueError, "patched already"),
         (with_replaced_forward, ValueError, "forward of LlamaForCausalLM was replaced"),
         (partial(with_replaced_forward, "lm_head"), ValueError, "forward of LlamaForCausalLM was replaced"),
@@ -643,8 +727,9 @@ def test_what_a_call_with_targets_refuses():
     with pytest.raises(ValueError, match=r"has no keyword return_top_1 \(did you mean return_top1\?\)"):
         model(**inputs, logprob_targets=targets, return_top_1=True)
     experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
-    with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
-        patch_lm_head(experts)(**inputs, logprob_targets=targets)
+    for options in ({}, {"return_dict": False}):
+        with pytest.raises(ValueError, match="auxiliary loss of MixtralForCausalLM"):
+            (experts if options else patch_lm_head(experts))(**inputs, logprob_targets=targets, **options)
     result = experts(**inputs, logprob_targets=targets, output_router_logits=False)
     expected, _ = plain_logprob(experts(**inputs).logits, targets)
     torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
