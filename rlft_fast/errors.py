@@ -4,9 +4,12 @@ The command line prints only the message of these errors, without a traceback.
 """
 
 import signal as signals
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # What the extra `train` of pyproject.toml brings, by the names that are imported.
 TRAIN_MODULES = ("numpy", "pydantic", "rich", "safetensors", "transformers", "yaml")
@@ -26,6 +29,46 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal: int = signals.SIGINT) -> None:
         super().__init__(signals.Signals(signal).name)
         self.signal = signal
+
+
+class Checks:
+    """Runs checks that need not each other, and raises together what they find."""
+
+    def __init__(self) -> None:
+        self.found: list[Exception] = []
+
+    def run(self, check: Callable[[], T]) -> T | None:
+        """What the check returns; None where it raises a ValueError, OSError, ImportError or RunError."""
+        try:
+            return check()
+        except _MistakesError as error:
+            self.found += error.found
+        except (ValueError, OSError, ImportError, RunError) as error:
+            self.found.append(error)
+        return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Whether the check raises none of them."""
+        before = len(self.found)
+        self.run(check)
+        return len(self.found) == before
+
+    def raise_found(self) -> None:
+        """Raises the error that was found, or a ValueError with the messages of all."""
+        found = {str(error): error for error in self.found}
+        if len(found) == 1:
+            raise next(iter(found.values()))
+        if found:
+            raise _MistakesError([*found.values()])
+
+
+class _MistakesError(ValueError):
+    """Several errors at once."""
+
+    def __init__(self, found: list[Exception]) -> None:
+        lines = "".join(f"\n{i}. {error}" for i, error in enumerate(found, start=1))
+        super().__init__(f"{len(found)} mistakes:{lines}")
+        self.found = found
 
 
 @contextmanager

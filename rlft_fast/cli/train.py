@@ -10,7 +10,7 @@ from typing import Any
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.cli.parser import Parser
 from rlft_fast.config import Config
-from rlft_fast.errors import printable
+from rlft_fast.errors import Checks, printable
 
 
 def run(arguments: list[str]) -> int:
@@ -19,23 +19,22 @@ def run(arguments: list[str]) -> int:
     config = Config.load(options.config, overrides)
     if options.ray and config.cluster is None:
         config = Config.load(options.config, {"cluster": "{}"} | overrides)
-    if options.dry_run:
-        print(config.to_yaml(), end="")
-        return 0
-    require_writable(Path(config.output_dir))
-    from rlft_fast.engine import CheckpointManager
-    from rlft_fast.trainer import require_unlocked, require_usable, train
+    checks, output = Checks(), Path(config.output_dir)
+    is_writable = checks.passes(lambda: require_writable(output))
+    from rlft_fast.trainer import check_folder, check_inputs, require_unlocked, train
     from rlft_fast.world import leaving_process_group
 
-    require_unlocked(Path(config.output_dir))  # first: a run in the same folder also occupies the memory checked below
-    require_usable(config, config_path=options.config, resume=options.resume)
-    checkpoint = CheckpointManager(Path(config.output_dir) / "checkpoints").latest()
-    if checkpoint is not None and not options.resume:
-        raise ValueError(
-            f"{config.output_dir} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, "
-            "or set another output_dir, or delete the folder"
-        )
-    _check_memory(config, refuse=options.memory_check)
+    is_free = is_writable and checks.passes(lambda: require_unlocked(output))
+    folder = memory = None
+    if is_free:
+        folder = check_folder(config, checks, options.config, resume=options.resume)
+    if is_free or not is_writable:  # a run in the same folder occupies memory
+        memory = checks.run(lambda: _check_memory(config, refuse=options.memory_check))
+    if options.dry_run or checks.found:
+        inputs = check_inputs(config, checks, resume=options.resume, force=options.force)
+        checks.raise_found()
+        _print_first(config.to_yaml(), f"output_dir: {folder}", *inputs, f"memory: {memory}")
+        return 0
     with leaving_process_group():
         train(config, resume=options.resume, force=options.force)
     return 0
@@ -54,8 +53,18 @@ def require_writable(output_dir: Path) -> None:
         raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
-def _check_memory(config: Config, *, refuse: bool) -> None:
+def _print_first(resolved: str, *lines: str) -> None:
+    """Prints the resolved configuration, and what was checked as comments in it."""
+    if os.environ.get("RANK", "0") == "0":
+        checked = "".join(f"#   {line}\n" for line in lines)
+        print(f"{resolved}\n# checked, without reading weights:\n{printable(checked)}", end="")
+
+
+def _check_memory(config: Config, *, refuse: bool) -> str:
     """Compares the memory plan with the machine before the run starts; a run that does not fit is refused or warned of.
+
+    Returns:
+        What was found.
 
     Raises:
         ValueError: the run does not fit, and `refuse` is set.
@@ -66,11 +75,12 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
 
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
     if config.cluster is not None:
-        if config.cluster.address is not None:  # of machines that this process does not see
-            return
+        if config.cluster.address is not None:
+            return "not known, because this process does not see the machines of the cluster"
         world_size = config.cluster.actor.num_workers
+    memory_bytes = device_memory(device)
     try:
-        check_run(config, world_size, device_memory(device), device.type, host_memory())
+        plan = check_run(config, world_size, memory_bytes, device.type, host_memory())
     except DoesNotFitError as error:
         if refuse:
             raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error
@@ -78,9 +88,13 @@ def _check_memory(config: Config, *, refuse: bool) -> None:
     except MemoryPlanError as error:
         warning = f"it is not known whether the run fits into memory: {error}"
     else:
-        return
+        if plan is None:
+            return f"a rough estimate fits easily into {memory_bytes / 1e9:.1f} GB"
+        worst = plan.worst(memory_bytes)
+        return f"{worst.total_bytes / 1e9:.1f} of {worst.limit(memory_bytes) / 1e9:.1f} GB at most ({worst.name})"
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {printable(warning)}", file=sys.stderr)
+    return "see the warning"
 
 
 def _parser() -> Parser:
@@ -99,7 +113,11 @@ def _parser() -> Parser:
     parser.add_argument(
         "--force", action="store_true", help="with --resume: accept other data, models and settings than the run had"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check folder, models, data, reward and memory, print the configuration, and stop",
+    )
     parser.add_argument(
         "--ray",
         action="store_true",

@@ -25,7 +25,7 @@ from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.vision import VISION_MODELS
-from rlft_fast.models.weights import build_on_meta, load_weights, materialize, stored_dtype
+from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
@@ -97,6 +97,15 @@ def load(
         model.initialize_head()
     load_weights(path, model.pretrained, beside=stored_head(path, model))
     initialize_lora(model)
+
+
+def check_loadable(path: str | Path, model: RLModel) -> None:
+    """Checks that `load` finds all weights of a built model in a folder. Reads their names, shapes and dtypes alone.
+
+    Raises:
+        ValueError: as in `load`.
+    """
+    check_weights(path, model.pretrained, beside=stored_head(path, model))
 
 
 def load_policy(path: str | Path, workspace_mib: int | None = None) -> PolicyModel:

@@ -117,6 +117,11 @@ def load_weights(
             _read(files, name, source, model, targets if into is None else into)
 
 
+def check_weights(folder: str | Path, model: PreTrainedModel, beside: Mapping[str, Tensor] | None = None) -> None:
+    """The checks of `load_weights`, without reading. The model may be on the meta device."""
+    _match(Path(folder), model, checkpoint_tensors(model) | dict(beside or {}))
+
+
 def stored_names(folder: Path) -> set[str]:
     """Names of all tensors in a folder's files.
 

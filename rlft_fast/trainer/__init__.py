@@ -8,6 +8,7 @@ with needing_train():
     from rlft_fast.trainer.lock import require_unlocked
     from rlft_fast.trainer.plot import COLORS, PANELS, plot_runs, read_metrics
     from rlft_fast.trainer.ppo import PPOTrainer
+    from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
     from rlft_fast.trainer.run import Run, train
     from rlft_fast.trainer.tokens import read_tokens
@@ -18,6 +19,8 @@ __all__ = [
     "PPOTrainer",
     "Prompts",
     "Run",
+    "check_folder",
+    "check_inputs",
     "claim",
     "evaluate",
     "load_prompts",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import RemoteEngine, RemoteRollout
 from rlft_fast.config import Config
@@ -16,8 +15,9 @@ from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.trainer.experience import merge_metrics
 from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, require_agreement
 from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 _STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
@@ -81,17 +81,6 @@ def _metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     return metrics
 
 
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
-    """The prompts of each held-out set by its name.
-
-    Raises:
-        ValueError: they cannot be used, see `load_prompts`.
-    """
-    sets = {} if config.evaluation is None else config.evaluation.sets
-    most = config.rollout.max_prompt_tokens
-    return {name: load_prompts(config.data, tokenizer, most, path) for name, path in sets.items()}
-
-
 def evaluate(config: Config) -> dict[str, float]:
     """Evaluates ``config.model`` on the held-out sets of the configuration, without a run.
 
@@ -113,34 +102,17 @@ def evaluate(config: Config) -> dict[str, float]:
         stack.callback(judge.close)
         held_out = load_held_out(config, tokenizer)
         check_held_out(held_out, judge)
+        require_agreement(world, "held-out data", *held_out.values())
         judge.load_model()
         frozen = config.actor.model_copy(update={"lora": None})
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
-        check_tokens("model", engine, *held_out.values())
+        check_tokens("model", engine.facts.num_embeddings, *held_out.values())
         check_finite("model", engine)
         longest = config.rollout.max_prompt_tokens + config.max_evaluation_tokens
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()
         return evaluate_sets(config, held_out, judge, partial(own_samples, rollout, world))[0]
-
-
-def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
-    """Raises ValueError for prompts that the judge cannot score, or that differ between ranks."""
-    for prompts in held_out.values():
-        judge.check(prompts, "the held-out data")
-        judge.world.require_agreement("held-out data", dict(flat(prompts.description)))
-
-
-def check_tokens(key: str, engine: FSDPEngine | RemoteEngine, *given: Prompts) -> None:
-    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
-    num_rows = engine.facts.num_embeddings
-    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
-    if highest >= num_rows:
-        raise ValueError(
-            f"{key} has embeddings of {num_rows} tokens, but the prompts have the token {highest}: the tokenizer in "
-            "the policy's folder is of another model, or knows tokens that were added without new embeddings"
-        )
 
 
 def check_finite(key: str, engine: FSDPEngine | RemoteEngine) -> None:

@@ -51,7 +51,7 @@ class Judge:
         self.config = config
         self.tokenizer = tokenizer
         self.world = world
-        self.functions = _functions(config)
+        self.functions = load_functions(config)
         self.reader = None if config.reward.model is None else RewardModelReader(config.reward.model, tokenizer)
         self.model: RewardModelScorer | None = None
         self.model_weight = config.reward.model_weight
@@ -291,7 +291,7 @@ class RewardModelScorer:
         return score_B
 
 
-def _functions(config: Config) -> WeightedRewards:
+def load_functions(config: Config) -> WeightedRewards:
     """The functions that the configuration names, loaded or with their workers."""
     reward, weights = config.reward, config.function_weights
     if reward.function is None:

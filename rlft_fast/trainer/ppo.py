@@ -9,19 +9,15 @@ open there. The number of processes changes a run by rounding alone.
 import contextlib
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config
 from rlft_fast.data import Batch, Samples, cat_samples
 from rlft_fast.engine import Output, weighted
-from rlft_fast.models import load_tokenizer
-from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import AdvantageError, ValueLoss, explained_variance
 from rlft_fast.rollout import (
@@ -29,14 +25,10 @@ from rlft_fast.rollout import (
     SamplingParams,
     Seeds,
     sample_seeds,
-    with_ties,
 )
 from rlft_fast.trainer.evaluation import (
     check_finite,
-    check_held_out,
-    check_tokens,
     evaluate_sets,
-    load_held_out,
     own_rows,
     own_samples,
 )
@@ -51,11 +43,11 @@ from rlft_fast.trainer.experience import (
     scored_samples,
 )
 from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.inputs import check_support, check_tokens, load_inputs, make_objective
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import build_models
-from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.phases import Phases
-from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.trainer.tokens import token_columns
 from rlft_fast.world import World, init_distributed
 
@@ -92,47 +84,28 @@ class PPOTrainer:
         self.world = world = world or init_distributed(config.timeout_minutes)
         world.require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
         self.config = config
-        if config.rollout.prompts_per_step % world.size:
-            raise ValueError(
-                f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {world.size} processes "
-                "cannot share evenly: make it a multiple of the number of processes"
-            )
-        algorithm = config.algorithm
-        self.objective = self._make_objective()
-        self.tokenizer = load_tokenizer(config.model)
-        self.evaluation_judge = Judge.for_evaluation(config, self.tokenizer, world)
-        self.judge = Judge(config, self.tokenizer, world)
-        self.prompts, self.held_out = load_data(config, self.tokenizer)
-        self.judge.check(self.prompts, "the training data")
-        world.require_agreement("training data", dict(flat(self.prompts.description)))
-        check_held_out(self.held_out, self.evaluation_judge or self.judge)
-        if config.critic is not None and config.critic.model is not None:
-            _check_same_tokens(config.critic.model, self.tokenizer)
+        inputs = load_inputs(config, world)
+        self.objective, self.tokenizer = inputs.objective, inputs.tokenizer
+        self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
+        self.prompts, self.held_out = inputs.prompts, inputs.held_out
         if config.cluster is None:
             self.judge.load_model()
         self._load_models()
         with contextlib.ExitStack() as stack:
             stack.callback(self.models.close)
-            self._check_support()
-            check_tokens("model", self.actor, self.prompts, *self.held_out.values())
+            check_support(config, self.actor.facts.hidden_size, world.device.type)
+            check_tokens("model", self.actor.facts.num_embeddings, self.prompts, *self.held_out.values())
             check_finite("model", self.actor)
             if self.critic is not None:
-                check_tokens("critic.model", self.critic, self.prompts)
+                check_tokens("critic.model", self.critic.facts.num_embeddings, self.prompts)
                 check_finite("critic.model", self.critic)
                 assert config.critic is not None
                 self.value_loss = ValueLoss(
-                    clip=config.critic.value_clip, aggregation=algorithm.aggregation,
+                    clip=config.critic.value_clip, aggregation=config.algorithm.aggregation,
                     max_response_tokens=config.rollout.max_new_tokens,
                 )  # fmt: skip
             stack.pop_all()
         self.phases = self._make_phases()  # of the current step
-
-    def _make_objective(self) -> Objective:
-        config = self.config
-        return Objective(
-            config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
-            logs_tokens=config.log_tokens_mib is not None,
-        )  # fmt: skip
 
     def _load_models(self) -> None:
         algorithm = self.config.algorithm
@@ -149,21 +122,8 @@ class PPOTrainer:
     def restart(self) -> None:
         """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""
         self.models.close()
-        self.objective = self._make_objective()  # a checkpoint or the beginning gives the adapted coefficients
+        self.objective = make_objective(self.config)  # a checkpoint or the beginning gives the adapted coefficients
         self._load_models()
-
-    def _check_support(self) -> None:
-        """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
-        top_k, workspace_mib = self.config.rollout.top_k, self.config.actor.workspace_mib or 64
-        if top_k is None:
-            return
-        dtype = getattr(torch, self.config.for_device(self.world.device.type).actor.compute_dtype)
-        row_bytes = gathered_bytes(with_ties(top_k), self.actor.facts.hidden_size, dtype)
-        if row_bytes > workspace_mib * 2**20:
-            raise ValueError(
-                f"rollout.top_k is {top_k}: the weight rows of one support may take {row_bytes} bytes, the workspace "
-                f"has {workspace_mib} MiB: lower it, or set actor.workspace_mib to {-(-row_bytes // 2**20)}"
-            )
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -446,25 +406,3 @@ class PPOTrainer:
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
             for part in filter(None, (self.models, self.evaluation_judge, self.judge)):
                 stack.callback(part.close)
-
-
-def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, dict[str, Prompts]]:
-    """The prompts to learn from, and the held-out prompts by the name of their set.
-
-    Raises:
-        ValueError: they cannot be used, see `load_prompts`.
-    """
-    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens), load_held_out(config, tokenizer)
-
-
-def _check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A critic reads the policy's tokens, which another model would read as other texts."""
-    if not any(Path(path).glob("tokenizer*")):
-        return
-    own = load_tokenizer(path).get_vocab()
-    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
-    if others:
-        raise ValueError(
-            f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
-            f"as {others[0]!r}): take a model of the policy's family"
-        )

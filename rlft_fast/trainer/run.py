@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.cluster import WorkerError
-from rlft_fast.config import Config, fixed_settings
+from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.engine import CheckpointError
 from rlft_fast.errors import Interrupted, RunError
-from rlft_fast.models import load_tokenizer, model_checksum, name_some
+from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
 from rlft_fast.rl import AdvantageError
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
-from rlft_fast.trainer.folder import claim, require_same, require_usable, run_id
+from rlft_fast.trainer.folder import claim, identity_of, require_same, require_usable, run_id
+from rlft_fast.trainer.inputs import load_data
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.plot import plot_runs
-from rlft_fast.trainer.ppo import PPOTrainer, Step, load_data
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.ppo import PPOTrainer, Step
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.trainer.trackers import TrackedRun, Tracker, require_trackers
 from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
@@ -87,20 +87,10 @@ def _same_again(config: Config, summary: dict[str, Any], world: World, *, force:
     directory = Path(config.output_dir)
     if not force:
         prompts, held_out = load_data(config, load_tokenizer(config.model))
-        _by_first(world, lambda: require_same(directory, _identity(config, prompts, held_out)))
+        _by_first(world, lambda: require_same(directory, identity_of(config, prompts, held_out)))
     log = RunLog(directory, config.steps, world.rank)
     log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
     return summary
-
-
-def _identity(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
-    """What a run has to have in common with the one that it continues."""
-    sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
-    data = {"training": prompts.description} | sets
-    folders = {"model": config.model, "reward.model": config.reward.model}
-    folders["critic.model"] = None if config.critic is None else config.critic.model or config.model
-    checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
-    return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}
 
 
 class DivergedError(RunError):
@@ -191,7 +181,7 @@ class Run:
 
     def _prepare(self, resume: bool, force: bool) -> dict[str, Any]:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
-        identity = _identity(self.config, self.trainer.prompts, self.trainer.held_out)
+        identity = identity_of(self.config, self.trainer.prompts, self.trainer.held_out)
         if resume and not force and self.checkpoints.latest() is not None:
             _by_first(self.world, lambda: require_same(self.directory, identity))
         state = self.checkpoints.load(self.trainer.engines) if resume else None

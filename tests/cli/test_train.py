@@ -1,12 +1,17 @@
+import json
+import math
 import os
+import shutil
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from rlft_fast.cli import main
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
-from tests.trainer.toy import toy_values
+from tests.trainer.toy import HERE, even_share, toy_values, write_rows
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 
@@ -16,15 +21,6 @@ def config_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
     return str(path)
-
-
-def dry_run(capsys, *arguments: str) -> dict:
-    assert main(["train", "--dry-run", *arguments]) == 0
-    return yaml.safe_load(capsys.readouterr().out)
-
-
-def test_dry_run_prints_the_resolved_configuration(config_file, capsys):
-    assert dry_run(capsys, config_file) == Config.parse(MINIMAL).model_dump(mode="json")
 
 
 # Both spellings, before and after the file, a key of the top level, a negative-looking and a structured value.
@@ -42,10 +38,12 @@ def test_dry_run_prints_the_resolved_configuration(config_file, capsys):
         (["{config}", "--seed", "1", "--seed", "2"], "seed", 2),  # the last one wins
     ],
 )
-def test_overrides(arguments, key, value, config_file, capsys):
-    resolved = dry_run(capsys, *[config_file if a == "{config}" else a for a in arguments])
+def test_overrides(arguments, key, value, config_file):
+    rest, overrides = split_overrides([config_file if a == "{config}" else a for a in arguments])
+    assert rest == [config_file]
+    resolved = Config.load(config_file, overrides)
     for part in key.split("."):
-        resolved = resolved[part]
+        resolved = getattr(resolved, part)
     assert resolved == value
 
 
@@ -185,6 +183,64 @@ def test_an_output_dir_without_permission(mode, reason, toy_file, tmp_path, caps
     parent.chmod(mode)
     assert main(["train", toy_file, "--output_dir", str(parent / "run")]) == 1
     assert f"cannot be written: {reason}" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_it_has_checked(toy_file, tiny_model, tmp_path, capsys):
+    held_out = ["--evaluation.path", str(write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}]))]
+    critic = ["--algorithm.advantage", "gae", "--critic", "{max_tokens: 64}"]
+    model = tiny_model("llama")
+    files = sorted(tmp_path.rglob("*"))
+    assert main(["train", toy_file, "--dry-run", *held_out, *critic]) == 0
+    out = capsys.readouterr().out
+    changes = {"evaluation__path": held_out[1], "algorithm__advantage": "gae", "critic__max_tokens": 64}
+    resolved = Config.parse(toy_values(model, tmp_path, **changes))
+    assert yaml.safe_load(out) == resolved.model_dump(mode="json")
+    with open(model / "model.safetensors", "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    number = sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    head = header["lm_head.weight"]["shape"]
+    word = AutoTokenizer.from_pretrained(model).encode("sun")
+    assert out.split("# checked, without reading weights:\n")[1].splitlines() == [
+        f"#   output_dir: {tmp_path / 'run'} can be written",
+        f"#   model: LlamaForCausalLM with {number:,} parameters",
+        f"#   critic.model: LlamaModel with {number - math.prod(head):,} parameters",
+        "#   data: 10 prompts of 3 to 4 tokens",
+        "#   held-out data: 1 prompts of 3 to 3 tokens",
+        f"#   reward: {HERE}:even_share: {even_share([word])[0]:g} for the first prompt's own text as an answer",
+        out.splitlines()[-1],
+    ]
+    assert out.splitlines()[-1].startswith("#   memory: a rough estimate fits easily into ")
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, capsys):
+    """Everything at once: the folder is not a run's, a weight, a judge and a function are missing, data is wrong."""
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+    write_rows(tmp_path / "data.jsonl", [{"prompt": "a prompt that is longer than eight tokens"}])
+    options = ["--model", str(folder), "--reward.model", str(tmp_path / "judge")]
+    options += ["--reward.function", f"{HERE}:no_such_function"]
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert main(["train", toy_file, "--dry-run", *options]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    for message in (
+        "is not the folder of a run",
+        "model.norm.weight",
+        f"model folder {tmp_path / 'judge'} does not exist",
+        "longer than rollout.max_prompt_tokens=8",
+        "no_such_function",
+    ):
+        assert message in error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [("raises", "raised KeyError"), ("one_too_few", "returned 0 rewards")]
+)
+def test_a_dry_run_calls_the_reward_function(function, message, toy_file, capsys):
+    assert main(["train", toy_file, "--dry-run", "--reward.function", f"{HERE}:{function}"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_demo_refuses_an_output_that_is_a_file(tmp_path, capsys):

@@ -2,5 +2,6 @@
 
 from rlft_fast.trainer.prompts.chat import Conversation
 from rlft_fast.trainer.prompts.loading import Prompts, load_prompts
+from rlft_fast.trainer.prompts.rows import read_rows
 
-__all__ = ["Conversation", "Prompts", "load_prompts"]
+__all__ = ["Conversation", "Prompts", "load_prompts", "read_rows"]

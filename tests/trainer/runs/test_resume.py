@@ -226,6 +226,17 @@ def test_a_run_is_not_overwritten_by_mistake(uninterrupted, capsys):
     assert comparable(uninterrupted) == before
 
 
+def test_a_folder_that_holds_a_run_hides_no_other_mistake(uninterrupted, tmp_path, capsys):
+    before = comparable(uninterrupted)
+    options = ["--data.path", str(tmp_path / "none.jsonl"), "--reward.function", "no_module:f"]
+    assert main(["train", str(uninterrupted.parent / "config.yaml"), *options]) == 1
+    first, *others = capsys.readouterr().err.splitlines()[:4]
+    assert first == "error: 3 mistakes:"
+    messages = ("holds a run with the checkpoint", "no module 'no_module'", "cannot read the data")
+    assert all(f" {i}. " in others[i - 1] and message in others[i - 1] for i, message in enumerate(messages, start=1))
+    assert comparable(uninterrupted) == before
+
+
 def test_starting_anew_from_python_replaces_the_run(model, tmp_path):
     train(toy_config(model, tmp_path, steps=3))
     train(toy_config(model, tmp_path, steps=1))  # its checkpoint is the older one by number

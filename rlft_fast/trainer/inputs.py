@@ -1,0 +1,169 @@
+"""What a run reads beside weights: its tokenizer, prompts and reward functions. They are checked as a whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import Config
+from rlft_fast.errors import Checks
+from rlft_fast.models import load_tokenizer
+from rlft_fast.ops.logprob import gathered_bytes
+from rlft_fast.rollout import with_ties
+from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.judge import Judge, load_functions
+from rlft_fast.trainer.objective import Objective
+from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
+from rlft_fast.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, in a state to be used.
+
+    Args:
+        objective: of the policy.
+        tokenizer: of the policy.
+        judge: scores the answers to learn from. Its reward model is not loaded yet.
+        evaluation_judge: scores the held-out answers; None: `judge` does.
+        prompts: to learn from.
+        held_out: the held-out prompts by the name of their set.
+    """
+
+    objective: Objective
+    tokenizer: PreTrainedTokenizerBase
+    judge: Judge
+    evaluation_judge: Judge | None
+    prompts: Prompts
+    held_out: dict[str, Prompts]
+
+
+def load_inputs(config: Config, world: World) -> Inputs:
+    """Loads and checks everything but weights. All ranks must call it together.
+
+    Raises:
+        ValueError: something cannot be used. The message has everything that was found.
+    """
+    checks = Checks()
+    checks.run(lambda: require_equal_shares(config, world.size))
+    objective = checks.run(lambda: make_objective(config))
+    evaluation_judge = judge = prompts = held_out = None
+    if (tokenizer := checks.run(lambda: load_tokenizer(config.model))) is not None:
+        evaluation_judge = checks.run(lambda: Judge.for_evaluation(config, tokenizer, world))
+        judge = checks.run(lambda: Judge(config, tokenizer, world))
+        prompts = checks.run(lambda: load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens))
+        held_out = checks.run(lambda: load_held_out(config, tokenizer))
+        checks.run(lambda: _check_same_tokens(config, tokenizer))
+    else:
+        checks.run(lambda: load_functions(config))
+        for path in (None, *([] if config.evaluation is None else config.evaluation.sets.values())):
+            checks.run(lambda path=path: read_rows(config.data, path))
+    if judge is not None and prompts is not None:
+        checks.run(lambda: judge.check(prompts, "the training data"))
+    if held_out is not None and (own := evaluation_judge or judge) is not None:
+        checks.run(lambda: check_held_out(held_out, own))
+    checks.raise_found()
+    assert objective is not None
+    assert tokenizer is not None
+    assert judge is not None
+    assert prompts is not None
+    assert held_out is not None
+    require_agreement(world, "training data", prompts)
+    require_agreement(world, "held-out data", *held_out.values())
+    return Inputs(
+        objective=objective, tokenizer=tokenizer, judge=judge, evaluation_judge=evaluation_judge, prompts=prompts,
+        held_out=held_out,
+    )  # fmt: skip
+
+
+def make_objective(config: Config) -> Objective:
+    """What the updates of a run minimise.
+
+    Raises:
+        ValueError: a function of one's own or an option cannot be used.
+    """
+    return Objective(
+        config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
+        logs_tokens=config.log_tokens_mib is not None,
+    )  # fmt: skip
+
+
+def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, dict[str, Prompts]]:
+    """The prompts to learn from, and the held-out prompts by the name of their set.
+
+    Raises:
+        ValueError: they cannot be used, see `load_prompts`.
+    """
+    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens), load_held_out(config, tokenizer)
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """The prompts of each held-out set by its name.
+
+    Raises:
+        ValueError: they cannot be used, see `load_prompts`.
+    """
+    sets = {} if config.evaluation is None else config.evaluation.sets
+    most = config.rollout.max_prompt_tokens
+    return {name: load_prompts(config.data, tokenizer, most, path) for name, path in sets.items()}
+
+
+def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
+    """Raises ValueError for prompts that the judge cannot score."""
+    for prompts in held_out.values():
+        judge.check(prompts, "the held-out data")
+
+
+def require_agreement(world: World, what: str, *given: Prompts) -> None:
+    """Raises ValueError for prompts, `what` in messages, that differ between ranks. All ranks must call it together."""
+    for prompts in given:
+        world.require_agreement(what, dict(flat(prompts.description)))
+
+
+def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
+    """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
+    highest = max(max(ids) for prompts in given for ids in prompts.token_ids)
+    if highest >= num_embeddings:
+        raise ValueError(
+            f"{key} has embeddings of {num_embeddings} tokens, but the prompts have the token {highest}: the tokenizer "
+            "in the policy's folder is of another model, or knows tokens that were added without new embeddings"
+        )
+
+
+def check_support(config: Config, hidden_size: int, device_type: str) -> None:
+    """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
+    top_k, workspace_mib = config.rollout.top_k, config.actor.workspace_mib or 64
+    if top_k is None:
+        return
+    dtype = getattr(torch, config.for_device(device_type).actor.compute_dtype)
+    row_bytes = gathered_bytes(with_ties(top_k), hidden_size, dtype)
+    if row_bytes > workspace_mib * 2**20:
+        raise ValueError(
+            f"rollout.top_k is {top_k}: the weight rows of one support may take {row_bytes} bytes, the workspace "
+            f"has {workspace_mib} MiB: lower it, or set actor.workspace_mib to {-(-row_bytes // 2**20)}"
+        )
+
+
+def require_equal_shares(config: Config, world_size: int) -> None:
+    """Raises ValueError for prompts that so many processes cannot share."""
+    if config.rollout.prompts_per_step % world_size:
+        raise ValueError(
+            f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {world_size} processes cannot share "
+            "evenly: make it a multiple of the number of processes"
+        )
+
+
+def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A critic reads the policy's tokens, which another model would read as other texts."""
+    path = None if config.critic is None else config.critic.model
+    if path is None or not any(Path(path).glob("tokenizer*")):
+        return
+    own = load_tokenizer(path).get_vocab()
+    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token, number) != number]
+    if others:
+        raise ValueError(
+            f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
+            f"as {others[0]!r}): take a model of the policy's family"
+        )

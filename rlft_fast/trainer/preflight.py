@@ -1,0 +1,122 @@
+"""Checks a run without loading weights: its folder, models, data, reward functions and trackers."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+
+from rlft_fast.config import Config
+from rlft_fast.engine import CheckpointManager
+from rlft_fast.errors import Checks
+from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
+from rlft_fast.rewards import weighted_sum
+from rlft_fast.trainer.folder import identity_of, require_same, require_usable
+from rlft_fast.trainer.inputs import Inputs, check_support, check_tokens, load_inputs, require_equal_shares
+from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.trackers import require_trackers
+from rlft_fast.world import World
+
+_BUILDERS = {"model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model}
+
+
+def check_folder(config: Config, checks: Checks, config_path: str | Path | None = None, *, resume: bool) -> str:
+    """Checks that a run can write its folder.
+
+    Args:
+        config: of the run.
+        checks: gets what is found.
+        config_path: see `require_usable`.
+        resume: whether the run continues.
+
+    Returns:
+        What the run does with the folder.
+    """
+    output = Path(config.output_dir)
+    checks.run(lambda: require_usable(config, config_path=config_path, resume=resume))
+    checks.run(lambda: require_trackers(config.log))
+    checkpoint = CheckpointManager(output / "checkpoints").latest()
+    if checkpoint is not None and not resume:
+        error = ValueError(
+            f"{output} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, or set another "
+            "output_dir, or delete the folder"
+        )
+        checks.found.append(error)
+    return f"{output} can be written" + ("" if checkpoint is None else f"; the run continues after {checkpoint.name}")
+
+
+def check_inputs(config: Config, checks: Checks, *, resume: bool = False, force: bool = False) -> list[str]:
+    """Checks everything that a run reads. The process must not have joined a process group.
+
+    Args:
+        config: of the run.
+        checks: gets what is found.
+        resume: see `train`.
+        force: see `train`.
+
+    Returns:
+        A line on each part that can be used.
+    """
+    world = World.current()
+    checks.run(lambda: require_equal_shares(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    inputs = checks.run(lambda: load_inputs(config, world))
+    lines = []
+    for key, path in _models(config):
+        model = checks.run(partial(_buildable, key, path))
+        if model is not None:
+            number = sum(parameter.numel() for parameter in model.pretrained.parameters())
+            lines.append(f"{key}: {type(model.pretrained).__name__} with {number:,} parameters")
+            checks.run(partial(_check_fit, key, model, config, inputs, world))
+    if inputs is None:
+        return lines
+    output = Path(config.output_dir)
+    if resume and not force and CheckpointManager(output / "checkpoints").latest() is not None:
+        checks.run(lambda: require_same(output, identity_of(config, inputs.prompts, inputs.held_out)))
+    lines.append(f"data: {_described(inputs.prompts)}")
+    lines += [f"held-out data{f' {name}' * bool(name)}: {_described(x)}" for name, x in inputs.held_out.items()]
+    reward = checks.run(lambda: _reward_of_first(inputs))
+    return lines if reward is None else [*lines, f"reward: {reward}"]
+
+
+def _models(config: Config) -> Iterator[tuple[str, str]]:
+    yield "model", config.model
+    if config.critic is not None:
+        yield "critic.model", config.critic.model or config.model
+    if config.reward.model is not None:
+        yield "reward.model", config.reward.model
+
+
+def _buildable(key: str, path: str) -> RLModel:
+    model = _BUILDERS[key](path)
+    check_loadable(path, model)
+    return model
+
+
+def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, world: World) -> None:
+    """Raises ValueError for a model that does not go with the prompts, or with the sampling."""
+    if key == "model":
+        check_support(config, model.backbone.config.get_text_config().hidden_size, world.device.type)
+    if inputs is not None and key != "reward.model":  # which may have a tokenizer of its own
+        embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
+        check_tokens(key, embedding.num_embeddings, inputs.prompts, *inputs.held_out.values())
+
+
+def _described(prompts: Prompts) -> str:
+    lengths = [len(ids) for ids in prompts.token_ids]
+    return f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
+
+
+def _reward_of_first(inputs: Inputs) -> str:
+    """What the functions give for one answer, the text of the first prompt."""
+    functions, first = inputs.judge.functions, inputs.prompts.select([0])
+    try:
+        (parts,) = functions.score(*first.answered(first.texts), first.token_ids, first.columns)
+    finally:
+        inputs.judge.close()
+    if not parts:
+        return "reward.model alone"
+    reward = weighted_sum(parts, functions.weights)
+    shown = "no reward" if reward is None or reward != reward else f"{reward:g}"
+    return f"{', '.join(parts)}: {shown} for the first prompt's own text as an answer"
