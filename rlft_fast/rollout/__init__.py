@@ -11,6 +11,7 @@ vllm_requests    vLLM's form of requests, and completions from its outputs
 vllm_served      generates with vLLM servers, on this machine or on others
 scheduling       which server samples what
 vllm_server      one vLLM server: its start, its guard, its state
+vllm_answers     what servers answer, checked
 weight_sender    sends weights through sockets, once for any number of vLLMs
 nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
 vllm_worker      the receiving side of it, which vLLM's workers import

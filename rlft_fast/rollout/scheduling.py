@@ -8,8 +8,45 @@ from typing import Any, Generic, TypeVar
 S = TypeVar("S")
 
 
+_MAX_BUSY_S = 60.0
+_MAX_PAUSE_S = 8.0  # where the server does not say how long
+
+
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error."""
+
+
+class Patience:
+    """Waits for a server that is busy: status 429 or 503. A server that is busy for too long counts as lost.
+
+    Attributes:
+        waited_s: seconds of all pauses so far.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._pause_s = 0.5
+
+    def pause_s(self, status: int, retry_after: str | None) -> float | None:
+        """Seconds until the server is to be asked again. None: the status is no reason to wait.
+
+        Args:
+            status: of the answer.
+            retry_after: the answer's header Retry-After: seconds (RFC 9110, 10.2.3). A date is not read.
+
+        Raises:
+            ServerError: the server has been busy for too long, or wants a longer pause.
+        """
+        if status not in (429, 503):
+            return None
+        is_told = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+        pause_s = float(retry_after[:9]) if is_told and retry_after else self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+        pause_s = max(pause_s, 0.1)
+        if self.waited_s + pause_s > _MAX_BUSY_S:
+            raise ServerError(f"it is busy (status {status}) after {self.waited_s:g} s, and wants {pause_s:g} s more")
+        self.waited_s += pause_s
+        return pause_s
 
 
 class ServerPool(Generic[S]):

@@ -8,7 +8,6 @@ tokens they have; the server takes part again once it has taken new weights.
 import asyncio
 import contextlib
 import hashlib
-import json
 import resource
 import time
 import warnings
@@ -27,8 +26,9 @@ from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.nccl_sender import NCCLSender
-from rlft_fast.rollout.scheduling import ServerError, ServerPool, from_place_of
-from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds
+from rlft_fast.rollout.scheduling import Patience, ServerError, ServerPool, from_place_of
+from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds
+from rlft_fast.rollout.vllm_answers import CUT_OFF, AnswerError, Asked, Part, read_part
 from rlft_fast.rollout.vllm_requests import check_request, completion_of, request_fields
 from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_environment, weight_backend
 from rlft_fast.rollout.weight_sender import send_weights
@@ -37,7 +37,6 @@ from rlft_fast.world import World
 _HEALTH_EVERY_S = 5.0
 _SILENT_S = 600.0  # of a server that is asked and sends nothing
 _HEALTH_ANSWER_S = 20.0  # an answer may wait for a long step of the engine
-_CUT_OFF = -9999.0  # a server's word for a log-probability of -inf, or nan
 
 
 def server_urls(servers: Sequence[str]) -> list[str]:
@@ -115,15 +114,18 @@ class ServedVLLM:
         metadata = weights.metadata() if self.nccl is not None else []  # all ranks together
         if self.world.is_first:
             servers = self._find_servers(renew=True)
-            failures = {}
+            failures: dict[int, ServerError] = {}
             if self.nccl is not None:
                 self.nccl.send(weights, metadata, servers, self._label(version))
             else:
-                failures = send_weights(weights.pieces(), servers, self._label(version))
+                failures = {
+                    place: error if isinstance(error, ServerError) else _not_taken(servers[place], error)
+                    for place, error in send_weights(weights.pieces(), servers, self._label(version)).items()
+                }
             for place, error in failures.items():
                 self._lose(servers[place], error)
             if len(failures) == len(servers):
-                raise ServerError(f"no server took the weights: {next(iter(failures.values()))}")
+                raise ServerError(f"no server took the weights: {failures[0]}")
         self.weight_version = version
 
     def generate(
@@ -178,7 +180,7 @@ class ServedVLLM:
         known = {} if renew else self.servers
         with ThreadPoolExecutor(min(32, len(self._named))) as threads:
             tried = list(threads.map(lambda url: known.get(url) or self._meet(url), self._named))
-        found = [server for server in tried if isinstance(server, VLLMServer)]
+        found = _one_name_each([server for server in tried if isinstance(server, VLLMServer)])
         failures = [error for error in tried if isinstance(error, Exception)]
         self.servers = {server.url: server for server in found}
         if not self.is_checked and (unsuitable := [e for e in failures if not isinstance(e, ServerError)]):
@@ -210,14 +212,16 @@ class ServedVLLM:
         """The servers with the weights of now."""
         assert self.weight_version is not None
         found = []
+        reason = ""
         for server in self._find_servers():
             try:
                 if server.weight_version() == self._label(self.weight_version):
                     found.append(server)
             except ServerError as error:
                 self._lose(server, error)
+                reason = f": {error}"
         if not found:
-            raise ServerError(f"no server has the weights of version {self.weight_version}")
+            raise ServerError(f"no server has the weights of version {self.weight_version}{reason}")
         return found
 
     def _lose(self, server: VLLMServer, error: Exception) -> None:
@@ -235,7 +239,7 @@ class ServedVLLM:
         pool = ServerPool(servers, self.config.batch_size, self._lose)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_HEALTH_ANSWER_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # vLLM's servers close after 5 s
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
             watching = asyncio.create_task(self._watch(session, pool))
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -254,39 +258,51 @@ class ServedVLLM:
         if sample.finish_reason is not None:  # the last server was lost after its last token
             return
         sample.restart_unless_it_can_continue()
-        self._heard[server.url] = time.monotonic()
-        rest = {"max_tokens": sample.max_new_tokens - len(sample.token_ids), "seed": sample.seed_from_here()}
+        num_before = len(sample.token_ids)
+        patience = Patience()
+        try:
+            while (pause_s := await self._stream(session, sample, fields, server, patience)) is not None:
+                await asyncio.sleep(pause_s)
+        except aiohttp.ClientError as error:
+            raise ServerError(f"the server {server.url} broke off: {error}") from error
+        except AnswerError as error:
+            sample.cut(num_before)
+            raise ServerError(f"the server {server.url} answers wrongly: {error}") from error
+        except ServerError as error:
+            raise ServerError(f"the server {server.url} failed: {error}") from error
+
+    async def _stream(
+        self, session: Any, sample: "_Sample", fields: dict[str, Any], server: VLLMServer, patience: Patience
+    ) -> float | None:
+        """Asks once. Returns after how many seconds to ask again, if the server is busy."""
+        assert self.weight_version is not None
+        num_before = len(sample.token_ids)
+        rest = {"max_tokens": sample.max_new_tokens - num_before, "seed": sample.seed_from_here()}
+        asked = Asked(rest["max_tokens"], self.model.vocab_size, fields["logprobs"], self._label(self.weight_version))
         body = {
             "model": server.model_name,
             "token_ids": sample.prompt + sample.token_ids,
             "stream": True,
             "sampling_params": fields | rest,
         }
-        try:
-            async with session.post(f"{server.url}{GENERATE}", json=body, headers=server.headers) as answer:
-                if answer.status != 200:
-                    said = (await answer.text())[:500]
-                    if 400 <= answer.status < 500:
-                        raise RequestError(f"the server {server.url} refuses a request: {said}")
-                    raise ServerError(f"the server {server.url} failed: {said}")
-                async for event in _events(answer.content):
-                    if "error" in event:
-                        raise ServerError(f"the server {server.url} failed: {str(event['error'])[:500]}")
+        self._heard[server.url] = time.monotonic()
+        request = session.post(f"{server.url}{GENERATE}", json=body, headers=server.headers, allow_redirects=False)
+        async with request as answer:
+            if (pause_s := patience.pause_s(answer.status, answer.headers.get("Retry-After"))) is not None:
+                return pause_s
+            if answer.status != 200:
+                said = (await answer.content.read(500)).decode(errors="replace")
+                raise ServerError(f"status {answer.status}: {said}")
+            async for event in _events(answer.content, asked.max_event_bytes):
+                part = read_part(event, asked, len(sample.token_ids) - num_before)
+                if sample.finish_reason is not None:
+                    raise AnswerError("an event after the end")
+                if part.likely:
                     self._heard[server.url] = time.monotonic()
-                    for choice in event["choices"]:
-                        self._require_weights(server, choice)
-                        sample.add(choice)
-        except aiohttp.ClientError as error:
-            raise ServerError(f"the server {server.url} broke off: {error}") from error
+                sample.add(part)
         if sample.finish_reason is None:
-            raise ServerError(f"the server {server.url} ended an answer before its end")
-
-    def _require_weights(self, server: VLLMServer, choice: dict[str, Any]) -> None:
-        """Refuses an answer by other weights: the server was started again, or serves another run, too."""
-        assert self.weight_version is not None
-        names = {span["version"] for span in choice["weight_versions"] or []}
-        if choice["finish_reason"] is not None and names - {self._label(self.weight_version)}:
-            raise ServerError(f"the server {server.url} has other weights than this run sent to it")
+            raise ServerError("it ended an answer before its end")
+        return None
 
     async def _watch(self, session: Any, pool: ServerPool[VLLMServer]) -> None:
         """Finds servers that keep their connections open and do nothing more."""
@@ -297,10 +313,10 @@ class ServedVLLM:
         async def ask(server: VLLMServer) -> None:
             try:
                 async with session.get(f"{server.url}/health", headers=server.headers, timeout=timeout) as answer:
-                    if answer.status != 200:
-                        raise ServerError(f"it says {answer.status}")
+                    if answer.status not in (200, 429):
+                        raise ServerError(f"the server {server.url} says {answer.status} at /health")
                 if pool.is_asked(server) and time.monotonic() - self._heard[server.url] > _SILENT_S:
-                    raise ServerError(f"no token came for {_SILENT_S:g} s")
+                    raise ServerError(f"the server {server.url} sent no token for {_SILENT_S:g} s")
             except (TimeoutError, aiohttp.ClientError, OSError, ServerError) as error:
                 await pool.lose(server, error)
 
@@ -324,18 +340,16 @@ class _Sample:
     """For each token its id and log-probability, then those of the likeliest tokens where they were asked for."""
     finish_reason: str | None = None
 
-    def add(self, choice: dict[str, Any]) -> None:
+    def add(self, part: Part) -> None:
         """Adds the next tokens of an answer."""
-        for token, content in zip(choice["token_ids"], (choice["logprobs"] or {"content": []})["content"], strict=True):
-            if content["token_id"] != token:
-                raise ServerError(f"the log-probability of token {content['token_id']} came with token {token}")
-            others = [(x["token_id"], x["logprob"]) for x in content["top_logprobs"] if x["token_id"] != token]
-            self.token_ids.append(token)
-            self.likely.append([(token, content["logprob"]), *others])
-        reason = choice["finish_reason"]
-        if reason not in (None, "stop", "length"):
-            raise ServerError(f"a sample was given up: {reason}")
-        self.finish_reason = reason
+        self.token_ids += [row[0][0] for row in part.likely]
+        self.likely += part.likely
+        self.finish_reason = part.finish_reason
+
+    def cut(self, num_tokens: int) -> None:
+        """Leaves out the tokens of a wrong answer."""
+        del self.token_ids[num_tokens:], self.likely[num_tokens:]
+        self.finish_reason = None
 
     def seed_from_here(self) -> int:
         """The sample's own seed, or where tokens are there already, a function of it and of their number."""
@@ -351,11 +365,26 @@ class _Sample:
 
     def completion(self, weight_version: int) -> Completion:
         width = max(map(len, self.likely), default=1)
-        rows = [row + [(-1, _CUT_OFF)] * (width - len(row)) for row in self.likely]
-        logprobs = [-float("inf") if x <= _CUT_OFF else x for row in rows for _, x in row]
+        rows = [row + [(-1, CUT_OFF)] * (width - len(row)) for row in self.likely]
+        logprobs = [-float("inf") if x <= CUT_OFF else x for row in rows for _, x in row]
         flat = SimpleNamespace(token_ids=[i for row in rows for i, _ in row], logprobs=logprobs)
         sample = SimpleNamespace(token_ids=self.token_ids, logprobs=flat, finish_reason=self.finish_reason)
         return completion_of(sample, weight_version)
+
+
+def _not_taken(server: VLLMServer, error: Exception) -> ServerError:
+    return ServerError(f"the server {server.url} did not take the weights: {error or type(error).__name__}")
+
+
+def _one_name_each(servers: Sequence[VLLMServer]) -> list[VLLMServer]:
+    """The servers without further names of the same processes: two updates at once would mix."""
+    by_process: dict[str, VLLMServer] = {}
+    for server in servers:
+        if (first := by_process.setdefault(server.identity, server)) is not server:
+            warnings.warn(
+                f"{first.url} and {server.url} are one server, which is asked by the first name", stacklevel=3
+            )
+    return list(by_process.values())
 
 
 def _run_beside(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -388,13 +417,19 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _events(content: Any) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream. Lines may be longer than aiohttp's own limit."""
+async def _events(content: Any, max_bytes: int) -> AsyncIterator[bytes]:
+    """The JSON of each event of a stream. Lines may be longer than aiohttp's own limit."""
     rest = b""
     async for chunk in content.iter_any():
         *events, rest = (rest + chunk).split(b"\n\n")
         for event in events:
+            if not event.startswith(b"data: "):
+                raise AnswerError(f"no event of a stream, but {event[:80]!r}")
             data = event.removeprefix(b"data: ")
             if data.strip() == b"[DONE]":
                 return
-            yield json.loads(data)
+            yield data
+        if len(rest) > max_bytes:
+            raise AnswerError(f"an event of more than {max_bytes} bytes")
+    if rest:
+        raise AnswerError(f"no event of a stream, but {rest[:80]!r}")

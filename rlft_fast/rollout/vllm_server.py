@@ -12,14 +12,26 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
-from rlft_fast.rollout.scheduling import ServerError
+from rlft_fast.rollout.scheduling import Patience, ServerError
+from rlft_fast.rollout.vllm_answers import (
+    MAX_ANSWER_BYTES,
+    A,
+    AnswerError,
+    Done,
+    Models,
+    WeightInfo,
+    WorkersChecksums,
+    WorkersFacts,
+    read_answer,
+)
 from rlft_fast.rollout.vllm_requests import device_options
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
@@ -151,6 +163,7 @@ class VLLMServer:
         self.url = url.rstrip("/")
         self.token = token
         self.model_name = ""
+        self.identity = ""  # of the process that answers
         self.num_workers = 1
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -158,7 +171,7 @@ class VLLMServer:
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._prefix = parts.path
-        self._waiting: set[HTTPConnection] = set()  # connections of calls that wait for an answer
+        self._waiting: set[socket.socket] = set()  # connections of calls that wait for an answer
 
     @property
     def headers(self) -> dict[str, str]:
@@ -187,27 +200,27 @@ class VLLMServer:
             ServerError: it does not answer.
             UnsuitableServerError: it lacks a route, has another model, or was started with other settings.
         """
-        (served, *_) = self._get("/v1/models")["data"]
-        self.model_name = served["id"]
-        workers = self._post("/collective_rpc", {"method": "facts"})["results"]
+        self.model_name = self._get("/v1/models", Models).data[0].id
+        workers = self._post("/collective_rpc", {"method": "facts"}, WorkersFacts).results
         self.num_workers, facts = len(workers), workers[0]
-        if different := {name for name, value in fingerprint.items() if facts["model"].get(name) != value}:
+        self.identity = facts.identity
+        if different := {name for name, value in fingerprint.items() if facts.model.get(name) != value}:
             name = sorted(different)[0]
-            self._refuse(f"has another model: {name} is {facts['model'].get(name)}, not {fingerprint[name]}")
-        if facts["max_model_len"] < max_sequence_tokens:
+            self._refuse(f"has another model: {name} is {facts.model.get(name)!r:.100}, not {fingerprint[name]}")
+        if facts.max_model_len < max_sequence_tokens:
             self._refuse(
-                f"takes {facts['max_model_len']} tokens, but a prompt and its completion may have {max_sequence_tokens}"
+                f"takes {facts.max_model_len} tokens, but a prompt and its completion may have {max_sequence_tokens}"
             )
-        if facts["logprobs_mode"] != "processed_logprobs" or facts["max_logprobs"] != -1:
+        if facts.logprobs_mode != "processed_logprobs" or facts.max_logprobs != -1:
             self._refuse("gives log-probabilities of another distribution than it samples from, or too few")
-        if facts["backend"] != backend:
-            self._refuse(f"takes its weights by {facts['backend']}, not by {backend}")
-        if dtype not in ("auto", facts["dtype"]):
+        if facts.backend != backend:
+            self._refuse(f"takes its weights by {facts.backend}, not by {backend}")
+        if dtype not in ("auto", facts.dtype):
             self._refuse(
-                f"computes in {facts['dtype']}, and the run in {dtype} (if one of both has a GPU and the other "
+                f"computes in {facts.dtype}, and the run in {dtype} (if one of both has a GPU and the other "
                 "has none, name actor.compute_dtype in the file)"
             )
-        if has_stop_texts and not facts["has_tokenizer"]:
+        if has_stop_texts and not facts.has_tokenizer:
             self._refuse("has no tokenizer, without which it would not see rollout.stop")
         self.weight_version()
 
@@ -216,87 +229,114 @@ class VLLMServer:
 
     def weight_version(self) -> str | None:
         """The name of the weights that the server has."""
-        return self._get("/weight_info")["weight_version"]
+        return self._get("/weight_info", WeightInfo).weight_version
 
     def start_weight_update(self) -> None:
         """Ends the requests under way: a server must not sample while its layers are replaced."""
-        self._post("/pause?mode=abort", {}, _WEIGHTS_S)
+        self._post("/pause?mode=abort", {}, timeout_s=_WEIGHTS_S)
         self._post("/collective_rpc", {"method": "abandon_update"})
-        self._post("/start_weight_update", {}, _WEIGHTS_S)
+        self._post("/start_weight_update", {}, timeout_s=_WEIGHTS_S)
 
     def prepare(self, init_info: dict[str, Any]) -> None:
         """Before the first update of a server: settings of its weight backend."""
-        self._post("/init_weight_transfer_engine", {"init_info": init_info}, _WEIGHTS_S)
+        self._post("/init_weight_transfer_engine", {"init_info": init_info}, timeout_s=_WEIGHTS_S)
 
     def leave_group(self) -> None:
         """Before `prepare` with another NCCL group."""
         self._post("/shutdown_weight_transfer_engine", {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._post("/update_weights", {"update_info": update_info}, None)  # its sockets have timeouts of their own
+        # Its sockets have timeouts of their own.
+        self._post("/update_weights", {"update_info": update_info}, timeout_s=None)
 
     def finish_weight_update(self, weight_version: str) -> None:
         """The cache of prefixes belongs to the old weights. The version is named last: by then all is done."""
-        self._post("/finish_weight_update", {}, _WEIGHTS_S)
-        if not self._post("/reset_prefix_cache", {}).get("success", True):
+        self._post("/finish_weight_update", {}, timeout_s=_WEIGHTS_S)
+        if not self._post("/reset_prefix_cache", {}).success:
             raise ServerError(f"the server {self.url} cannot empty its prefix cache")
         self._post("/resume", {})
         self._post("/update_weight_version", {"new_version": weight_version})
 
     def checksums(self) -> dict[str, str]:
         """The checksum of each weight as it arrived."""
-        return self._post("/collective_rpc", {"method": "received_checksums"})["results"][0]
+        return self._post("/collective_rpc", {"method": "received_checksums"}, WorkersChecksums).results[0]
 
     def answers(self) -> bool:
         """Whether the server is up, and has an engine."""
         try:
-            self._ask("GET", "/health", None, _HEALTH_S)
-        except (ServerError, UnsuitableServerError):
+            return self._exchange("GET", "/health", None, _HEALTH_S)[0] == 200
+        except ServerError:
             return False
-        return True
 
     def is_alive(self) -> bool:
         """Whether the server and its engine live. A busy server may take long to say so."""
         try:
-            self._ask("GET", "/health", None, _HEALTH_S)
-        except (ServerError, UnsuitableServerError) as error:
+            return self._exchange("GET", "/health", None, _HEALTH_S)[0] in (200, 429)
+        except ServerError as error:
             return isinstance(error.__cause__, TimeoutError)
-        return True
 
     def abort(self) -> None:
         """Ends all calls that wait for an answer, with a `ServerError`."""
-        for connection in list(self._waiting):
-            _break(connection)
+        for line in list(self._waiting):
+            _break(line)
 
-    def _watch(self, connection: HTTPConnection, answered: threading.Event) -> None:
+    def _watch(self, line: socket.socket, answered: threading.Event) -> None:
         """Ends a call to a server whose engine has died: the server may keep the connection open."""
         while not answered.wait(_HEALTH_EVERY_S):
             if not self.is_alive():
-                _break(connection)
+                _break(line)
 
-    def _get(self, path: str) -> Any:
-        return self._ask("GET", path, None, _ANSWER_S)
+    def _get(self, path: str, kind: type[A]) -> A:
+        return self._ask("GET", path, None, kind, _ANSWER_S)
 
-    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = _ANSWER_S) -> Any:
-        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+    def _post(self, path: str, body: dict[str, Any], kind: type[A] = Done, *, timeout_s: float | None = _ANSWER_S) -> A:
+        return self._ask("POST", path, json.dumps(body).encode(), kind, timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> Any:
-        connection = self._connection_class(*self._address, timeout=timeout_s)
-        path = self._prefix + path
-        answered = threading.Event()
-        if path != f"{self._prefix}/health":
-            self._waiting.add(connection)
-            threading.Thread(target=self._watch, args=(connection, answered), daemon=True).start()
+    def _ask(self, method: str, path: str, body: bytes | None, kind: type[A], timeout_s: float | None) -> A:
+        """The checked answer of a route. Waits for a server that is busy."""
+        patience = Patience()
+        while True:
+            status, retry_after, content = self._exchange(method, path, body, timeout_s)
+            try:
+                if (pause_s := patience.pause_s(status, retry_after)) is None:
+                    break
+            except ServerError as error:
+                raise ServerError(f"the server {self.url} failed at {path}: {error}") from error
+            time.sleep(pause_s)
+        self._require_success(path, status, content)
         try:
-            connection.request(method, path, body, self.headers)
-            answer = connection.getresponse()
-            status, content = answer.status, answer.read()
+            return read_answer(kind, content or b"{}")
+        except AnswerError as error:
+            raise ServerError(f"the server {self.url} answers wrongly at {path}: {error}") from error
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None
+    ) -> tuple[int, str | None, bytes]:
+        """Status, header Retry-After and content of an answer."""
+        connection = self._connection_class(*self._address, timeout=timeout_s or _ANSWER_S)
+        answered = threading.Event()
+        line: socket.socket | None = None
+        try:
+            connection.connect()
+            line = connection.sock  # which the connection forgets when an answer begins
+            line.settimeout(timeout_s)
+            if path != "/health":
+                self._waiting.add(line)
+                threading.Thread(target=self._watch, args=(line, answered), daemon=True).start()
+            with _in_time(line, timeout_s):
+                connection.request(method, self._prefix + path, body, self.headers)
+                answer = connection.getresponse()
+                content = answer.read(MAX_ANSWER_BYTES)
         except (OSError, HTTPException) as error:
             raise ServerError(f"the server {self.url} does not answer: {error or type(error).__name__}") from error
         finally:
             answered.set()
-            self._waiting.discard(connection)
+            if line is not None:
+                self._waiting.discard(line)
             connection.close()
+        return answer.status, answer.getheader("Retry-After"), content
+
+    def _require_success(self, path: str, status: int, content: bytes) -> None:
         if status == 401:
             raise UnsuitableServerError(
                 f"the server {self.url} refuses the token of {TOKEN_VARIABLE}: give both the same"
@@ -306,19 +346,34 @@ class VLLMServer:
                 f"the server {self.url} has no route {path}: start it with rlft-fast serve and this run's file"
             )
         if status != 200:
-            said = content[:2000].decode(errors="replace")
+            said = content[:500].decode(errors="replace")
             raise ServerError(f"the server {self.url} failed at {path} with status {status}: {said}")
-        try:
-            return json.loads(content) if content else {}
-        except ValueError as error:
-            raise UnsuitableServerError(
-                f"the server {self.url} gives no JSON at {path}: it is no vLLM server"
-            ) from error
 
 
-def _break(connection: HTTPConnection) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # it may not be connected yet
-        connection.sock.shutdown(socket.SHUT_RDWR)
+@contextlib.contextmanager
+def _in_time(line: socket.socket, timeout_s: float | None) -> Iterator[None]:
+    """Breaks a connection off after a time in all: a socket's own timeout begins again with every byte."""
+    if timeout_s is None:
+        yield
+        return
+    late: list[bool] = []
+    timer = threading.Timer(timeout_s, lambda: (late.append(True), _break(line)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException):
+        if not late:
+            raise
+    finally:
+        timer.cancel()
+    if late:
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+
+
+def _break(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it may be closed by now
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def model_fingerprint(config: Any) -> dict[str, Any]:

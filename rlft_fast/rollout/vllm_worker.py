@@ -1,5 +1,6 @@
 """What vLLM's workers import: the receiving side of `weight_sender`, as a backend of vLLM's weight transfer."""
 
+import secrets
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from rlft_fast.integrations.vllm import register
 from rlft_fast.rollout.vllm import renew_packed_weights
 from rlft_fast.rollout.vllm_server import model_fingerprint
 from rlft_fast.rollout.weight_sender import TIMEOUT_S, read_pieces
+
+_IDENTITY = secrets.token_hex(8)  # of this process, by which a server that has two names is recognised
 
 
 @dataclass
@@ -96,6 +99,7 @@ class WorkerExtension:
         config = self.vllm_config
         transfer = config.weight_transfer_config
         return {
+            "identity": _IDENTITY,
             "model": model_fingerprint(config.model_config.hf_config),
             "max_model_len": config.model_config.max_model_len,
             "logprobs_mode": str(config.model_config.logprobs_mode),

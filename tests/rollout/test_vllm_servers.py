@@ -208,8 +208,8 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
         asked.append((id(one), server.url, len(one.token_ids)))
         await ask(session, one, fields, server)
 
-    async def killing(content):
-        async for event in all_events(content):
+    async def killing(content, max_bytes):
+        async for event in all_events(content, max_bytes):
             if asked_by[asyncio.current_task()] == urls[1]:  # the first event of a sample has one token
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pids[1], signal.SIGKILL)
