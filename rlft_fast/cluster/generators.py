@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.cluster.group import WorkerError, last_words, require_resources
-from rlft_fast.config import Config
-from rlft_fast.rollout import TOKEN_VARIABLE, VLLMServer, server_command, server_environment
+from rlft_fast.config import TOKEN_VARIABLE, Config
+from rlft_fast.rollout import VLLMServer, server_command, server_environment
 from rlft_fast.world import end_with_parent
 
 _MAX_FAILURES = 3

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, register
-from rlft_fast.config import Config, ModelConfig
+from rlft_fast.config import TOKEN_VARIABLE, Config, ModelConfig
 from rlft_fast.data import Samples, Share
 from rlft_fast.engine import (
     CheckpointManager,
@@ -23,7 +23,7 @@ from rlft_fast.engine import (
     reward_engine,
 )
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import TOKEN_VARIABLE, Rollout, SamplingParams, Seeds, build_rollout
+from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout
 from rlft_fast.world import World
 
 

@@ -4,7 +4,7 @@ The docstring under a field is the help text of its key (``rlft-fast train --hel
 """
 
 from rlft_fast.config.algorithm import AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key
+from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
@@ -18,8 +18,10 @@ from rlft_fast.config.run import (
     RewardConfig,
     WorkersConfig,
 )
+from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url
 
 __all__ = [
+    "TOKEN_VARIABLE",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -39,8 +41,10 @@ __all__ = [
     "VLLMConfig",
     "WorkersConfig",
     "changed_settings",
+    "check_server_url",
     "fixed_settings",
     "section_of",
     "sections",
     "set_key",
+    "without_password",
 ]

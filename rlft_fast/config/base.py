@@ -78,7 +78,19 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 _MAX_LINES = 20
-_SHORT = reprlib.Repr()  # aliases make a value of a few lines whose whole text has gigabytes
+
+
+def without_password(text: str) -> str:
+    """The text, with what stands between ``://`` and ``@`` left out: the name and the password of a URL."""
+    return re.sub(r"(?<=://).*@", "***@", text, flags=re.DOTALL)
+
+
+class _Short(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(without_password(x), level)
+
+
+_SHORT = _Short()  # aliases make a value of a few lines whose whole text has gigabytes
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 

@@ -6,6 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlft_fast.config.base import Section
 from rlft_fast.config.resume import MayChange
+from rlft_fast.config.servers import ServerEntry
 
 
 class VLLMConfig(Section):
@@ -32,7 +33,7 @@ class RolloutConfig(Section):
     """Generator: transformers with the policy itself, or vLLM with a copy of the weights."""
     vllm: VLLMConfig = VLLMConfig()
     """Settings of backend vllm."""
-    servers: MayChange[tuple[str, ...]] = ()
+    servers: MayChange[tuple[ServerEntry, ...]] = ()
     """vLLM servers that generate, as URLs, or as files with one URL per line, read before each sync. Backend vllm."""
     prompts_per_step: PositiveInt = 8
     """Prompts sampled per step, over all processes."""

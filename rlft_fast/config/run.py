@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, set_key
+from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, set_key, without_password
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
@@ -388,14 +388,15 @@ class Config(Section):
         except RecursionError as error:
             raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+            raise ConfigError(f"cannot read the configuration {path}: {without_password(str(error))}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")
         for key, value in (overrides or {}).items():
             try:
                 set_key(values, key.split("."), read_value(value, key, cls))
             except yaml.YAMLError as error:
-                raise ConfigError(f"{key}: {value!r} is no list or mapping in YAML: {_problem(error)}") from error
+                shown = without_password(value)
+                raise ConfigError(f"{key}: {shown!r} is no list or mapping in YAML: {_problem(error)}") from error
         return cls.parse(values)
 
     @classmethod

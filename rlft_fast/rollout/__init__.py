@@ -38,7 +38,6 @@ with needing_train():
     )
     from rlft_fast.rollout.vllm_served import server_urls
     from rlft_fast.rollout.vllm_server import (
-        TOKEN_VARIABLE,
         VLLMServer,
         server_command,
         server_environment,
@@ -46,7 +45,6 @@ with needing_train():
     )
 
 __all__ = [
-    "TOKEN_VARIABLE",
     "Completion",
     "Generator",
     "HFGenerator",

@@ -22,8 +22,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import RolloutConfig
+from rlft_fast.config import RolloutConfig, check_server_url, without_password
 from rlft_fast.engine import WeightStream
+from rlft_fast.files import read_text
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.nccl_sender import NCCLSender
 from rlft_fast.rollout.scheduling import Patience, ServerError, ServerPool, from_place_of
@@ -34,6 +35,7 @@ from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_envir
 from rlft_fast.rollout.weight_sender import send_weights
 from rlft_fast.world import World
 
+_LONGEST_FILE = 2**20  # bytes
 _HEALTH_EVERY_S = 5.0
 _SILENT_S = 600.0  # of a server that is asked and sends nothing
 _HEALTH_ANSWER_S = 20.0  # an answer may wait for a long step of the engine
@@ -43,7 +45,7 @@ def server_urls(servers: Sequence[str]) -> list[str]:
     """The URLs of ``rollout.servers``, whose entries are URLs or files with one URL per line.
 
     Raises:
-        ValueError: a file cannot be read, or there is no URL.
+        ValueError: a file cannot be read, has a line that is no URL, or there is no URL. No password is shown.
     """
     urls: list[str] = []
     for entry in servers:
@@ -51,15 +53,30 @@ def server_urls(servers: Sequence[str]) -> list[str]:
             urls.append(entry)
             continue
         try:
-            lines = Path(entry).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            if (size := Path(entry).stat().st_size) > _LONGEST_FILE:
+                raise OSError(f"it has {size} bytes, and may have {_LONGEST_FILE}")
+            lines = read_text(Path(entry), "utf-8-sig").splitlines()
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"rollout.servers has {entry!r}, neither a URL nor a file that can be read: {error}"
             ) from error
-        urls += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        urls += [_url(line.strip(), number, entry) for number, line in enumerate(lines, 1) if _names_a_url(line)]
     if not urls:
         raise ValueError(f"rollout.servers names no server: {', '.join(servers)}")
     return list(dict.fromkeys(urls))
+
+
+def _names_a_url(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _url(text: str, number: int, file: str) -> str:
+    try:
+        return check_server_url(text)
+    except ValueError as error:
+        raise ValueError(
+            f"rollout.servers: line {number} of {file}: {error}, got {without_password(text)!r:.200}"
+        ) from error
 
 
 class ServedVLLM:
@@ -95,6 +112,7 @@ class ServedVLLM:
         self.config = config
         self.max_sequence_tokens = max_sequence_tokens
         self.urls = urls
+        self.token = token_from_environment()
         self.run = run
         self.world = world
         self.weight_version: int | None = None
@@ -195,7 +213,7 @@ class ServedVLLM:
     def _meet(self, url: str) -> VLLMServer | Exception:
         """The server at the URL, or why it cannot be used."""
         try:
-            server = VLLMServer(url, token_from_environment())
+            server = VLLMServer(url, self.token)
             dtype = str(self.model.dtype).removeprefix("torch.")
             _, texts = split_stop(self.config.stop, self.tokenizer)
             server.check(

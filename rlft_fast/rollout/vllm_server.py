@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlft_fast.config import RolloutConfig
+from rlft_fast.config import TOKEN_VARIABLE, RolloutConfig, check_server_url
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.scheduling import Patience, ServerError
 from rlft_fast.rollout.vllm_answers import (
@@ -34,12 +34,12 @@ from rlft_fast.rollout.vllm_answers import (
 )
 from rlft_fast.rollout.vllm_requests import device_options
 
-TOKEN_VARIABLE = "VLLM_API_KEY"
 GENERATE = "/inference/v1/generate"
 _ANSWER_S = 120.0  # of a route that does little
 _HEALTH_S = 5.0
 _HEALTH_EVERY_S = 2.0
 _WEIGHTS_S = 600.0  # of a route that takes weights
+_SHORTEST_TOKEN = 8
 _CHUNK_TOKENS = 32  # tokens that a server collects before it sends them
 
 
@@ -48,16 +48,26 @@ class UnsuitableServerError(ValueError):
 
 
 def token_from_environment() -> str:
-    """The token that servers want.
+    """The token that servers want, without blanks and line breaks around it.
 
     Raises:
-        ValueError: the environment has none.
+        ValueError: the environment has none, or none that can be sent. The message does not quote the token.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token:
         raise ValueError(
             f"a vLLM server needs a token: set the environment variable {TOKEN_VARIABLE} to the same secret for the "
             "servers and for the run"
+        )
+    if len(token) < _SHORTEST_TOKEN:
+        raise ValueError(
+            f"the environment variable {TOKEN_VARIABLE} has {len(token)} characters, which can be guessed: expected at "
+            f"least {_SHORTEST_TOKEN}, such as those of `openssl rand -hex 32`"
+        )
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"the environment variable {TOKEN_VARIABLE} has a line break, another control character or a letter beyond "
+            "ASCII inside, which HTTP cannot carry: set it to a secret such as that of `openssl rand -hex 32`"
         )
     return token
 
@@ -78,8 +88,8 @@ def server_command(
     """
     options = device_options(config.vllm, on_cpu).items()
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
-        "--host", host, "--port", str(port), "--dtype", dtype, "--load-format", "dummy",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}",
+        f"--host={host}", "--port", str(port), "--dtype", dtype, "--load-format", "dummy",
         "--max-model-len", str(max_sequence_tokens), "--max-num-seqs", str(config.batch_size),
         "--tensor-parallel-size", str(config.vllm.tensor_parallel),
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm",
@@ -165,9 +175,8 @@ class VLLMServer:
         self.model_name = ""
         self.identity = ""  # of the process that answers
         self.num_workers = 1
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"rollout.servers has {url!r}, expected a URL such as http://127.0.0.1:8000")
+        parts = urlsplit(check_server_url(self.url))
+        assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._prefix = parts.path
