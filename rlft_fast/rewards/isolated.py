@@ -15,11 +15,12 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlft_fast.config import TOKEN_VARIABLE
 from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import FAILED, RewardError, compute_rewards, is_reward
@@ -108,7 +109,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(spec, other))
-        self.process.start()
+        with _without_token():
+            self.process.start()
         other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -168,6 +170,21 @@ class _Worker:
         GUARD.forget(self.pid)
         self.process.join()
         self.connection.close()
+
+
+_STARTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_token() -> Iterator[None]:
+    """A process that is started here does not inherit the token of the run's servers: it may run a model's code."""
+    with _STARTING:  # threads start workers
+        token = os.environ.pop(TOKEN_VARIABLE, None)
+        try:
+            yield
+        finally:
+            if token is not None:
+                os.environ[TOKEN_VARIABLE] = token
 
 
 def _is_answer(answer: Any) -> bool:

@@ -32,6 +32,12 @@ def obey(prompts, completions, completion_ids, answer, **columns):
     return [len(what) + answer[0] + len(completion_ids[0]) / 10]
 
 
+def has_token(completions, **columns):
+    """1 where the environment has the token of servers, also as the kernel shows it."""
+    with open("/proc/self/environ", "rb") as environment:
+        return [float("VLLM_API_KEY" in os.environ or b"VLLM_API_KEY" in environment.read())]
+
+
 def meet(completions, **columns):
     """Waits until two calls have begun."""
     folder = os.path.dirname(completions[0])

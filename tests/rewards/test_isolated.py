@@ -1,5 +1,6 @@
 """Functions in worker processes: a failure costs its own sample, and all other samples have rewards."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,12 @@ def isolated():
 def ask(reward: IsolatedReward, completions: list[str]) -> list[float | None]:
     prompts = ["p"] * len(completions)
     return reward(prompts=prompts, completions=completions, completion_ids=[[1, 2]] * len(prompts), answer=[5] * 10)
+
+
+def test_a_worker_has_no_token_of_servers(isolated, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "a secret of the tests")
+    assert ask(isolated("has_token", timeout_s=9.0, num_workers=2), ["a", "b"]) == [0.0, 0.0]
+    assert os.environ["VLLM_API_KEY"] == "a secret of the tests"
 
 
 # Two workers: while one hangs, the other scores.
