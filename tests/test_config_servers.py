@@ -100,7 +100,7 @@ def test_no_password_is_shown_with_broken_yaml(tmp_path):
         Config.load(path)
     assert SECRET not in str(caught.value)
     path.write_text("steps: 3\n")
-    with pytest.raises(ConfigError, match=r"rollout\.servers: .* is no YAML") as caught:
+    with pytest.raises(ConfigError, match=r"rollout\.servers: .* is no list or mapping in YAML") as caught:
         Config.load(path, {"rollout.servers": f"[http://u:{SECRET}@host"})
     assert SECRET not in str(caught.value)
 
