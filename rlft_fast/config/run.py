@@ -72,6 +72,10 @@ class RewardConfig(Section):
     """Run functions in worker processes, with so many seconds per sample. A sample over time or crashed is left out."""
     workers: MayChange[PositiveInt] = 2
     """With timeout_s: worker processes per function and training process."""
+    conversational: bool = False
+    """Functions get messages where prompts have a chat template, as TRL's do: completion[0]["content"] is the text."""
+    keep_special_tokens: bool = False
+    """Functions and reward models see special tokens in the texts of answers, apart from the end token."""
     truncation_penalty: NonNegativeFloat = 0.0
     """Subtracted from the reward of a sample cut off at max_new_tokens. Evaluation ignores it."""
     overlong_buffer: NonNegativeInt = 0

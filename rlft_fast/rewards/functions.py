@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
 from rlft_fast.plugins import suggestion
-from rlft_fast.rewards.scoring import RewardFunction
+from rlft_fast.rewards.scoring import RewardFunction, Text
 
 # A sign after a word, a digit or a bracket is no part of the number: 3-5 is a difference. A comma or a no-break space
 # is part of a number only if it separates thousands: 1,234 is one number, 1,2,3 are three numbers. A plain space always
@@ -28,8 +28,8 @@ _LONGEST_PART = 10  # characters
 
 
 def last_number(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[str | int | float],
     **columns: Any,
@@ -42,7 +42,7 @@ def last_number(
 
     Args:
         prompts: Not read.
-        completions: B texts.
+        completions: B texts, or lists of one message.
         completion_ids: Not read.
         answer: B numbers, or texts. The last number of a text is the answer, as in GSM8K's "… #### 72".
         **columns: Not read.
@@ -54,7 +54,7 @@ def last_number(
         ValueError: An answer holds no number.
     """
     rewards: list[float | None] = []
-    for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+    for i, (completion, expected) in enumerate(zip(_texts(completions), answer, strict=True)):
         target = _number(expected)
         if target is None:
             raise ValueError(f"answer {expected!r} of sample {i} holds no number")
@@ -63,8 +63,8 @@ def last_number(
 
 
 def exact_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[str],
     **columns: Any,
@@ -73,7 +73,7 @@ def exact_match(
 
     Args:
         prompts: Not read.
-        completions: B texts.
+        completions: B texts, or lists of one message.
         completion_ids: Not read.
         answer: B texts.
         **columns: Not read.
@@ -83,13 +83,13 @@ def exact_match(
     """
     return [
         float(completion.strip() == str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
+        for completion, expected in zip(_texts(completions), answer, strict=True)
     ]
 
 
 def regex_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     pattern: Sequence[str],
     **columns: Any,
@@ -100,7 +100,7 @@ def regex_match(
         ValueError: A pattern is no regular expression.
     """
     rewards: list[float | None] = []
-    for i, (completion, expression) in enumerate(zip(completions, pattern, strict=True)):
+    for i, (completion, expression) in enumerate(zip(_texts(completions), pattern, strict=True)):
         try:
             rewards.append(float(re.search(expression, completion) is not None))
         except re.error as error:
@@ -109,15 +109,15 @@ def regex_match(
 
 
 def response_length(
-    prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+    prompts: Sequence[Text], completions: Sequence[Text], completion_ids: Sequence[Sequence[int]], **columns: Any
 ) -> list[float | None]:
     """Number of tokens of each completion. With a negative weight, it is a cost of length beside another reward."""
     return [float(len(ids)) for ids in completion_ids]
 
 
 def math_verify(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[str | int | float],
     **columns: Any,
@@ -140,7 +140,7 @@ def math_verify(
         raise ImportError("math_verify is not installed: pip install 'rlft_fast[math]'") from error
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
+    for completion, expected in zip(_texts(completions), answer, strict=True):
         if expected is None or expected != expected:  # None and NaN would be read as products of letters
             rewards.append(None)
             continue
@@ -179,8 +179,8 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     score_answer = cast(Callable[[str, dict[str, Any]], float], get_score_answer_fn(task_name))
 
     def reward(
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]],
         entry: Sequence[dict[str, Any] | str],
         **columns: Any,
@@ -188,11 +188,16 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
         entries = [json.loads(item) if isinstance(item, str) else item for item in entry]
         return [
             float(score_answer(_tagged_answer(completion), item))
-            for completion, item in zip(completions, entries, strict=True)
+            for completion, item in zip(_texts(completions), entries, strict=True)
         ]
 
     reward.__qualname__ = f"reasoning_gym_reward({task_name!r})"
     return reward
+
+
+def _texts(completions: Sequence[Text]) -> list[str]:
+    """The completions as texts."""
+    return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
 
 
 def _number(answer: Any) -> Decimal | None:

@@ -23,7 +23,7 @@ from typing import Any
 from rlft_fast.config import TOKEN_VARIABLE
 from rlft_fast.rewards.guard import GUARD, end_worker
 from rlft_fast.rewards.loading import load_reward
-from rlft_fast.rewards.scoring import FAILED, RewardError, compute_rewards, is_reward
+from rlft_fast.rewards.scoring import FAILED, RewardError, Text, compute_rewards, is_reward
 
 _START_S = 120.0  # imports at the start of a worker do not count as time of the function
 _LONGEST_ERROR = 1000  # characters
@@ -57,8 +57,8 @@ class IsolatedReward:
 
     def __call__(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> list[float | None]:
@@ -234,7 +234,7 @@ def _outlive_requests_to_stop() -> None:
 
 
 def _score(
-    function: Any, prompts: list[str], completions: list[str], ids: list[Any], columns: Mapping[str, list[Any]]
+    function: Any, prompts: list[Text], completions: list[Text], ids: list[Any], columns: Mapping[str, list[Any]]
 ) -> dict[str, Any]:
     try:
         return {"reward": compute_rewards(function, prompts, completions, ids, columns)[0]}

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
@@ -13,6 +14,9 @@ from typing import Any
 
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+
+Text = str | Sequence[Mapping[str, Any]]
+"""A text, or with `reward.conversational` a list of messages, dicts with role and content."""
 
 LARGEST = 1e30
 """Of a reward: float32 holds it, and float64 its square."""
@@ -27,8 +31,8 @@ class RewardError(ValueError):
 
 def compute_rewards(
     function: RewardFunction,
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> list[float | None]:
@@ -38,8 +42,8 @@ def compute_rewards(
         function: Called as `f(prompts=, completions=, completion_ids=, **columns)`; may be async. All async functions
             of a process run in one event loop, in a thread of its own: a client of a server may be kept between calls.
             The result is any series of numbers: a list, a generator, an array, a tensor, a column of pandas.
-        prompts: B prompts.
-        completions: B completions.
+        prompts: B prompts, texts or lists of messages.
+        completions: B completions, texts or lists of one message.
         completion_ids: B lists of token ids.
         columns: The other columns of the data set, each of B values. A function names the columns that it reads, and
             collects the rest in `**columns`.
@@ -54,10 +58,9 @@ def compute_rewards(
     """
     _check_arguments(prompts, completions, completion_ids, columns)
     name = _name(function)
-    copies = {
-        name: [copy.deepcopy(value) for value in values] for name, values in columns.items()
-    }  # one copy per sample
-    copies |= {"prompts": [*prompts], "completions": [*completions], "completion_ids": [[*x] for x in completion_ids]}
+    given = {**columns, "prompts": prompts, "completions": completions}
+    copies = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}  # one per sample
+    copies["completion_ids"] = [[*ids] for ids in completion_ids]
     try:
         result = function(**copies)
         if inspect.isawaitable(result):
@@ -67,6 +70,7 @@ def compute_rewards(
     except (Exception, SystemExit) as error:  # sys.exit in a function must not end the run without a checkpoint
         raise RewardError(
             f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
+            f"{_hint(error, completions)}"
         ) from error
     values = _as_list(result, name, len(prompts))
     for i, value in enumerate(values):
@@ -107,6 +111,17 @@ def check_columns(function: RewardFunction, columns: Collection[str], what: str)
         ) from error
 
 
+def _hint(error: BaseException, completions: Sequence[Text]) -> str:
+    """Ending of the message about an error of a function that is written for the other form of completions."""
+    if not isinstance(error, (TypeError, AttributeError)) or not completions:
+        return ""
+    if isinstance(completions[0], str):
+        is_likely, form, other = re.search("string indices|'str' object", str(error)), "texts", "true gives messages"
+    else:
+        is_likely, form, other = re.search("'?list'?", str(error)), "lists of messages", "false gives texts"
+    return f" (completions are {form}; reward.conversational: {other})" if is_likely else ""
+
+
 def _check_names(columns: Collection[str]) -> None:
     taken = sorted(set(columns) & set(ARGUMENTS))
     if taken:
@@ -117,8 +132,8 @@ def _check_names(columns: Collection[str]) -> None:
 
 
 def _check_arguments(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> None:
@@ -188,6 +203,7 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def _shorten(value: Text, limit: int = 80) -> str:
     """Both ends of a text: a prompt is recognised by its beginning, and an answer stands at the end."""
+    text = value if isinstance(value, str) else str(value)
     return repr(text) if len(text) <= limit else repr(f"{text[: limit // 2]} … {text[-limit // 2 :]}")

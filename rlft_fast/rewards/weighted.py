@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlft_fast.rewards.scoring import RewardFunction, compute_rewards
+from rlft_fast.rewards.scoring import RewardFunction, Text, compute_rewards
 
 Parts = dict[str, float | None]
 
@@ -23,8 +23,8 @@ class WeightedRewards:
 
     def score(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[Parts]:

@@ -14,7 +14,7 @@ from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config, EngineConfig
 from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import reward_engine
-from rlft_fast.models import load_tokenizer
+from rlft_fast.models import load_tokenizer, split_stop
 from rlft_fast.rewards import (
     IsolatedReward,
     Parts,
@@ -126,6 +126,18 @@ class Judge:
         if self.reader is not None:
             self.model = RewardModelScorer(self.reader, self.config.actor, self.world, engine)
 
+    def texts(self, samples: Samples) -> list[str]:
+        """What the policy has written, as functions and other models read it."""
+        ids = samples.token_ids()
+        if not self.config.reward.keep_special_tokens:
+            return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        ends -= {*split_stop(self.config.rollout.stop, self.tokenizer)[0]}  # a part of the answer
+        ended = zip(ids, samples.stopped_B.tolist(), strict=True)
+        return self.tokenizer.batch_decode(
+            [own[:-1] if stopped and own[-1] in ends else own for own, stopped in ended], skip_special_tokens=False
+        )
+
     def close(self) -> None:
         """Ends the functions' worker processes; the next call starts new ones."""
         for function in self.functions.functions.values():
@@ -135,18 +147,15 @@ class Judge:
     def _score_own(self, prompts: Prompts, own: Samples) -> list[Parts]:
         if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
             return []
-        asked, texts = prompts.select(own.row_B.tolist()), self._texts(own)
-        return self.functions.score(*asked.answered(texts), own.token_ids(), asked.columns)
+        asked, texts = prompts.select(own.row_B.tolist()), self.texts(own)
+        pairs = asked.answered_messages(texts) if self.config.reward.conversational else asked.answered(texts)
+        return self.functions.score(*pairs, own.token_ids(), asked.columns)
 
     def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
         answered = prompts.select(samples.row_B.tolist())
-        score_B = model.score(answered, samples.token_ids(), self._texts(samples))
+        score_B = model.score(answered, samples.token_ids(), self.texts(samples))
         reward_B = samples.reward_B + self.model_weight * score_B  # NaN where one of them is
         return samples.replace(reward_B=reward_B, parts={**samples.parts, "model": score_B})
-
-    def _texts(self, samples: Samples) -> list[str]:
-        """What the policy has written, as functions and other models read it."""
-        return self.tokenizer.batch_decode(samples.token_ids(), skip_special_tokens=True)
 
 
 class RewardModelReader:

@@ -263,7 +263,7 @@ class Run:
     def _record(self, number: int, step: Step) -> None:
         """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         samples = step.samples
-        texts = self.trainer.tokenizer.batch_decode(samples.token_ids(), skip_special_tokens=True)
+        texts = self.trainer.judge.texts(samples)
         parts = {name: _nullable(part) for name, part in samples.parts.items()}
         rewards, stopped = _nullable(samples.reward_B), samples.stopped_B.tolist()
         versions = _oldest_versions(samples)

@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import math
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -115,6 +116,23 @@ def test_an_exception_is_chained():
     with pytest.raises(RewardError, match=r"last_number raised TypeError on a batch of 2 samples: .*'answer'") as error:
         compute(last_number)
     assert isinstance(error.value.__cause__, TypeError)
+
+
+def test_a_function_written_for_the_other_form_of_completions_is_told():
+    def of_messages(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    def of_texts(completions, **columns):
+        return [float(len(re.sub(" ", "", completion))) for completion in completions]
+
+    messages = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    assert compute_rewards(of_messages, PROMPTS, messages, COMPLETION_IDS, {}) == compute(of_texts) == [1.0, 1.0]
+    with pytest.raises(RewardError, match=r"\(completions are texts; reward.conversational: true gives messages\)$"):
+        compute(of_messages)
+    with pytest.raises(RewardError, match=r"completions are lists of messages; reward.conversational: false gives te"):
+        compute_rewards(of_texts, PROMPTS, messages, COMPLETION_IDS, {})
+    with pytest.raises(RewardError, match=r"'answer'$"):
+        compute(last_number)
 
 
 # One number for the batch, nothing, a text, and numbers without an order.

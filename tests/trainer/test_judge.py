@@ -153,6 +153,45 @@ def asked_and_answered(prompts, answers) -> list[list[dict]]:
     return found
 
 
+TRL = """
+def by_messages(prompts, completions, completion_ids, answer, **_):
+    assert len(prompts) == len(completions) == 4
+    assert (prompts[0], completions[0]) == ("hi", "!")  # as in TRL, where the prompt is a text
+    return [None] + [
+        float(completion[0]["content"] == answer[i + 1] and prompts[i + 1][-1]["content"] == "2+2?")
+        for i, completion in enumerate(completions[1:])
+    ]
+"""
+
+
+def test_functions_get_messages_as_trls_do(conversations, model, tmp_path):
+    tokenizer, prompts, answers = conversations
+    prompts.columns["answer"] = ["!", "4", "it is 5", "7"]
+    (tmp_path / "trl_reward.py").write_text(TRL)
+    names = [f"{tmp_path}/trl_reward.py:by_messages", "rlft_fast.rewards:exact_match"]
+    weights = dict.fromkeys(names, 1.0)
+    config = toy_config(model, tmp_path, reward__function=weights, reward__conversational=True)
+    own = [(row, Completion(tokenizer.encode(text), [0.0] * len(text), "length")) for row, text in enumerate(answers)]
+    samples = Judge(config, tokenizer, World()).score(prompts, to_samples(own))
+    by_messages, exact = (part.tolist() for part in samples.parts.values())
+    assert exact == [1.0, 1.0, 1.0, 0.0]
+    assert by_messages[1:] == exact[1:]
+    assert np.isnan(by_messages[0])
+
+
+def test_special_tokens_are_kept_where_asked(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    prompts = Prompts(["a"], [tokenizer.encode("a")], {"pattern": ["^<answer>8</answer>$"]})
+    cases = [("<answer>8</answer><eos>", "stop"), ("<answer>8</answer>", "stop"), ("<answer>8</answer><eos>", "length")]
+    for keeps, stop, expected in ((True, "</answer>", [1, 1, 0]), (True, "x", [1, 0, 0]), (False, "x", [0, 0, 0])):
+        changes = {"reward__keep_special_tokens": keeps, "rollout__stop": (stop,)}
+        config = toy_config(model, tmp_path, reward__function="rlft_fast.rewards:regex_match", **changes)
+        own = [(tokenizer.encode(text), how) for text, how in cases]
+        completions = [(0, Completion(ids, [0.0] * len(ids), how)) for ids, how in own]
+        assert Judge(config, tokenizer, World()).score(prompts, to_samples(completions)).reward_B.tolist() == expected
+
+
 # Each of these read the policy's markup: another template, one token more, and both.
 @pytest.mark.parametrize(("template", "turn"), [(OTHER.replace("<turn>", ""), False), (TEMPLATE, True), (OTHER, True)])
 def test_a_reward_model_of_its_own_kind_scores_conversations_as_transformers_does(
