@@ -27,7 +27,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
     """min(1, max_norm / (norm + 1e-6)) and a flag for a norm that is not finite, without a host sync.
 
     Args:
-        norm: 0-d float32, from `grad_norm`.
+        norm: 0-d, from `grad_norm`. One that float32 cannot hold is not finite.
         max_norm: largest norm allowed. None, 0 and inf measure only: the coefficient is 1.
 
     Returns:
@@ -39,7 +39,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> ClipCoefficient:
     if not isinstance(norm, Tensor) or norm.numel() != 1:
         got = f"has shape {tuple(norm.shape)}" if isinstance(norm, Tensor) else f"is {norm!r}"
         raise ValueError(f"norm {got}, expected a 0-d tensor: take it from grad_norm.")
-    return _coefficient(norm, _limit(max_norm))
+    return _coefficient(norm.float(), _limit(max_norm))
 
 
 @torch.no_grad()
@@ -55,8 +55,10 @@ def clip_grad_norm_(
     Drop-in for `torch.nn.utils.clip_grad_norm_` but for these differences. DTensors of different meshes may be mixed.
     Gradients stay as they are where the norm is not finite (there they would all become nan). max_norm = 0 measures
     without scaling (there it zeroes the gradients); a negative one is an error (there it flips their signs), as are
-    complex gradients and norm_type <= 0. A parameter listed twice counts once. Norm and coefficient are float32, for
-    float64 gradients as well.
+    complex gradients and norm_type <= 0. A parameter listed twice counts once. The norm is a plain tensor, the same
+    on every rank (there the norm of DTensors is a DTensor, with a `full_tensor()`). Norm and coefficient are float32,
+    and float64 where a gradient is (there they have the gradients' dtype). A float64 norm is finite wherever it is in
+    float64's range (there it is inf where the sum of |g|^p is not).
 
     Args:
         parameters: a tensor or an iterable of tensors (a generator is consumed once), of which `.grad` is scaled.
@@ -66,7 +68,7 @@ def clip_grad_norm_(
         foreach: ignored, all gradients of a device and dtype always go in one pass. There for the signature's sake.
 
     Returns:
-        The norm before clipping, 0-d float32, see `grad_norm`.
+        The norm before clipping, 0-d float32 or float64, see `grad_norm`.
 
     Raises:
         ValueError: as `grad_norm` and `clip_coefficient`.
@@ -95,18 +97,18 @@ def _coefficient(norm: Tensor, limit: float | None) -> ClipCoefficient:
     # One kernel where isfinite takes four; a norm is never negative, and nan is not less.
     bad = (norm < math.inf).logical_not_()
     if limit is None:
-        return ClipCoefficient(torch.ones_like(norm, dtype=torch.float32), bad.float())
-    coefficient = (norm.float() + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
+        return ClipCoefficient(torch.ones_like(norm), bad.float())
+    coefficient = (norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0).masked_fill_(bad, 1.0)
     return ClipCoefficient(coefficient, bad.float())
 
 
 def _scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    dense, gappy = [], []
+    dense, others = [], []  # the kernel's coefficient is float32
     for tensor in tensors:
-        (dense if is_dense(tensor) else gappy).append(tensor)
+        (dense if is_dense(tensor) and tensor.dtype != torch.float64 else others).append(tensor)
     for group in by_device_and_dtype(dense).values():
-        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device))
-    for tensor in gappy:
+        torch.ops.rlft_fast.multi_tensor_scale_(group, coefficient.to(group[0].device, torch.float32))
+    for tensor in others:
         tensor.mul_(coefficient.to(tensor.device))
 
 

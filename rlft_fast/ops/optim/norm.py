@@ -4,8 +4,8 @@
 
 A sharded gradient contributes its local part, and the sums of |g|^p are added over exactly the mesh dimensions that
 shard it; replicas are neither added nor communicated. Each process group takes one small all-reduce, and the host waits
-for nothing: the norm stays on the device. Powers are added in float64, since squares leave float32's range long before
-gradients do. Pipeline stages are the caller's to combine.
+for nothing: the norm stays on the device (float64 gradients apart, whose norm the host reads). Powers are added in
+float64, since squares leave float32's range long before gradients do. Pipeline stages are the caller's to combine.
 """
 
 import functools
@@ -34,8 +34,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
         norm_type: p > 0, or inf for the largest magnitude.
 
     Returns:
-        0-d float32 on the device of the first parameter (of its mesh, for a DTensor); 0 for no parameters. A plain
-        tensor, the same on every rank.
+        0-d on the device of the first parameter (of its mesh, for a DTensor); 0 for no parameters. A plain tensor, the
+        same on every rank; float64 if a gradient is, else float32.
 
     Raises:
         ValueError: norm_type is not positive, or a gradient has a Partial placement or a sparse layout.
@@ -79,6 +79,8 @@ class Gradient(NamedTuple):
     """Where its sum of |g|^p is reduced."""
     groups: _Groups
     """Groups that hold the other parts; empty for plain and replicated tensors."""
+    dtype: torch.dtype
+    """Of the gradient, or of the parameter where this rank has no gradient."""
 
 
 @torch.no_grad()
@@ -97,12 +99,12 @@ def _gradient(index: int, parameter: Tensor, known: dict[_Layout, _Groups]) -> G
     # A rank without this gradient still has to join the all-reduce, since other ranks may have the gradient.
     layout = parameter if grad is None else grad
     if not isinstance(layout, DTensor):
-        return Gradient(grad, grad, layout.device, {})
+        return Gradient(grad, grad, layout.device, {}, layout.dtype)
     local = None if grad is None else layout.to_local()
     key = layout.device_mesh, layout.placements
     if key not in known:  # a model has thousands of parameters and a handful of layouts
         known[key] = _shard_groups(*key)
-    return Gradient(grad, local, _mesh_device(layout), known[key])
+    return Gradient(grad, local, _mesh_device(layout), known[key], layout.dtype)
 
 
 def _check_gradient(index: int, grad: Tensor) -> None:
@@ -155,9 +157,34 @@ def global_norm(gradients: list[Gradient], norm_type: float) -> Tensor:
         raise ValueError(f"norm_type is {norm_type}, expected a positive number or inf.")
     if not gradients:
         return torch.zeros(())
+    norm = _norm(gradients, norm_type)
+    if all(gradient.dtype != torch.float64 for gradient in gradients):
+        return norm.float()
+    return norm if norm.isfinite() else _scaled_norm(gradients, norm_type)
+
+
+def _norm(gradients: list[Gradient], norm_type: float) -> Tensor:
+    """0-d float64; inf where the sum of |g|^p is not finite."""
     powers = [power.to(gradients[0].device) for power in _reduced_powers(gradients, norm_type)]
     total = _combine(powers, norm_type)
-    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).float()
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def _scaled_norm(gradients: list[Gradient], norm_type: float) -> Tensor:
+    """The norm of gradients that are divided by their largest magnitude: powers may leave float64's range.
+
+    All ranks get here together, because they have the same norm, and the same dtypes of parameters.
+    """
+    largest = _norm(gradients, math.inf)
+    if not largest.isfinite():
+        return largest
+    scaled = [
+        gradient
+        if gradient.local is None
+        else gradient._replace(local=gradient.local / largest.to(gradient.local.device))
+        for gradient in gradients
+    ]
+    return largest * _norm(scaled, norm_type)
 
 
 def _reduced_powers(gradients: list[Gradient], norm_type: float) -> list[Tensor]:

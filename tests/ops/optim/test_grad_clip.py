@@ -32,14 +32,16 @@ def test_norm_and_scaling(dtype, norm_type, device):
     parameters = [parameter(gradient) for gradient in gradients]
     expected = exact_norm(originals, norm_type)
     norm = grad_norm(parameters, norm_type)
-    assert norm.dtype == torch.float32
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    assert norm.dtype == compute
     assert norm.shape == ()
-    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.item() == pytest.approx(expected, rel=1e-13 if dtype == torch.float64 else 1e-6)
 
     assert torch.equal(clip_grad_norm_(parameters, expected / 2, norm_type), norm)
     coefficient = clip_coefficient(norm, expected / 2).coefficient.item()
     assert coefficient == pytest.approx(0.5, rel=1e-5)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        coefficient = (1 / (norm + 1e-6) * (expected / 2)).item()
     for gradient, original in zip(gradients, originals, strict=True):
         assert torch.equal(gradient, (original.to(compute) * coefficient).to(dtype))
 
@@ -87,6 +89,32 @@ def test_agrees_with_torch(device):
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+# Of one gradient and of many; squares of the last leave float64's range, where torch's norm of many is inf.
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e50, 1e150, 2e200])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_float64_gradients_are_clipped_as_in_torch(magnitude, size):
+    ours = [magnitude * torch.linspace(0.5, 1, size, dtype=torch.float64), torch.empty(0, dtype=torch.float64)]
+    theirs = [parameter(gradient.clone()) for gradient in ours]
+    exact = math.hypot(*ours[0].tolist())
+    norm = clip_grad_norm_([parameter(gradient) for gradient in ours], 0.25)
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(exact, rel=1e-14)
+    expected = nn.utils.clip_grad_norm_(theirs, 0.25)
+    if expected.isfinite():
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(ours[0], theirs[0].grad, rtol=1e-14, atol=0)
+    else:
+        assert exact_norm(ours) == pytest.approx(0.25, rel=1e-14)
+
+
+def test_the_norm_without_overflow_sees_what_is_not_finite():
+    gradient = torch.full((4,), 2e200, dtype=torch.float64)
+    gradient[2] = math.nan
+    assert not clip_grad_norm_(parameter(gradient), 1.0).isfinite()
+    assert gradient[0] == 2e200
+    assert grad_norm(parameter(gradient[:2]), 0.001).isinf()  # (2 * 2e200 ** 0.001) ** 1000 is beyond float64
+
+
 def test_signature_is_that_of_torch():
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
@@ -97,7 +125,7 @@ def test_signature_is_that_of_torch():
 
 def test_any_number_of_tensors_goes_in_one_pass_per_dtype():
     # Tables in kernel parameters hold 110 tensors in other libraries, and a dtype is taken from the first one in some.
-    gradients = [torch.full((i % 5,), 1.0, dtype=DTYPES[i % 2]) for i in range(3000)]
+    gradients = [torch.full((i % 5,), 1.0, dtype=DTYPES[1 + i % 2]) for i in range(3000)]
     parameters = [parameter(gradient) for gradient in gradients]
     expected = exact_norm(gradients)
     with CountCalls() as counter:
