@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from rlft_fast.ops.library import check_device
-from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
+from rlft_fast.ops.optim.memory_order import in_order_of, is_dense, overlaps
 
 _NARROW = (torch.float16, torch.bfloat16)
 _WIDE = {torch.float64: torch.float64} | dict.fromkeys(
@@ -40,12 +40,21 @@ class FusedAdamW(torch.optim.Optimizer):
 
     The master is the weight: change a narrow parameter by hand, and the next step overwrites it.
 
+    The signature is that of `torch.optim.AdamW`.
+
     Args:
-        params: parameters or parameter groups, as for any optimizer; dense, in any order of dimensions.
+        params: parameters or parameter groups, as for any optimizer. A parameter with gaps between its elements is
+            copied twice in every step.
         lr: learning rate, a float or a 0-d tensor, which is read on its device.
         betas: decays of the two moments, in [0, 1).
         eps: added to the denominator.
         weight_decay: of every parameter of a group, decoupled from the gradient.
+        amsgrad: False, as ``maximize`` and ``differentiable``: each would change the formula.
+        maximize: see ``amsgrad``.
+        foreach: ignored, as ``capturable`` and ``fused``: each would choose another way to the same numbers.
+        capturable: see ``foreach``.
+        differentiable: see ``amsgrad``.
+        fused: see ``foreach``.
 
     Raises:
         ValueError: a number is out of range, or a group asks for amsgrad, maximize or differentiable.
@@ -58,7 +67,15 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
+        _check_offered({"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,20 +110,23 @@ class FusedAdamW(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: a gradient is sparse or has other placements than its parameter; a parameter's elements do not
-                fill their memory; or coefficient or found_inf is on another device.
+            ValueError: a gradient is sparse or has other placements than its parameter; a parameter's elements share
+                memory; or coefficient or found_inf is on another device.
             TypeError: a parameter's or gradient's dtype cannot be used, or coefficient or found_inf is not 0-d float32.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        calls = [(group, parts) for group in self.param_groups for parts in self._parts_by_dtype(group)]
+        copies: list[tuple[Tensor, Tensor]] = []
+        calls = [(group, parts) for group in self.param_groups for parts in self._parts_by_dtype(group, copies)]
         for _, parts in calls:
             _check_scalar("coefficient", coefficient, parts[0].parameter.device)
             _check_scalar("found_inf", found_inf, parts[0].parameter.device)
         for group, parts in calls:
             _step(group, parts, coefficient, found_inf)
+        for parameter, copy in copies:
+            parameter.copy_(copy)
         # A later backward pass through the old weights must raise an error. 0.2 ms for 2000 parameters.
         changed = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch.autograd.graph.increment_version(changed)
@@ -153,14 +173,22 @@ class FusedAdamW(torch.optim.Optimizer):
             state["master"] = parameter.detach().float()
         return state
 
-    def _parts_by_dtype(self, group: dict[str, Any]) -> Iterator[list["_Parts"]]:
-        """The parameters of a group that have gradients, in lists of one device, dtype and gradient's dtype."""
+    def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list["_Parts"]]:
+        """The parameters of a group that have gradients, in lists of one device, dtype and gradient's dtype.
+
+        A copy steps for a parameter with gaps; both are added to `copies`.
+        """
         lists: dict[tuple, list[_Parts]] = {}
         for index, parameter in enumerate(group["params"]):
             gradient = parameter.grad
             if gradient is not None:
                 _check_gradient(index, gradient, parameter)
-                parts = _parts(parameter, gradient, self._state_of(parameter))
+                state = self._state_of(parameter)
+                if not is_dense(_local(parameter)):
+                    _check_parameter(parameter)
+                    copies.append((parameter, torch.empty_like(parameter).copy_(parameter)))
+                    parameter = copies[-1][1]
+                parts = _parts(parameter, gradient, state)
                 lists.setdefault((parameter.device, parameter.dtype, gradient.dtype), []).append(parts)
         yield from lists.values()
 
@@ -235,13 +263,17 @@ def _check_settings(group: dict[str, Any]) -> None:
     for key in ("eps", "weight_decay"):
         if not group[key] >= 0:
             raise ValueError(f"{key} is {group[key]}, expected 0 or more.")
-    if asked := [key for key in _NOT_OFFERED if group.get(key)]:
-        raise ValueError(f"{asked[0]} is on, which FusedAdamW does not offer: turn it off, or use torch.optim.AdamW.")
+    _check_offered(group)
     if not group.get("decoupled_weight_decay", True):
         raise ValueError(
             "decoupled_weight_decay is False: this is the state dict of Adam, whose weight decay is part of its "
             "gradient. Set weight_decay to 0 and decoupled_weight_decay to True in its groups, or use torch.optim.Adam."
         )
+
+
+def _check_offered(options: dict[str, Any]) -> None:
+    if asked := [key for key in _NOT_OFFERED if options.get(key)]:
+        raise ValueError(f"{asked[0]} is on, which FusedAdamW does not offer: turn it off, or use torch.optim.AdamW.")
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -252,8 +284,10 @@ def _check_parameter(parameter: Tensor) -> None:
             "leave it to another optimizer."
         )
     local = _local(parameter)
-    if not is_dense(local):
-        raise ValueError(f"{name} has strides {local.stride()}, which leave gaps or overlap: make it contiguous().")
+    if overlaps(local):
+        raise ValueError(
+            f"{name} has strides {local.stride()}, with which its elements share memory: make it contiguous()."
+        )
     check_device(local.device)
 
 

@@ -1,6 +1,7 @@
 """FusedAdamW against its formula in float64 and torch.optim.AdamW: numbers, masters, skipped steps."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -191,6 +192,41 @@ def test_parameters_in_other_memory_orders(order, device):
     take_steps(peer, 1, first=3)
     assert torch.equal(ours, plain)
     assert torch.equal(optimizer.state[ours]["exp_avg"], peer.state[plain]["exp_avg"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Every other column, a block of a larger matrix on its side, and rows with a gap.
+@pytest.mark.parametrize("view", [lambda x: x[:, ::2], lambda x: x[:4, :5].t(), lambda x: x[:, 1:]])
+def test_parameters_with_gaps(view, dtype, device):
+    block = random_tensors([(6, 8)], dtype, device)[0]
+    original, gappy = block.clone(), nn.Parameter(view(block))
+    plain = nn.Parameter(view(original).contiguous())
+    optimizer, peer = FusedAdamW([gappy], **OPTIONS), FusedAdamW([plain], **OPTIONS)
+    take_steps(optimizer, 3)
+    take_steps(peer, 3)
+    assert torch.equal(gappy, plain)
+    view(original).copy_(plain)
+    assert torch.equal(block, original)  # what is in the gaps stays
+    optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
+    take_steps(optimizer, 1, first=4)
+    take_steps(peer, 1, first=4)
+    assert torch.equal(gappy, plain)
+
+
+def test_arguments_that_change_nothing_are_those_of_torch():
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(optimizer).parameters.values()]
+        for optimizer in (FusedAdamW, torch.optim.AdamW)
+    )
+    assert ours == theirs
+    initial = random_tensors([(100,), (3, 5)])
+    plain, optioned = as_parameters(initial), as_parameters(initial)
+    options = {"foreach": True, "fused": True, "capturable": True, "amsgrad": False, "maximize": False}
+    take_steps(FusedAdamW(plain, **OPTIONS), 2)
+    take_steps(FusedAdamW(optioned, **OPTIONS, **options, differentiable=False), 2)
+    for one, other in zip(plain, optioned, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
