@@ -10,7 +10,13 @@ from rlft_fast.rewards.functions import (
 )
 from rlft_fast.rewards.isolated import IsolatedReward
 from rlft_fast.rewards.loading import load_reward
-from rlft_fast.rewards.scoring import RewardError, RewardFunction, check_columns, compute_rewards
+from rlft_fast.rewards.scoring import (
+    RewardError,
+    RewardFunction,
+    check_columns,
+    compute_rewards,
+    warn_of_missing_values,
+)
 from rlft_fast.rewards.weighted import Parts, WeightedRewards, overlong_penalty, weighted_sum
 
 __all__ = [
@@ -29,5 +35,6 @@ __all__ = [
     "reasoning_gym_reward",
     "regex_match",
     "response_length",
+    "warn_of_missing_values",
     "weighted_sum",
 ]

@@ -3,13 +3,14 @@
 import json
 import re
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
 from rlft_fast.plugins import suggestion
-from rlft_fast.rewards.scoring import RewardFunction, Text
+from rlft_fast.rewards.scoring import RewardFunction, Text, is_missing
 
 # A sign after a word, a digit or a bracket is no part of the number: 3-5 is a difference. A comma or a no-break space
 # is part of a number only if it separates thousands: 1,234 is one number, 1,2,3 are three numbers. A plain space always
@@ -48,18 +49,14 @@ def last_number(
         **columns: Not read.
 
     Returns:
-        B rewards.
-
-    Raises:
-        ValueError: An answer holds no number.
+        B rewards. None, and a warning, where an answer holds no number; None where it is missing.
     """
-    rewards: list[float | None] = []
-    for i, (completion, expected) in enumerate(zip(_texts(completions), answer, strict=True)):
-        target = _number(expected)
-        if target is None:
-            raise ValueError(f"answer {expected!r} of sample {i} holds no number")
-        rewards.append(float(_last_number(completion) == target))
-    return rewards
+    targets = [_number(expected) for expected in answer]
+    _warn_of_unreadable("last_number", "holds no number", answer, targets)
+    return [
+        None if target is None else float(_last_number(completion) == target)
+        for completion, target in zip(_texts(completions), targets, strict=True)
+    ]
 
 
 def exact_match(
@@ -79,10 +76,10 @@ def exact_match(
         **columns: Not read.
 
     Returns:
-        B rewards.
+        B rewards. None where the answer is missing.
     """
     return [
-        float(completion.strip() == str(expected).strip())
+        None if is_missing(expected) else float(completion.strip() == str(expected).strip())
         for completion, expected in zip(_texts(completions), answer, strict=True)
     ]
 
@@ -96,16 +93,14 @@ def regex_match(
 ) -> list[float | None]:
     """1.0 if the regular expression in the column `pattern` matches a part of the completion, else 0.0.
 
-    Raises:
-        ValueError: A pattern is no regular expression.
+    The reward is None, with a warning, where the pattern is no regular expression, and None where it is missing.
     """
-    rewards: list[float | None] = []
-    for i, (completion, expression) in enumerate(zip(_texts(completions), pattern, strict=True)):
-        try:
-            rewards.append(float(re.search(expression, completion) is not None))
-        except re.error as error:
-            raise ValueError(f"pattern {expression!r} of sample {i} is no regular expression: {error}") from error
-    return rewards
+    expressions = [_compiled(expression) for expression in pattern]
+    _warn_of_unreadable("regex_match", "is no regular expression", pattern, expressions)
+    return [
+        None if expression is None else float(expression.search(completion) is not None)
+        for completion, expression in zip(_texts(completions), expressions, strict=True)
+    ]
 
 
 def response_length(
@@ -141,7 +136,7 @@ def math_verify(
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(_texts(completions), answer, strict=True):
-        if expected is None or expected != expected:  # None and NaN would be read as products of letters
+        if is_missing(expected):  # None and NaN would be read as products of letters
             rewards.append(None)
             continue
         # math-verify reads a bare 1/2 as text, and $1/2$ as mathematics.
@@ -155,7 +150,8 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     """Makes the reward function of a reasoning-gym task (https://github.com/open-thought/reasoning-gym).
 
     The function scores the text within the last `<answer>…</answer>`, or the whole completion if it has no such tags.
-    Many tasks give a part of the reward to a text that merely contains the right answer.
+    Many tasks give a part of the reward to a text that merely contains the right answer. Where a task raises an error
+    because it cannot read an answer, the reward is 0.0.
 
     Args:
         task_name: Name of a task, such as "chain_sum".
@@ -187,9 +183,16 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     ) -> list[float | None]:
         entries = [json.loads(item) if isinstance(item, str) else item for item in entry]
         return [
-            float(score_answer(_tagged_answer(completion), item))
+            score(_tagged_answer(completion), item)
             for completion, item in zip(_texts(completions), entries, strict=True)
         ]
+
+    def score(answer: str, entry: dict[str, Any]) -> float:
+        try:
+            return float(score_answer(answer, entry))
+        except Exception:
+            score_answer(entry["answer"], entry)  # raises where the entry is at fault, and not the answer
+            return 0.0
 
     reward.__qualname__ = f"reasoning_gym_reward({task_name!r})"
     return reward
@@ -198,6 +201,20 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
 def _texts(completions: Sequence[Text]) -> list[str]:
     """The completions as texts."""
     return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
+
+
+def _warn_of_unreadable(function: str, problem: str, values: Sequence[Any], read: Sequence[Any]) -> None:
+    """Warns of the first value that is there, and was read as None."""
+    if bad := [value for value, found in zip(values, read, strict=True) if found is None and not is_missing(value)]:
+        message = f"{function} leaves out samples: {bad[0]!r} {problem}"
+        warnings.warn(message, stacklevel=3)
+
+
+def _compiled(expression: Any) -> re.Pattern[str] | None:
+    try:
+        return re.compile(expression)
+    except (re.error, TypeError):
+        return None
 
 
 def _number(answer: Any) -> Decimal | None:

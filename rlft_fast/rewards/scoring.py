@@ -5,8 +5,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import re
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from numbers import Real
@@ -22,6 +24,7 @@ LARGEST = 1e30
 """Of a reward: float32 holds it, and float64 its square."""
 FAILED = float("nan")
 """In the place of a reward: the function failed on this sample, which is left out whatever other functions say."""
+_SHOWN_ROWS = 5
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -97,10 +100,8 @@ def check_columns(function: RewardFunction, columns: Collection[str], what: str)
     """
     _check_names(columns)
     try:
-        signature = inspect.signature(
-            function, follow_wrapped=False
-        )  # a wrapper may fill in an argument of the inner function
-    except ValueError:  # a compiled function may have no signature
+        signature = _signature(function)
+    except ValueError:
         return
     try:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
@@ -109,6 +110,40 @@ def check_columns(function: RewardFunction, columns: Collection[str], what: str)
             f"reward function {_name(function)} cannot be called with {', '.join(ARGUMENTS)} and the columns of "
             f"{what}, {sorted(columns)}: {error} (a parameter **columns collects unused columns)"
         ) from error
+
+
+def warn_of_missing_values(function: RewardFunction, columns: Mapping[str, Sequence[Any]], what: str) -> None:
+    """Warns before the run of rows without a value in a column that the function needs.
+
+    Args:
+        function: a reward function, as in `compute_rewards`.
+        columns: the other columns of the data set.
+        what: name of the data set in messages.
+    """
+    try:
+        parameters = _signature(function).parameters
+    except ValueError:
+        return
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    for name in sorted(needed & columns.keys()):
+        if rows := [i for i, value in enumerate(columns[name]) if is_missing(value)]:
+            shown = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (" and more" if len(rows) > _SHOWN_ROWS else "")
+            warnings.warn(
+                f"{len(rows)} rows of {what} ({shown}, counted from 0) have no {name!r}, which reward function "
+                f"{_name(function)} reads. It must return None for these rows, which leaves their samples out; "
+                "otherwise fill the column in, or leave the rows out",
+                stacklevel=3,
+            )
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a row has no value in a column: None, or NaN, as pandas writes it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _signature(function: RewardFunction) -> inspect.Signature:
+    """Raises ValueError for a compiled function, which may have none."""
+    return inspect.signature(function, follow_wrapped=False)  # a wrapper may fill in an argument of the inner function
 
 
 def _hint(error: BaseException, completions: Sequence[Text]) -> str:

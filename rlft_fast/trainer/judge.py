@@ -23,6 +23,7 @@ from rlft_fast.rewards import (
     check_columns,
     load_reward,
     reasoning_gym_reward,
+    warn_of_missing_values,
     weighted_sum,
 )
 from rlft_fast.trainer.experience import with_rewards
@@ -101,6 +102,8 @@ class Judge:
     def check(self, prompts: Prompts, what: str) -> None:
         """Checks before the run that functions and reward model can judge answers to these prompts.
 
+        Warns of rows without a value that a function needs.
+
         Args:
             prompts: of a data set.
             what: name of the data set in messages.
@@ -111,6 +114,8 @@ class Judge:
         """
         for function in self.functions.functions.values():
             check_columns(function, prompts.columns, what)
+            if self.world.is_first:
+                warn_of_missing_values(function, prompts.columns, what)
         if self.reader is not None:
             self.reader.check(prompts, what)
 

@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
 
 from rlft_fast.rewards import (
+    RewardError,
+    compute_rewards,
     exact_match,
     last_number,
     math_verify,
@@ -94,11 +97,19 @@ def test_last_number_scores_each_sample():
     assert score(last_number, ["1", "2", "3"], answer=["1", "1", 3]) == [1.0, 0.0, 1.0]
 
 
-# The last two are missing values of a data set.
-@pytest.mark.parametrize("answer", ["seven", "", "1/2", "2:30", None, math.nan])
-def test_last_number_refuses_an_answer_without_a_number(answer):
-    with pytest.raises(ValueError, match=f"answer {answer!r} of sample 1 holds no number"):
-        score(last_number, ["7", "7"], answer=["7", answer])
+@pytest.mark.parametrize("answer", ["seven", "", "1/2", "2:30", 1e999])
+def test_last_number_leaves_out_an_answer_without_a_number(answer):
+    with pytest.warns(UserWarning, match=f"last_number leaves out samples: {answer!r} holds no number"):
+        assert score(last_number, ["7", "7", "8"], answer=["7", answer, "7"]) == [1.0, None, 0.0]
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+@pytest.mark.parametrize(
+    ("function", "column"), [(last_number, "answer"), (exact_match, "answer"), (regex_match, "pattern")]
+)
+@pytest.mark.filterwarnings("error")
+def test_rows_without_an_answer_are_left_out(function, column, missing):
+    assert score(function, ["7", "7", "None", "nan"], **{column: ["7", *[missing] * 3]}) == [1.0, None, None, None]
 
 
 # A model may repeat a text until it is cut off. Some texts would take minutes if a search restarted at each repetition.
@@ -139,6 +150,36 @@ def test_reasoning_gym_reward(task, convert):
     assert rewards[4] == 1.0
 
 
+# What models write where they do not know: other kinds of values, and values that overflow.
+WRONG = ("", "42", "wrong", "[1, 2]", '[{"a": 1}]', '{"a": 1}', "x = 5", "1,2;3", "1 -> 2", "1e999", "9" * 5000, "é\n∞")
+RAISES = {"boxnet", "coin_flip", "game_of_life", "prime_factorization"}  # on one of them
+ALL_TASKS = sorted(set(DATASETS) - {"composite"})  # whose entries are of other tasks
+
+
+def require_no_reward_for_wrong_answers(task):
+    entry = reasoning_gym.create_dataset(task, seed=0, size=1)[0]
+    rewards = score(reasoning_gym_reward(task), [*WRONG], entry=[entry] * len(WRONG))
+    most = 1.0 if task == "game_of_life_halting" else 0.99  # which takes every text for True
+    assert all(reward is not None and 0 <= reward <= most for reward in rewards)
+
+
+@pytest.mark.parametrize("task", sorted(RAISES))
+def test_reasoning_gym_gives_nothing_for_an_answer_that_a_task_cannot_read(task):
+    require_no_reward_for_wrong_answers(task)
+
+
+@pytest.mark.parametrize("task", ALL_TASKS)
+@pytest.mark.thin(60)
+def test_reasoning_gym_scores_wrong_answers_of_every_task(task):
+    require_no_reward_for_wrong_answers(task)
+
+
+def test_reasoning_gym_refuses_what_is_no_entry():
+    entry = {"question": "12"}
+    with pytest.raises(RewardError, match="raised KeyError"):
+        compute_rewards(reasoning_gym_reward("prime_factorization"), ["p"], ["x"], [[1]], {"entry": [entry]})
+
+
 def test_unknown_reasoning_gym_task_suggests_names():
     with pytest.raises(ValueError, match=r"no task 'chain_sums' \(did you mean chain_sum"):
         reasoning_gym_reward("chain_sums")
@@ -156,8 +197,8 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch, tmp_path):
 def test_regex_match():
     rewards = regex_match([], ["<a>1</a>", "<a>1", "x\ny"], [], pattern=[r"<a>\d</a>$", r"<a>\d</a>$", r"x.y"])
     assert rewards == [1.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"pattern '\(' of sample 0 is no regular expression"):
-        regex_match([], ["x"], [], pattern=["("])
+    with pytest.warns(UserWarning, match=r"regex_match leaves out samples: '\(' is no regular expression"):
+        assert regex_match([], ["x", "x", "7"], [], pattern=["(", "x", 7]) == [None, 1.0, None]
 
 
 def test_response_length():

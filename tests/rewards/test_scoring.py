@@ -12,7 +12,14 @@ import pandas as pd
 import pytest
 import torch
 
-from rlft_fast.rewards import IsolatedReward, RewardError, check_columns, compute_rewards, last_number
+from rlft_fast.rewards import (
+    IsolatedReward,
+    RewardError,
+    check_columns,
+    compute_rewards,
+    last_number,
+    warn_of_missing_values,
+)
 
 PROMPTS, COMPLETIONS, COMPLETION_IDS = ["1 + 1 =", "2 + 2 ="], ["2", "5"], [[17], [20]]
 
@@ -232,3 +239,24 @@ def test_data_that_a_function_cannot_be_called_with():
         check_columns(picky, ["level", "prompts"], "the data")
     with pytest.raises(ValueError, match="last_number cannot"):  # in a worker process, too
         check_columns(IsolatedReward("rlft_fast.rewards:last_number", timeout_s=1.0), [], "the data")
+
+
+def test_rows_without_a_value_that_a_function_needs_are_named():
+    answers = ["1", None, math.nan, "", 0, *[None] * 5]
+    with pytest.warns(UserWarning, match="7 rows") as warned:
+        warn_of_missing_values(needs_answer, {"answer": answers, "level": [None] * 10, "hint": [None] * 10}, "the data")
+    (warning,) = warned
+    assert str(warning.message).startswith(
+        "7 rows of the data (1, 2, 5, 6, 7 and more, counted from 0) have no 'answer', which reward function "
+        "needs_answer reads. It must return None for these rows"
+    )
+
+
+def needs_answer(prompts, completions, completion_ids, answer, hint="", **columns):
+    return [0.0] * len(prompts)
+
+
+@pytest.mark.filterwarnings("error")
+def test_complete_columns_are_not_warned_of():
+    warn_of_missing_values(needs_answer, {"answer": ["", 0]}, "the data")
+    warn_of_missing_values(returning([]), {"answer": [None]}, "the data")

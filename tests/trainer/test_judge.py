@@ -71,6 +71,16 @@ def test_functions_see_the_whole_answer_where_the_model_continues_one(model, tmp
     assert samples.reward_B.tolist() == [1.0, 1.0]
 
 
+def test_a_row_without_an_answer_is_known_at_the_start_and_left_out(model, tmp_path):
+    rows = [{"prompt": word, "answer": number} for word, number in (("sun", 3), ("moon", None), ("star", 5))]
+    write_rows(tmp_path / "data.jsonl", rows)
+    options = {"reward__function": "rlft_fast.rewards:last_number", "rollout__prompts_per_step": 3}
+    with pytest.warns(UserWarning, match=r"1 rows of the training data \(1, counted from 0\) have no 'answer', which"):
+        found = samples_of(model, tmp_path, **options)
+    assert {row["prompt"] for row in found if row["reward"] is None} == {"moon"}
+    assert comparable(tmp_path / "run")[0]["left_out_share"] == pytest.approx(1 / 3)
+
+
 def test_functions_in_worker_processes(model, tmp_path):
     changes = {"reward__function": f"{MISBEHAVING}:exit_for_sun", "reward__timeout_s": 20}
     with pytest.warns(UserWarning, match="its process ended with exit code 9"):
