@@ -78,6 +78,9 @@ def patch_lm_head(model: PreTrainedModel, *, workspace_mib: int | None = None) -
         loss_fn, per_token: a per-token loss, and a tuple of the tensors that it reads, in the shape of
             ``logprob_targets``, see :func:`rlft_fast.ops.linear_logprob_loss`. The output then has the loss.
 
+    A call with targets makes no key-value cache unless ``use_cache=True`` asks for it, so that a packed row with
+    ``position_ids`` and without ``attention_mask`` keeps its sequences apart.
+
     The model keeps its soft-capping, logit scale and bias. One run of its forward on two tokens, without its layers,
     finds them. Parameters, their names, ties and ``generate`` do not change. A model that only returns logits in its
     first forwards of training warns once, because its trainer does not call the head by targets.
@@ -327,6 +330,8 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
         _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
         heads = _patched_heads(self.get_output_embeddings(), model_class.__name__)
+        if takes_cache:  # nobody gets it, and with a cache transformers lets packed sequences attend to each other
+            inputs.setdefault("use_cache", False)
         if "return_dict" in inputs:  # of a tuple, the auxiliary loss would not be found
             inputs["return_dict"] = True
         own_forward = functools.partial(model_class.forward, self, *args, **inputs)
@@ -371,6 +376,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     known = {name for each in forwards for name in inspect.signature(each).parameters}
     # verl, for example, replaces forwards. A forward from outside of transformers may read any keyword from **kwargs.
     takes_any = any(not each.__module__.startswith("transformers.") and _has_kwargs(each) for each in forwards)
+    takes_cache = "use_cache" in known
     known |= {*TransformersKwargs.__annotations__, "return_dict"}  # a decorator of the forwards takes return_dict
     signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
     names = {

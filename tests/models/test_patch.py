@@ -218,6 +218,18 @@ def test_logits_to_keep():
     assert torch.equal(last, whole[:, -3:])
 
 
+@pytest.mark.parametrize("name", ["nothing", "softcap"])
+def test_a_packed_row_keeps_its_sequences_apart(name):
+    """The model's default, a cache, would let the second sequence attend to the first."""
+    model, ids = build(name), batch()["input_ids"]
+    targets = next_tokens(ids, torch.ones_like(ids))
+    expected, _ = plain_logprob(torch.cat([model(row[None]).logits for row in ids]), targets)
+    assert model.config.use_cache
+    packed = {"input_ids": ids.view(1, -1), "position_ids": torch.arange(7).repeat(2)[None]}
+    result = patch_lm_head(model)(**packed, logprob_targets=targets.view(1, -1))
+    torch.testing.assert_close(result.logprob.view(2, 7), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_without_targets_nothing_changes(name, tmp_path):
     model, inputs = build(name), batch()
