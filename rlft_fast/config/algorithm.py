@@ -1,7 +1,8 @@
 """How the policy learns from a rollout."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -10,10 +11,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 
-from rlft_fast.config.base import Section
+from rlft_fast.config.base import Section, rule
 
 GROUP_ADVANTAGES = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "optimal-token")
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "reinforce++", "remax")
@@ -90,27 +90,24 @@ class AlgorithmConfig(Section):
     correction_high: PositiveFloat | None = None
     """Highest importance weight; null: the default of the correction."""
 
-    @model_validator(mode="after")
-    def _coefficients(self) -> Self:
+    @rule
+    def _coefficients(self) -> Iterator[str]:
         if self.kl_target is not None and not self.kl_coef:
-            raise ValueError("kl_target adapts kl_coef, which is 0: give a kl_coef to start from")
+            yield "kl_target adapts kl_coef, which is 0: give a kl_coef to start from"
         if self.entropy_target is not None and not self.entropy_coef:
-            raise ValueError("entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from")
+            yield "entropy_target adapts entropy_coef, which is 0: give an entropy_coef to start from"
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
+            yield (
                 "kl_estimator: k1 in the loss has no effect, because its gradient is 0 on average: set kl_in: reward, "
                 "or another estimator"
             )
         if self.filter_by is not None and not self.skip_equal_groups:
-            raise ValueError("filter_by names what skip_equal_groups compares: set skip_equal_groups, too")
+            yield "filter_by names what skip_equal_groups compares: set skip_equal_groups, too"
         if self.max_refills and not self.skip_equal_groups:
-            raise ValueError(
-                "max_refills replaces the prompts that skip_equal_groups leaves out: set skip_equal_groups, too"
-            )
+            yield "max_refills replaces the prompts that skip_equal_groups leaves out: set skip_equal_groups, too"
         bounds = {self.correction_low, self.correction_high} - {None}
         if self.rollout_correction in ("none", "bypass") and bounds:
-            raise ValueError(
+            yield (
                 f"rollout_correction: {self.rollout_correction} has no bounds: leave out "
                 "correction_low and correction_high"
             )
-        return self

@@ -4,10 +4,13 @@ import difflib
 import os.path
 import re
 import reprlib
-from collections.abc import Iterable
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from rlft_fast.config.peers import KEYS
 
 
 def _expand_user(path: str) -> str:
@@ -25,6 +28,15 @@ class ConfigError(ValueError):
     """The configuration cannot be used. The message names the key and says what to do."""
 
 
+_RULE = "is_rule"
+
+
+def rule(check: Callable[[Any], Iterator[str]]) -> Callable[[Any], Iterator[str]]:
+    """Marks a method of a section that yields a message for each pair of values that do not go together."""
+    setattr(check, _RULE, True)
+    return check
+
+
 class Section(BaseModel):
     """Part of the configuration. It is immutable, and an unknown key is an error."""
 
@@ -39,6 +51,14 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("Input should not be true or false")
         return value
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        """Tells all messages of all rules. Pydantic stops at the first error of a model."""
+        methods = [method for kind in reversed(type(self).__mro__) for method in vars(kind).values()]
+        if broken := [message for method in methods if hasattr(method, _RULE) for message in method(self)]:
+            raise ValueError("\n".join(broken))
+        return self
 
 
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -107,7 +127,7 @@ def explain(config: type[BaseModel], values: dict[str, Any], problems: Iterable[
         by_key.setdefault(_key(problem, values), []).append(problem)
     outer = {key[:i] for key in by_key for i, letter in enumerate(key) if letter == "."}
     innermost = [key for key in by_key if key not in outer]
-    lines = [_line(config, key, by_key[key]) for key in innermost[:_MAX_LINES]]
+    lines = [*islice((line for key in innermost for line in _lines(config, key, by_key[key])), _MAX_LINES)]
     more = len(innermost) - _MAX_LINES
     return "\n".join(lines + ([f"and {more} more wrong keys"] if more > 0 else []))
 
@@ -125,19 +145,44 @@ def _key(problem: Any, values: Any) -> str:
     return ".".join(key)
 
 
-def _line(config: type[BaseModel], key: str, problems: list[Any]) -> str:
-    """One line about one key. A value that fits no member of a union has one problem per member."""
-    if problems[0]["type"] == "extra_forbidden":
-        known = [name for name, _ in sections(config)]
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        suggestion = (same_name or close or [None])[0]
-        return f"unknown key {key}" + (f": did you mean {suggestion}?" if suggestion else "")
-    if problems[0]["type"] == "missing":
-        return f"{key} is missing: it has no default"
-    first, *others = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
-    message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-    return f"{key}: {message}, got {_SHORT.repr(problems[0]['input'])}" if key else message
+def _lines(config: type[BaseModel], key: str, problems: list[Any]) -> Iterator[str]:
+    """Lines about one key. A value that fits no member of a union has one problem per member."""
+    kind, got = problems[0]["type"], problems[0]["input"]
+    if kind == "extra_forbidden":
+        yield from _unknown(key, got, [name for name, _ in sections(config)])
+    elif kind == "missing":
+        yield f"{key} is missing: it has no default"
+    elif kind == "value_error" and isinstance(got, Mapping):  # rules of a section, whose messages name the keys
+        for message in problems[0]["msg"].removeprefix("Value error, ").splitlines():
+            yield f"{key}: {message}" if key else message
+    else:
+        first, *others = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
+        message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+        yield f"{key}: {message}, got {_SHORT.repr(got)}" if key else message
+
+
+def _unknown(key: str, value: Any, known: list[str]) -> Iterator[str]:
+    """A line about a key that does not exist; about each key in it, where it is a section of another project's."""
+    if isinstance(value, Mapping) and any(str(name) in KEYS or isinstance(x, Mapping) for name, x in value.items()):
+        for name, inner in value.items():
+            yield from _unknown(f"{key}.{name}", inner, known)
+        return
+    suggestion = _suggestion(key, known)
+    yield f"unknown key {key}" + (f": did you mean {suggestion}?" if suggestion else "")
+
+
+def _suggestion(key: str, known: list[str]) -> str | None:
+    """Our key of the same name elsewhere, else one of nearly the same name there, else the one of another project."""
+    section, _, name = key.rpartition(".")
+    if same := [other for other in known if other.rpartition(".")[2] == name]:
+        return same[0]
+    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    if near := difflib.get_close_matches(name, beside, n=1, cutoff=0.85):
+        return beside[near[0]]
+    if (ours := KEYS.get(name.replace("-", "_"))) is not None:
+        of_critic = ours.replace("actor.", "critic.", 1)
+        return of_critic if key.startswith("critic.") and of_critic in known else ours
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
 
 
 def _in_words_of_yaml(message: str) -> str:

@@ -1,5 +1,6 @@
 """How a model is held in memory, run and trained."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -9,10 +10,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
-from rlft_fast.config.base import LocalPath, Section
+from rlft_fast.config.base import LocalPath, Section, rule
 from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -84,16 +84,15 @@ class ModelConfig(Section):
             raise ValueError(f"got {value}: give -1 (all processes), a number of processes, or auto")
         return value
 
-    @model_validator(mode="after")
-    def _memory(self) -> Self:
+    @rule
+    def _memory(self) -> Iterator[str]:
         if self.param_dtype == "bfloat16" and self.compute_dtype == "float32":
-            raise ValueError(
+            yield (
                 "param_dtype is bfloat16 and compute_dtype is float32, but float32 weights cannot be gathered from "
                 "bfloat16: set compute_dtype: bfloat16"
             )
         if self.cpu_offload and self.offload_between_phases:
-            raise ValueError("cpu_offload keeps everything on the CPU already: leave offload_between_phases out")
-        return self
+            yield "cpu_offload keeps everything on the CPU already: leave offload_between_phases out"
 
     def for_device(self, device_type: str) -> Self:
         """With a value in place of each "auto" that depends on the kind of device, ``"cpu"`` or ``"cuda"``."""

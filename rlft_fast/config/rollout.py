@@ -1,10 +1,11 @@
 """How completions are sampled."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from rlft_fast.config.base import Section
+from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.servers import ServerEntry
 
@@ -54,13 +55,12 @@ class RolloutConfig(Section):
     batch_size: MayChange[PositiveInt] = 64
     """Most completions generated at once on each process."""
 
-    @model_validator(mode="after")
-    def _bounded(self) -> Self:
+    @rule
+    def _bounded(self) -> Iterator[str]:
         if self.servers and self.backend != "vllm":
-            raise ValueError("servers are vLLM's, and backend is hf: set backend to vllm, or leave servers out")
+            yield "servers are vLLM's, and backend is hf: set backend to vllm, or leave servers out"
         if self.top_p < 1 and self.top_k is None:
-            raise ValueError(
+            yield (
                 f"top_p is {self.top_p} without a top_k, but training stores the candidates of each token: bound their "
                 "number, for example by top_k: 100"
             )
-        return self

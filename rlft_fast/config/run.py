@@ -1,5 +1,6 @@
 """The whole configuration of a training run, and the rules that connect its sections."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,11 +12,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    model_validator,
 )
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, set_key, without_password
+from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, rule, set_key, without_password
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
@@ -43,20 +43,15 @@ class DataConfig(Section):
     chat: bool = True
     """Apply the chat template to text prompts; false: tokenize them as they are."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    @rule
+    def _one_source(self) -> Iterator[str]:
         if (self.path is None) == (self.task is None):
-            raise ValueError("give either path (JSONL file or dataset folder) or task (reasoning-gym), not both")
+            yield "give either path (JSONL file or dataset folder) or task (reasoning-gym), not both"
         if self.task is None and self.task_options:
-            raise ValueError(
-                "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
-            )
+            yield "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
         for name in ("system_prompt", "template_kwargs"):
             if getattr(self, name) not in (None, {}) and not self.chat:
-                raise ValueError(
-                    f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
-                )
-        return self
+                yield f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
 
 
 class RewardConfig(Section):
@@ -100,20 +95,17 @@ class EvaluationConfig(Section):
     function: str | dict[str, float] | None = None
     """Scores held-out answers, with reward.timeout_s; null: reward.function and reward.model score them."""
 
-    @model_validator(mode="after")
-    def _sets_and_samples(self) -> Self:
+    @rule
+    def _sets_and_samples(self) -> Iterator[str]:
         if isinstance(self.path, dict) and not self.path:
-            raise ValueError("path names no held-out set: give a file, or several by name")
+            yield "path names no held-out set: give a file, or several by name"
         if isinstance(self.path, dict) and (wrong := [name for name in self.path if not name.isidentifier()]):
-            raise ValueError(
-                f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
-            )
+            yield f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
         if self.samples_per_prompt > 1 and not self.temperature:
-            raise ValueError(
+            yield (
                 f"samples_per_prompt is {self.samples_per_prompt}, but with temperature 0 all answers to a prompt are "
                 "the same: raise temperature"
             )
-        return self
 
     @property
     def sets(self) -> dict[str, str]:
@@ -233,128 +225,120 @@ class Config(Section):
             update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}
         )
 
-    @model_validator(mode="after")
-    def _clusters_fit(self) -> Self:
+    @rule
+    def _clusters_fit(self) -> Iterator[str]:
         if self.cluster is not None:
             has_reference = self.algorithm.kl_coef and self.actor.lora is None
             roles = {"critic": self.critic, "reference": has_reference, "reward": self.reward.model}
             for name, role in roles.items():
                 if getattr(self.cluster, name) is not None and not (role if name != "critic" else role is not None):
                     what = {"reward": "reward model"}.get(name, name)
-                    raise ValueError(f"cluster.{name} is given, but the run has no {what} of its own: leave it out")
+                    yield f"cluster.{name} is given, but the run has no {what} of its own: leave it out"
         generators = None if self.cluster is None else self.cluster.generators
         if generators is None:
-            return self
+            return
         if self.rollout.backend != "vllm" or self.rollout.servers:
-            raise ValueError(
+            yield (
                 "cluster.generators are vLLM servers of the run's own: set rollout.backend to vllm, and leave out "
                 "rollout.servers"
             )
         if max(generators.gpus, 1) != self.rollout.vllm.tensor_parallel:
-            raise ValueError(
+            yield (
                 f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "
                 f"{self.rollout.vllm.tensor_parallel}: set both to the same number"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _advantage_has_what_it_needs(self) -> Self:
+    @rule
+    def _advantage_has_what_it_needs(self) -> Iterator[str]:
         algorithm, samples_per_prompt = self.algorithm, self.rollout.samples_per_prompt
         own, grouped = ":" in algorithm.advantage, algorithm.advantage in GROUP_ADVANTAGES
         if (algorithm.advantage == "gae") != (self.critic is not None) and not own:
-            raise ValueError(
+            yield (
                 "algorithm.advantage: gae needs a critic section, and other built-in advantages take no critic; "
                 f"got {algorithm.advantage} {'with' if self.critic else 'without'} a critic"
             )
         if grouped and samples_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"advantage: {algorithm.advantage} compares samples of one prompt: "
                 "rollout.samples_per_prompt must be >= 2"
             )
         if algorithm.skip_equal_groups and not own and not grouped:
-            raise ValueError(
+            yield (
                 "algorithm.skip_equal_groups needs an advantage that compares samples of one prompt "
                 f"({', '.join(GROUP_ADVANTAGES)}); {algorithm.advantage} learns from equal rewards too"
             )
         if algorithm.skip_equal_groups and samples_per_prompt < 2:
-            raise ValueError(
+            yield (
                 "algorithm.skip_equal_groups leaves out every prompt that has a single sample: "
                 "rollout.samples_per_prompt must be >= 2"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _mini_batches_have_samples(self) -> Self:
+    @rule
+    def _mini_batches_have_samples(self) -> Iterator[str]:
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples < self.algorithm.mini_batches:
-            raise ValueError(
+            yield (
                 f"algorithm.mini_batches is {self.algorithm.mini_batches}, larger than the number of samples per step, "
                 f"{num_samples} (rollout.prompts_per_step * rollout.samples_per_prompt): lower it"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _reward_is_given(self) -> Self:
+    @rule
+    def _reward_is_given(self) -> Iterator[str]:
         reward, filter_by = self.reward, self.algorithm.filter_by
         if reward.function is None and reward.model is None and self.data.task is None:
-            raise ValueError("reward.function is needed: only reasoning-gym tasks have their own scoring")
+            yield "reward.function is needed: only reasoning-gym tasks have their own scoring"
         parts = [*self.function_weights, *(["model"] if reward.model is not None else [])]
         if filter_by is not None and filter_by not in parts:
-            raise ValueError(f"algorithm.filter_by is {filter_by!r}, expected a part of the reward: {', '.join(parts)}")
+            yield f"algorithm.filter_by is {filter_by!r}, expected a part of the reward: {', '.join(parts)}"
         evaluation_function = None if self.evaluation is None else self.evaluation.function
         if reward.timeout_s is not None and reward.function is None and evaluation_function is None:
-            raise ValueError("reward.timeout_s is the limit of reward.function, which is not given: leave it out")
+            yield "reward.timeout_s is the limit of reward.function, which is not given: leave it out"
         for key, function in (("reward", reward.function), ("evaluation", evaluation_function)):
             if function == {}:
-                raise ValueError(f"{key}.function names no function: leave it out, or name one")
+                yield f"{key}.function names no function: leave it out, or name one"
         if reward.overlong_buffer > self.rollout.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"reward.overlong_buffer is {reward.overlong_buffer}, but it is a part of rollout.max_new_tokens and "
                 f"cannot be longer than {self.rollout.max_new_tokens}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _best_is_evaluated(self) -> Self:
+    @rule
+    def _best_is_evaluated(self) -> Iterator[str]:
         best, found = self.checkpoint.best, [] if self.evaluation is None else self.evaluation.metrics
         if best is not None and best not in found:
             expected = f"one of {', '.join(found)}" if found else "null, because the run has no evaluation"
-            raise ValueError(f"checkpoint.best is {best!r}, expected {expected}")
-        return self
+            yield f"checkpoint.best is {best!r}, expected {expected}"
 
-    @model_validator(mode="after")
-    def _reference_has_a_use(self) -> Self:
+    @rule
+    def _reference_has_a_use(self) -> Iterator[str]:
         if self.reference is not None and (self.actor.lora is not None or not self.algorithm.kl_coef):
-            raise ValueError(
+            yield (
                 "reference has nothing to configure: without algorithm.kl_coef there is no reference model, and with "
                 "actor.lora it is the policy without adapters: leave the section out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _longest_sequence_fits(self) -> Self:
+    @rule
+    def _longest_sequence_fits(self) -> Iterator[str]:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         for name, engine in (("actor", self.actor), ("critic", self.critic), ("reference", self.reference)):
             if engine is not None and engine.max_tokens < longest:
-                raise ValueError(
+                yield (
                     f"{name}.max_tokens is {engine.max_tokens}, but a sequence may have {longest} tokens "
                     f"(rollout.max_prompt_tokens + rollout.max_new_tokens): raise it to at least {longest}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _longest_sequence_fits_the_reward_model(self) -> Self:
+    @rule
+    def _longest_sequence_fits_the_reward_model(self) -> Iterator[str]:
         """The reward model has the actor's token cap, and reads one token more than the sequence has."""
         evaluation = self.evaluation
         judged = self.max_evaluation_tokens if evaluation is not None and evaluation.function is None else 0
         longest = self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, judged) + 1
         if self.reward.model is not None and self.actor.max_tokens < longest:
-            raise ValueError(
+            yield (
                 f"actor.max_tokens is {self.actor.max_tokens}, but reward.model, which has the same cap, may see "
                 f"{longest} tokens (rollout.max_prompt_tokens, the longest answer, and one more): raise it by "
                 f"{longest - self.actor.max_tokens}"
             )
-        return self
 
     @property
     def longest_sequence(self) -> int:
