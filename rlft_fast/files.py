@@ -1,9 +1,12 @@
 """Files and folders that stay whole if the process is killed: written durably, and renamed when they are complete."""
 
+import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 TEMPORARY = ".incomplete"
 REPLACED = ".old"
@@ -60,6 +63,42 @@ def remove(folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         os.rename(folder, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def acquire(path: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
+    """Opens and locks a file, which is created if it is missing. Its holder removes the file, and then closes it.
+
+    Args:
+        path: of the file.
+        lock: locks the open file, or raises.
+    """
+    while True:
+        file = open(path, "a+")  # noqa: SIM115 (the caller closes it)
+        try:
+            lock(file)
+            with contextlib.suppress(FileNotFoundError):  # a lock on a file that its holder has removed does not count
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Waits until no other process is inside with the same path, where the file system has POSIX record locks."""
+
+    def lock(file: IO[str]) -> None:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with acquire(path, lock):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

@@ -3,7 +3,7 @@
 from rlft_fast.errors import needing_train
 
 with needing_train():
-    from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run
+    from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run, remove_export
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
@@ -32,6 +32,7 @@ __all__ = [
     "model_flops",
     "peak_flops",
     "reference_engine",
+    "remove_export",
     "reward_engine",
     "weighted",
 ]

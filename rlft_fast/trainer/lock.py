@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from rlft_fast.files import acquire
+
 NAME = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 
@@ -32,7 +34,7 @@ def locked(directory: Path) -> Iterator[None]:
         ValueError: another process holds the lock. The message names the process.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _acquire(directory / NAME) as file:
+    with acquire(directory / NAME, lambda file: _lock(file, fcntl.LOCK_EX, directory)) as file:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         file.truncate(0)
         file.write(json.dumps(holder) + "\n")
@@ -47,21 +49,6 @@ def require_unlocked(directory: Path) -> None:
     """Raises the ValueError of `locked` if another process holds the folder's lock. Writes nothing."""
     with contextlib.suppress(FileNotFoundError), open(directory / NAME) as file:
         _lock(file, fcntl.LOCK_SH, directory)
-
-
-def _acquire(path: Path) -> IO[str]:
-    """Returns the locked file. A holder removes its file when it ends, so a lock on a removed file does not count."""
-    while True:
-        file = open(path, "a+")  # noqa: SIM115 (the caller closes it)
-        try:
-            _lock(file, fcntl.LOCK_EX, path.parent)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
 
 
 def _lock(file: IO[str], kind: int, directory: Path) -> None:

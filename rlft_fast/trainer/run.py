@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import stat
 import warnings
@@ -18,7 +17,7 @@ from torch import Tensor
 from rlft_fast.cluster import WorkerError
 from rlft_fast.config import Config
 from rlft_fast.data import Samples
-from rlft_fast.engine import CheckpointError
+from rlft_fast.engine import CheckpointError, remove_export
 from rlft_fast.errors import Interrupted, RunError
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rewards import RewardError
@@ -193,8 +192,7 @@ class Run:
                 self.checkpoints.remove_leftovers()
             else:
                 self.checkpoints.clear()
-                if (self.directory / "best" / ".export.json").is_file():
-                    shutil.rmtree(self.directory / "best")
+                remove_export(self.directory / "best")
             (self.directory / "config.yaml").write_text(self.config.to_yaml())
             (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         self.world.barrier()

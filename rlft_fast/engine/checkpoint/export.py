@@ -1,5 +1,6 @@
 """Export to Hugging Face folders, one file of weights after another."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.files import REPLACED, TEMPORARY, fsync, publish, write_text
+from rlft_fast.files import REPLACED, TEMPORARY, fsync, one_at_a_time, publish, write_text
 from rlft_fast.models import (
     PolicyModel,
     ValueModel,
@@ -35,6 +36,7 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.co
 _LEFT_OUT = ("*.index.json", "*.safetensors*", "adapter_*", "trainer_state.json", "*_results.json")
 _CHAT_TEMPLATES = "additional_chat_templates"
 _OWN_FILES = ".export.json"  # lists the files that an export has written; the first file of an unfinished folder
+_LOCK = ".lock"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -71,19 +73,23 @@ def export_hf(
         CheckpointError: the folder could not be written, or ``<output>.incomplete`` is not an export's.
     """
     output = Path(output).absolute()
+    output = output.resolve() if output.is_symlink() else output  # to another disk, say; the link stays
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists: choose another folder, or delete it")
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
     shards = _ShardWriter(temporary, max_shard_bytes)
     attempt = partial(_attempt, engine.world)
-    failure = attempt(_begin, engine, shards, dtype, stop)
-    for name, tensor in engine.named_weights():  # iterates to the end after a failure, too: all ranks gather together
-        failure = failure or attempt(shards.add, name, tensor)
-    failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
-    failure = failure or attempt(publish, temporary, output, replaced)
+    with contextlib.ExitStack() as stack:
+        failure = attempt(stack.enter_context, one_at_a_time(output.with_name(output.name + _LOCK)))
+        failure = failure or attempt(_begin, engine, shards, dtype, stop)
+        for name, tensor in engine.named_weights():  # after a failure, too: all ranks gather together
+            failure = failure or attempt(shards.add, name, tensor)
+        failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
+        failure = failure or attempt(publish, temporary, output, replaced)
+        if failure is not None:
+            attempt(_clear, temporary)
     if engine.world.any_rank(failure is not None):
-        attempt(_clear, temporary)
         raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
 
 
@@ -203,14 +209,32 @@ def _clear(temporary: Path) -> None:
 def _keep_others_files(output: Path, temporary: Path) -> None:
     """Copies files that no export has written from the old folder to the new one, and lists this export's own files."""
     own = {path.name for path in temporary.iterdir()} | {_OWN_FILES}
-    try:
-        earlier = set(json.loads((output / _OWN_FILES).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # older versions wrote no list
-        earlier = {path.name for path in output.glob("model*.safetensors*")}
+    earlier = _exported(output)
     for path in output.iterdir() if output.is_dir() else []:
         if path.name not in own | earlier:
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, temporary / path.name)
     write_text(temporary / _OWN_FILES, json.dumps({"files": sorted(own)}) + "\n")
+
+
+def _exported(folder: Path) -> set[str]:
+    """Names of what an export has written into the folder."""
+    try:
+        return {str(name) for name in json.loads((folder / _OWN_FILES).read_text())["files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # older versions wrote no list
+        return {path.name for path in folder.glob("model*.safetensors*")}
+
+
+def remove_export(folder: Path) -> None:
+    """Removes what an export has written into a folder, and the folder if nothing is left in it. A link stays."""
+    if not (folder / _OWN_FILES).is_file():
+        return
+    found = {path.name: path for path in folder.iterdir()}
+    for name in sorted(_exported(folder) & found.keys() - {_OWN_FILES}):
+        is_folder = found[name].is_dir() and not found[name].is_symlink()
+        shutil.rmtree(found[name]) if is_folder else found[name].unlink()
+    (folder / _OWN_FILES).unlink()
+    if not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def export_run(
@@ -236,7 +260,7 @@ def export_run(
         raise ValueError(f"{run} is not the output folder of a run: it has no config.yaml")
     config = Config.load(run / "config.yaml")
     manager = CheckpointManager(run / "checkpoints", world=world)
-    if manager.latest() is None:
+    if not manager.folders():
         raise ValueError(f"{run} has no complete checkpoint to export")
     # The float32 masters of bfloat16 weights are in the optimizer's state, so the engine needs an optimizer.
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
@@ -244,7 +268,19 @@ def export_run(
     actor = config.actor.model_copy(update=alone)
     engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps, world=manager.world).initialize()
     with forked_rng():  # loading a checkpoint would set the caller's random states
-        manager.load({"actor": engine})
+        _load_newest(manager, engine)
     target = Path(output) if output else run / "hf"
     export_hf(engine, target, dtype=dtype, stop=config.rollout.stop, overwrite=output is None)
     return target
+
+
+def _load_newest(manager: CheckpointManager, engine: FSDPEngine) -> None:
+    """Loads the newest checkpoint of a run that may go on, and remove a checkpoint while it is read."""
+    while True:
+        before = manager.folders()
+        try:
+            manager.load({"actor": engine})
+            return
+        except (CheckpointError, ValueError):
+            if manager.folders() == before:
+                raise

@@ -158,7 +158,7 @@ class CheckpointManager:
 
     def clear(self) -> None:
         """Removes all checkpoints, and nothing else. One process calls it, while no process saves."""
-        for folder in self._folders():
+        for folder in self.folders():
             remove(folder)
         self.remove_leftovers()
 
@@ -224,7 +224,7 @@ class CheckpointManager:
         self.wait()
         self._connect()
         problems = []
-        folders = [folder for folder in reversed(self._folders()) if step is None or _step(folder) == step]
+        folders = [folder for folder in reversed(self.folders()) if step is None or _step(folder) == step]
         for name in self._together(lambda: [folder.name for folder in folders])[0]:
             folder = self.directory / name
             problem = self._find_damage(folder)
@@ -262,7 +262,7 @@ class CheckpointManager:
         except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
             raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
 
-    def _folders(self) -> list[Path]:
+    def folders(self) -> list[Path]:
         """All folders with the name of a checkpoint, oldest first."""
         if not self.directory.is_dir():
             return []
@@ -270,7 +270,7 @@ class CheckpointManager:
         return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
 
     def _complete(self) -> list[Path]:
-        return [folder for folder in self._folders() if _is_complete(folder)]
+        return [folder for folder in self.folders() if _is_complete(folder)]
 
     # ---- processes ----------------------------------------------------------------------------------------------
 

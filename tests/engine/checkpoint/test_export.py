@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.cli import main
 from rlft_fast.config import Config
-from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run
+from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run, remove_export
 from rlft_fast.models import load_tokenizer
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
@@ -184,7 +187,8 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
         export_hf(engine, output, dtype="bfloat16", max_shard_bytes=8 << 20, overwrite=True)
 
     assert total_mib > 72
-    assert peak_mib(export) < 16  # a file of 8 MiB and the weight after it, of 4, with what malloc keeps
+    # A file of 8 MiB, and the weight after it in float32, 8 MiB, and in bfloat16, 4 MiB; malloc keeps a few more.
+    assert peak_mib(export) < 24
 
 
 @pytest.mark.dist
@@ -232,6 +236,60 @@ def test_a_folder_with_the_name_of_an_unfinished_export_is_kept(tiny_model, tmp_
         export_hf(engine, tmp_path / "hf")
     assert notes.read_text() == "mine"
     assert names(tmp_path) == ["hf.incomplete"]
+
+
+def test_an_export_waits_for_another_one(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", holds, str(tmp_path / "hf.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        exporting = threading.Thread(target=export_hf, args=(engine, tmp_path / "hf"), daemon=True)
+        exporting.start()
+        exporting.join(0.3)
+        assert names(tmp_path) == ["hf.lock"]
+        other.communicate("\n")
+    exporting.join(30)
+    assert names(tmp_path) == ["hf"]
+    assert names(tmp_path / "hf") == [".export.json", *names(tiny_model("llama"))]
+
+
+def test_a_run_that_goes_on_can_be_exported(tiny_model, tmp_path, monkeypatch):
+    """Between the check of a checkpoint and its loading, the run saves the next one and removes this one."""
+    engine = make_run(tiny_model("llama"), tmp_path / "run")
+    load = CheckpointManager._load
+
+    def overtaken(self, folder, engines):
+        if folder.name == "step_00000001":
+            engine.train_step(random_batch(seed=1), policy_loss())
+            CheckpointManager(folder.parent, max_num=1).save(2, {"actor": engine}, {})
+        return load(self, folder, engines)
+
+    monkeypatch.setattr(CheckpointManager, "_load", overtaken)
+    exported = AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run"))
+    reference.assert_equal(dict(exported.named_parameters()), reference.weights(engine))
+
+
+def test_a_link_to_another_disk_stays(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("llama"))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").symlink_to(tmp_path / "disk" / "hf")
+    for _ in range(2):
+        export_hf(engine, tmp_path / "run" / "hf", overwrite=True)
+        assert (tmp_path / "run" / "hf").is_symlink()
+        assert (names(tmp_path / "run"), names(tmp_path / "disk")) == (["hf"], ["hf"])
+    (tmp_path / "run" / "hf" / "notes.txt").write_text("mine")
+    remove_export(tmp_path / "run" / "hf")
+    assert (names(tmp_path / "run"), names(tmp_path / "disk" / "hf")) == (["hf"], ["notes.txt"])
+
+
+def test_a_list_of_files_names_none_outside(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "best" / ".export.json").write_text('{"files": ["../thesis.tex", "..", ".", "config.json", 3, null]}')
+    remove_export(tmp_path / "best")
+    assert names(tmp_path) == ["thesis.tex"]
 
 
 def test_what_cannot_be_written_leaves_the_older_one(tiny_model, tmp_path):
