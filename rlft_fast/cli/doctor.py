@@ -10,10 +10,12 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import rlft_fast
 from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import printable
 
@@ -56,7 +58,9 @@ def _table(title: str, checks: list[Check]) -> Table:
 def installed() -> list[Check]:
     """Checks of the interpreter, the packages, the GPU and the compiled modules."""
     return [
+        Check("rlft_fast", True, f"{rlft_fast.__version__} in {os.path.dirname(rlft_fast.__file__)}"),
         Check("python", True, platform.python_version()),
+        Check("machine", True, _machine()),
         _package("torch", "every command needs it: pip install torch"),
         _cuda(),
         _package("transformers", "training needs it: pip install 'rlft_fast[train]'"),
@@ -66,18 +70,48 @@ def installed() -> list[Check]:
         _extension("_C_cuda", f"CUDA kernels are not installed: pip install rlft_fast-cuda, or {_BUILD}, with nvcc"),
         _extension("_planner", f"the micro-batch planner is not built: {_BUILD}, with a C++20 compiler"),
         _nvcc(),
+        *_extras(),
     ]
 
 
 def _package(name: str, reason: str, *variants: str) -> Check:
     """Version of a package. `variants` are other distributions of the same module."""
     for distribution in (name, *variants):
-        try:
-            version = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-        return Check(name, True, version if distribution == name else f"{version} ({distribution})")
+        if (version := _version(distribution)) is not None:
+            return Check(name, True, version if distribution == name else f"{version} ({distribution})")
     return Check(name, False, f"not installed; {reason}")
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{cores} of {os.cpu_count()} cores, {num_bytes / 1e9:.1f} GB of memory, {platform.platform()}"
+
+
+def _extras() -> Iterator[Check]:
+    """A check of each extra that users install: all its packages, as pyproject.toml asks for them."""
+    try:
+        distribution = metadata.distribution("rlft_fast")
+    except metadata.PackageNotFoundError:  # source that is not installed
+        return
+    requirements = [Requirement(text) for text in distribution.requires or ()]
+    for extra in distribution.metadata.get_all("Provides-Extra") or ():
+        asked = [x for x in requirements if x.marker is not None and x.marker.evaluate({"extra": extra})]
+        found = {x: _version(x.name) for x in asked}
+        unfit = [
+            str(x).split(";")[0].strip() for x, v in found.items() if v is None or not x.specifier.contains(v, True)
+        ]
+        if extra != "dev":
+            versions = ", ".join(f"{x.name} {version}" for x, version in found.items() if version is not None)
+            lacks = f"lacks {', '.join(unfit)}" + (f"; has {versions}" if versions else "")
+            yield Check(f"extra {extra}", not unfit, lacks if unfit else versions)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cuda() -> Check:

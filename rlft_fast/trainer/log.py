@@ -1,4 +1,4 @@
-"""Writes the numbers of a run to disk as JSON lines, shows them in a progress bar or as lines, and sends them on."""
+"""Writes the numbers of a run to disk as JSON lines, shows a line and a progress bar, and sends the numbers on."""
 
 import itertools
 import json
@@ -40,17 +40,16 @@ class RunLog:
         self.directory = directory
         self.active = rank == 0
         self.console = Console(quiet=not self.active)
-        self.latest: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         self.num_texts = 0
         self._texts: list[dict[str, Any]] = []  # samples of the step that are to be uploaded with its numbers
         columns = (
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(),
         )  # fmt: skip
-        # Without a terminal `metrics` prints lines. A bar would print only its last state.
+        # Without a terminal a bar would print only its last state.
         self.progress = Progress(*columns, console=self.console, disable=not (self.active and self.console.is_terminal))
-        self.task = self.progress.add_task("train", total=num_steps, numbers="")
+        self.task = self.progress.add_task("train", total=num_steps)
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -112,13 +111,11 @@ class RunLog:
         """Writes one line of numbers and shows it. JSON has only finite numbers, so others are written as null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
-        self.latest |= values
         for tracker in self.trackers:
             tracker.send(step, values, self._texts)
         self._texts = []
-        self.progress.update(self.task, completed=step, numbers=_shown(self.latest))
-        if self.active and not self.console.is_terminal:  # a line stands for its step, and shows no older number
-            self.console.print(f"step {step}  {_shown(values)}", highlight=False, soft_wrap=True)
+        self.progress.update(self.task, completed=step)
+        self.console.print(f"step {step}  {_shown(values)}", highlight=False, soft_wrap=True)  # above the bar
 
     def sample(self, step: int, **fields: Any) -> None:
         self._write("samples.jsonl", {"step": step, **fields})

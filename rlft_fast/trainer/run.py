@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import stat
 import warnings
@@ -321,7 +322,11 @@ class Run:
     def _saved(self) -> str:
         if self.saved_step == 0:
             return "nothing was learned yet, so nothing is saved"
-        return f"step {self.saved_step} is saved in {self.directory}, continue with --resume"
+        export = f"rlft-fast export {shlex.quote(str(self.directory))}"
+        return (
+            f"step {self.saved_step} is saved in {self.directory}, continue with --resume; `{export}` writes its model "
+            "as a Hugging Face folder"
+        )
 
     def _evaluate_if_due(self, state: dict[str, Any]) -> None:
         """Every so many steps, and at the last step; each of them once."""

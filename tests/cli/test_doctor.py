@@ -1,10 +1,14 @@
 import re
+import tomllib
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+import rlft_fast
 from rlft_fast.cli import main
 from rlft_fast.cli.doctor import linear_logprob_error
 
@@ -21,6 +25,32 @@ def report(capsys, monkeypatch) -> dict[str, tuple[str, str]]:
 def test_versions(report):
     for name in ("torch", "transformers"):
         assert report[name] == ("yes", metadata.version(name))
+
+
+def test_the_machine_and_what_is_installed(report):
+    assert report["rlft_fast"][1].startswith(f"{rlft_fast.__version__} in ")
+    cores, memory = re.match(r"(\d+) of \d+ cores, ([\d.]+) GB of memory", report["machine"][1]).groups()
+    assert int(cores) == psutil.Process().cpu_affinity().__len__()
+    assert float(memory) == pytest.approx(psutil.virtual_memory().total / 1e9, abs=0.06)
+
+
+def test_extras_have_versions_or_say_what_they_lack(report):
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {f"extra {name}" for name in extras} - {"extra dev"} == {
+        name for name in report if name.startswith("extra ")
+    }
+    for name, packages in extras.items():
+        found = {re.split(r"\W", package.replace("-", "_"))[0]: package for package in packages}
+        missing = [
+            package for module, package in found.items() if find_spec({"pyyaml": "yaml"}.get(module, module)) is None
+        ]
+        if name != "dev":
+            status, detail = report[f"extra {name}"]
+            assert (status == "no") == bool(missing)
+            assert all(package in detail for package in missing)
+    assert f"transformers {metadata.version('transformers')}" in report["extra train"][1]
 
 
 def test_vllm_is_reported_whatever_its_distribution_is_called(report):

@@ -1,6 +1,7 @@
 """What a run shows while it goes on, and what it leaves on disk."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,33 @@ def test_text_of_models_and_data_cannot_steer_the_terminal(tmp_path, capsys):
     assert all(x.isprintable() or x == "\n" for x in shown)
 
 
-def test_a_terminal_has_the_bar(shown, monkeypatch):
+def test_a_terminal_has_a_line_for_each_step_and_the_bar(tmp_path, capsys, monkeypatch):
+    """As lines stand on the terminal at the end: codes that move its cursor are followed."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    bar = shown(rank=0)
-    assert "1/2" in bar
+    with RunLog(tmp_path, num_steps=2, rank=0) as log:
+        log.metrics(0, {"accuracy": 0.25})
+        log.metrics(1, {"reward_mean": 0.5})
+        log.metrics(2, {"reward_mean": 0.75})
+    lines = on_terminal(capsys.readouterr().out)
+    assert lines[:3] == ["step 0  accuracy 0.25", "step 1  reward_mean 0.5", "step 2  reward_mean 0.75"]
+    (bar,) = lines[3:]
+    assert bar.startswith("step 2/2 ")
     assert "left" in bar
+
+
+def on_terminal(output: str) -> list[str]:
+    """The lines that rich's output leaves: it moves up (A), erases lines (2K) and returns to their start."""
+    lines, row = [""], 0
+    for code, text in re.findall(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", output):
+        if code == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif code.endswith("A"):
+            row -= int(code[2:-1])
+        elif code.endswith("2K"):
+            lines[row] = ""
+        lines[row] += text
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

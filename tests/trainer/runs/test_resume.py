@@ -121,6 +121,7 @@ def test_ctrl_c_finishes_the_step_and_saves(model, uninterrupted, tmp_path, caps
     assert main(["train", str(config)]) == 130
     captured = capsys.readouterr()
     assert f"stopped after step 5: step 5 is saved in {tmp_path / 'run'}, continue with --resume" in captured.out
+    assert f"`rlft-fast export {tmp_path / 'run'}` writes its model" in captured.out
     assert captured.err.endswith("interrupted\n")
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(["train", str(config), "--resume"]) == 0
