@@ -27,32 +27,34 @@ class AnswerError(ServerError):
     """A server answers something else than what it was asked for."""
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
+    """What has to be in the JSON of an answer, or of a header of weights."""
+
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-A = TypeVar("A", bound=_Answer)
+A = TypeVar("A", bound=Answer)
 _Name = Annotated[str, Field(min_length=1, max_length=10_000)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Done(_Answer):
+class Done(Answer):
     """Of a route that does something."""
 
     success: bool = True
 
 
-class _Model(_Answer):
+class _Model(Answer):
     id: _Name
 
 
-class Models(_Answer):
+class Models(Answer):
     """The models of a server."""
 
     data: Annotated[list[_Model], Field(min_length=1)]
 
 
-class Facts(_Answer):
+class Facts(Answer):
     """See `rlft_fast.rollout.vllm_worker.WorkerExtension.facts`."""
 
     identity: _Name
@@ -65,19 +67,19 @@ class Facts(_Answer):
     has_tokenizer: bool
 
 
-class WorkersFacts(_Answer):
+class WorkersFacts(Answer):
     """The facts of each worker of a server."""
 
     results: Annotated[list[Facts], Field(min_length=1, max_length=_MAX_WORKERS)]
 
 
-class WorkersChecksums(_Answer):
+class WorkersChecksums(Answer):
     """For each worker of a server the checksums of the weights by name."""
 
     results: Annotated[list[dict[str, str]], Field(min_length=1, max_length=_MAX_WORKERS)]
 
 
-class WeightInfo(_Answer):
+class WeightInfo(Answer):
     """The name of a server's weights."""
 
     weight_version: str | None
@@ -108,7 +110,7 @@ def read_answer(kind: type[A], content: bytes) -> A:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-class _Likely(_Answer):
+class _Likely(Answer):
     token_id: _TokenId
     logprob: float
 
@@ -117,17 +119,17 @@ class _Token(_Likely):
     top_logprobs: list[_Likely] = []
 
 
-class _Logprobs(_Answer):
+class _Logprobs(Answer):
     content: list[_Token] | None = None
 
 
-class _Span(_Answer):
+class _Span(Answer):
     version: str
     start: int
     end: int
 
 
-class _Choice(_Answer):
+class _Choice(Answer):
     index: Literal[0]
     token_ids: list[_TokenId]
     logprobs: _Logprobs | None = None
@@ -135,7 +137,7 @@ class _Choice(_Answer):
     weight_versions: list[_Span] | None = None
 
 
-class _Event(_Answer):
+class _Event(Answer):
     error: Any = None
     choices: Annotated[list[_Choice], Field(max_length=1)] | None = None
 
