@@ -48,6 +48,7 @@ WRONG = {
     "http://host#x": "must have a host",
     f"http://user:{SECRET}@host": "no name and password",
     f"http://{SECRET}@host": "no name and password",
+    f"user:{SECRET}@host:8000": "no name and password",
     f"http://user:{SECRET}@[::1": "no name and password",
     f"http://user:{SECRET}/ @?#@host:99999": "no name and password",
     f"http://user:{SECRET * 200}@host": "no name and password",

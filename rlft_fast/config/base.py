@@ -101,8 +101,8 @@ _MAX_LINES = 20
 
 
 def without_password(text: str) -> str:
-    """The text, with what stands between ``://`` and ``@`` left out: the name and the password of a URL."""
-    return re.sub(r"(?<=://).*@", "***@", text, flags=re.DOTALL)
+    """The text without the name and the password of a URL, which stand before ``@``."""
+    return re.sub(r"((?<=://).*|^[^/\s@]*:(?!//)\S*)@", "***@", text, flags=re.DOTALL)
 
 
 class _Short(reprlib.Repr):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from rlft_fast.config.base import LocalPath
+from rlft_fast.config.base import LocalPath, without_password
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the token that servers want."""
@@ -59,7 +59,7 @@ def _is_host(host: str) -> bool:
 
 
 def _check_entry(entry: str) -> str:
-    if "://" in entry:
+    if "://" in entry or without_password(entry) != entry:
         return check_server_url(entry)
     if not entry.strip() or not entry.isprintable():
         raise ValueError("expected a URL such as http://127.0.0.1:8000, or the path of a file with one URL per line")

@@ -58,7 +58,7 @@ def server_urls(servers: Sequence[str]) -> list[str]:
             lines = read_text(Path(entry), "utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"rollout.servers has {entry!r}, neither a URL nor a file that can be read: {error}"
+                f"rollout.servers has {without_password(entry)!r}, neither a URL nor a file that can be read: {error}"
             ) from error
         urls += [_url(line.strip(), number, entry) for number, line in enumerate(lines, 1) if _names_a_url(line)]
     if not urls:

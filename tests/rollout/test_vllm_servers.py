@@ -296,7 +296,7 @@ def refused(rank: int, served_model: Path, url: str, folder: Path) -> None:
         rollout_of(engine, ("ftp://127.0.0.1",))
     with pytest.raises(ValueError, match="neither a URL nor a file"):
         rollout_of(engine, (str(folder / "missing"),))
-    os.environ["VLLM_API_KEY"] = "another"
+    os.environ["VLLM_API_KEY"] = "another secret"
     with pytest.raises(ValueError, match="refuses the token of VLLM_API_KEY"):
         rollout_of(engine, (url,))
     del os.environ["VLLM_API_KEY"]
