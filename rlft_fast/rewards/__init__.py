@@ -3,13 +3,13 @@
 from rlft_fast.rewards.functions import (
     exact_match,
     last_number,
-    math_verify,
     reasoning_gym_reward,
     regex_match,
     response_length,
 )
 from rlft_fast.rewards.isolated import IsolatedReward
 from rlft_fast.rewards.loading import load_reward
+from rlft_fast.rewards.mathematics import math_verify
 from rlft_fast.rewards.scoring import (
     RewardError,
     RewardFunction,

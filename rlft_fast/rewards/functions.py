@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,13 +9,13 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 
 from rlft_fast.plugins import suggestion
-from rlft_fast.rewards.scoring import RewardFunction, Text, is_missing
+from rlft_fast.rewards.scoring import RewardFunction, Text, as_texts, is_missing
 
 # A sign after a word, a digit or a bracket is no part of the number: 3-5 is a difference. A comma or a no-break space
 # is part of a number only if it separates thousands: 1,234 is one number, 1,2,3 are three numbers. A plain space always
 # separates numbers: a list may end in 90 100.
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])(?:\\?[$€£])?)?"
+    r"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013]|\{-\})(?:\\?[$€£])?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?P<comma>,(?:\\!)?|\{,\})[0-9]{3}(?:(?P=comma)[0-9]{3})*(?![0-9])"
     r"|(?<![\w.,])[1-9][0-9]{0,2}(?P<space>\\[, ]|[\u00a0\u2009\u202f])[0-9]{3}(?:(?P=space)[0-9]{3})*(?![0-9])"
     r"|[0-9]+|(?<![0-9.])(?=\.[0-9]))"
@@ -55,7 +54,7 @@ def last_number(
     _warn_of_unreadable("last_number", "holds no number", answer, targets)
     return [
         None if target is None else float(_last_number(completion) == target)
-        for completion, target in zip(_texts(completions), targets, strict=True)
+        for completion, target in zip(as_texts(completions), targets, strict=True)
     ]
 
 
@@ -80,7 +79,7 @@ def exact_match(
     """
     return [
         None if is_missing(expected) else float(completion.strip() == str(expected).strip())
-        for completion, expected in zip(_texts(completions), answer, strict=True)
+        for completion, expected in zip(as_texts(completions), answer, strict=True)
     ]
 
 
@@ -99,7 +98,7 @@ def regex_match(
     _warn_of_unreadable("regex_match", "is no regular expression", pattern, expressions)
     return [
         None if expression is None else float(expression.search(completion) is not None)
-        for completion, expression in zip(_texts(completions), expressions, strict=True)
+        for completion, expression in zip(as_texts(completions), expressions, strict=True)
     ]
 
 
@@ -108,42 +107,6 @@ def response_length(
 ) -> list[float | None]:
     """Number of tokens of each completion. With a negative weight, it is a cost of length beside another reward."""
     return [float(len(ids)) for ids in completion_ids]
-
-
-def math_verify(
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    completion_ids: Sequence[Sequence[int]],
-    answer: Sequence[str | int | float],
-    **columns: Any,
-) -> list[float | None]:
-    """1.0 if the completion's final answer is mathematically equal to the column `answer`, else 0.0.
-
-    math-verify (https://github.com/huggingface/Math-Verify) reads both texts: LaTeX, fractions, sets, intervals. The
-    reward is None if the answer is missing, or if math-verify cannot read it. math-verify has time limits, 5 seconds to
-    read and 5 seconds to compare; over time the reward is 0.0. The limits work only in the main thread: in another
-    thread there are none, and 10^{10^{10}} never ends.
-
-    Raises:
-        ImportError: math_verify is not installed.
-    """
-    try:
-        from math_verify import parse, verify  # pyrefly: ignore[missing-import]  (optional)
-    except ModuleNotFoundError as error:
-        if error.name != "math_verify":
-            raise
-        raise ImportError("math_verify is not installed: pip install 'rlft_fast[math]'") from error
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
-    rewards: list[float | None] = []
-    for completion, expected in zip(_texts(completions), answer, strict=True):
-        if is_missing(expected):  # None and NaN would be read as products of letters
-            rewards.append(None)
-            continue
-        # math-verify reads a bare 1/2 as text, and $1/2$ as mathematics.
-        gold = parse(f"${expected}$", parsing_timeout=limit) or parse(str(expected), parsing_timeout=limit)
-        found = parse(completion, parsing_timeout=limit)
-        rewards.append(float(verify(gold, found, timeout_seconds=limit)) if gold else None)
-    return rewards
 
 
 def reasoning_gym_reward(task_name: str) -> RewardFunction:
@@ -184,7 +147,7 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
         entries = [json.loads(item) if isinstance(item, str) else item for item in entry]
         return [
             score(_tagged_answer(completion), item)
-            for completion, item in zip(_texts(completions), entries, strict=True)
+            for completion, item in zip(as_texts(completions), entries, strict=True)
         ]
 
     def score(answer: str, entry: dict[str, Any]) -> float:
@@ -196,11 +159,6 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
 
     reward.__qualname__ = f"reasoning_gym_reward({task_name!r})"
     return reward
-
-
-def _texts(completions: Sequence[Text]) -> list[str]:
-    """The completions as texts."""
-    return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
 
 
 def _warn_of_unreadable(function: str, problem: str, values: Sequence[Any], read: Sequence[Any]) -> None:

@@ -178,6 +178,11 @@ def _check_arguments(
             raise ValueError(f"{name} has {len(values)} entries, expected one for each of the {len(prompts)} prompts")
 
 
+def as_texts(values: Sequence[Text]) -> list[str]:
+    """Texts as they are, and the last message's words of lists of messages."""
+    return [value if isinstance(value, str) else value[-1]["content"] for value in values]
+
+
 def _wait(result: Awaitable[Any]) -> Any:
     """What an async function returns. A signal that ends the wait ends the function, too."""
     future = asyncio.run_coroutine_threadsafe(_finish(result), _event_loop())

@@ -2,7 +2,6 @@ import json
 import math
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reasoning_gym
@@ -13,7 +12,6 @@ from rlft_fast.rewards import (
     compute_rewards,
     exact_match,
     last_number,
-    math_verify,
     reasoning_gym_reward,
     regex_match,
     response_length,
@@ -50,6 +48,11 @@ def score(function, completions: list[str], **columns) -> list[float | None]:
         ("", "0", 0.0),
         ("so 72", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
         ("1200", "1,200", 1.0),
+        ("{-}18", "-18", 1.0),
+        ("{-}18", "18", 0.0),
+        (r"\boxed{{-}18}", "-18", 1.0),
+        ("20{-}18", "18", 1.0),
+        ("-18", "{-}18", 1.0),
         ("-$5", "-5", 1.0),
         ("-$5", "5", 0.0),
         ("between $3-$5", "5", 1.0),
@@ -203,39 +206,3 @@ def test_regex_match():
 
 def test_response_length():
     assert response_length([], ["ab", ""], [[7, 8, 9], []]) == [3.0, 0.0]
-
-
-def test_math_verify():
-    pytest.importorskip("math_verify")
-    completions = [r"so $\frac{1}{2}$", "The answer is $x=3$", r"\boxed{0.5}", "7", "no idea", r"$\{2, 1\}$"]
-    answers = ["1/2", "3", r"\frac12", 7, "4", r"\{1,2\}"]
-    assert math_verify([], completions, [], answer=answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        (r"\boxed{\boxed{3}}", "3", 1.0),
-        (r"\boxed{-3}", "3", 0.0),
-        ("\\boxed{\u22123}", "-3", 1.0),
-        (r"\boxed{50\%}", "50%", 1.0),
-        (r"\boxed{1{,}234}", "1,234", 1.0),
-        (r"\boxed{5\text{ cm}}", "5 cm", 1.0),
-        (r"\boxed{72}", "48 / 2 = 24, 48 + 24 = 72\n#### 72", 1.0),
-        (r"\boxed{}", "3", 0.0),
-        ("", "3", 0.0),
-        (r"\boxed{3}", "", None),
-        (r"\boxed{3}", None, None),
-        (r"\boxed{3}", math.nan, None),
-        (r"\boxed{10^{10^{10}}}", "3", 0.0),  # would never end; math-verify stops it after 5 seconds
-    ],
-)
-def test_math_verify_reads_what_models_write(completion, answer, expected):
-    pytest.importorskip("math_verify")
-    assert math_verify([], [completion], [], answer=[answer]) == [expected]
-
-
-def test_math_verify_off_the_main_thread():
-    pytest.importorskip("math_verify")
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(math_verify, [], [r"\boxed{3}"], [], answer=["3"]).result() == [1.0]
