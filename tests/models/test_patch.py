@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -497,8 +497,10 @@ def adapted(name: str, config: PeftConfig, *, patch: bool) -> PeftModel:
 LORA = partial(LoraConfig, "CAUSAL_LM", target_modules=["q_proj"])
 
 
-@pytest.mark.parametrize("name", ["nothing", "tied"])
-@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head"], ["embed_tokens"]])
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [("nothing", ["lm_head"]), ("tied", ["lm_head"]), ("tied", ["embed_tokens", "lm_head"])],
+)  # fmt: skip
 def test_a_copy_of_the_head_in_modules_to_save(name, saved):
     inputs = batch()
     targets, config = next_tokens(**inputs), LORA(modules_to_save=saved)
@@ -530,6 +532,7 @@ OF_THE_EMBEDDING = [("nothing", "tokens"), ("nothing", "tokens alone"), ("nothin
 
 @pytest.mark.parametrize("name", ["nothing", "tied"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.thin(2)
 def test_adapters_of_head_and_embedding(adapter, name):
     """Without targets nothing changes. With targets, an adapter that PEFT puts in place of the head is refused."""
     inputs = batch()
@@ -544,6 +547,15 @@ def test_adapters_of_head_and_embedding(adapter, name):
     advice = "leave ensure_weight_tying out" if adapter == "kept tied" else "leave the head out of target_modules"
     with pytest.raises(ValueError, match=rf"head of {type(model.get_base_model()).__name__} .*peft.*{advice}"):
         model(**inputs, logprob_targets=targets)
+
+
+def test_virtual_tokens_before_the_sequences():
+    inputs, config = batch(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+    targets = next_tokens(**inputs)
+    plain, model = (adapted("nothing", config, patch=patch) for patch in (False, True))
+    expected, _ = plain_logprob(plain(**inputs).logits[:, 3:], targets)
+    result = model(**inputs, logprob_targets=targets, logits_to_keep=7)
+    torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
 
 
 # ---- what it refuses ------------------------------------------------------------------------------------------------
