@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from rlft_fast.config import Config, ConfigError, check_server_url
-from rlft_fast.rollout import server_urls
+from rlft_fast.config import Config, ConfigError, check_server_url, server_urls
 from tests.test_config import MINIMAL
 
 SECRET = "hunter2"

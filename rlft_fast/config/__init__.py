@@ -18,7 +18,7 @@ from rlft_fast.config.run import (
     RewardConfig,
     WorkersConfig,
 )
-from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url
+from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -45,6 +45,7 @@ __all__ = [
     "fixed_settings",
     "section_of",
     "sections",
+    "server_urls",
     "set_key",
     "without_password",
 ]

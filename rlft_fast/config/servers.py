@@ -2,11 +2,14 @@
 
 import ipaddress
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from rlft_fast.config.base import LocalPath, without_password
+from rlft_fast.files import read_text
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the token that servers want."""
@@ -14,7 +17,8 @@ TOKEN_VARIABLE = "VLLM_API_KEY"
 _URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(?P<port>\d{1,5}))?(?:/[\w.~-]*)*", re.A | re.I)
 _LABEL = re.compile(r"\w(?:[\w-]{0,61}\w)?", re.A)
 _NUMBER = re.compile(r"\d+|0x[0-9a-f]*", re.A | re.I)  # a host that ends in a number is an IPv4 address, or none
-_LONGEST = 2000
+_LONGEST = 2000  # characters of a URL
+_LONGEST_FILE = 2**20  # bytes
 
 
 def check_server_url(url: str) -> str:
@@ -64,6 +68,44 @@ def _check_entry(entry: str) -> str:
     if not entry.strip() or not entry.isprintable():
         raise ValueError("expected a URL such as http://127.0.0.1:8000, or the path of a file with one URL per line")
     return entry
+
+
+def server_urls(servers: Sequence[str]) -> list[str]:
+    """The URLs of ``rollout.servers``, whose entries are URLs or files with one URL per line.
+
+    Raises:
+        ValueError: a file cannot be read, has a line that is no URL, or there is no URL. No password is shown.
+    """
+    urls: list[str] = []
+    for entry in servers:
+        if "://" in entry:
+            urls.append(entry)
+            continue
+        try:
+            if (size := Path(entry).stat().st_size) > _LONGEST_FILE:
+                raise OSError(f"it has {size} bytes, and may have {_LONGEST_FILE}")
+            lines = read_text(Path(entry), "utf-8-sig").splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"rollout.servers has {without_password(entry)!r}, neither a URL nor a file that can be read: {error}"
+            ) from error
+        urls += [_url(line.strip(), number, entry) for number, line in enumerate(lines, 1) if _names_a_url(line)]
+    if not urls:
+        raise ValueError(f"rollout.servers names no server: {', '.join(servers)}")
+    return list(dict.fromkeys(urls))
+
+
+def _names_a_url(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _url(text: str, number: int, file: str) -> str:
+    try:
+        return check_server_url(text)
+    except ValueError as error:
+        raise ValueError(
+            f"rollout.servers: line {number} of {file}: {error}, got {without_password(text)!r:.200}"
+        ) from error
 
 
 ServerEntry = Annotated[LocalPath, AfterValidator(_check_entry)]

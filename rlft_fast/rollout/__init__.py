@@ -36,7 +36,6 @@ with needing_train():
         sample_seeds,
         with_ties,
     )
-    from rlft_fast.rollout.vllm_served import server_urls
     from rlft_fast.rollout.vllm_server import (
         VLLMServer,
         server_command,
@@ -62,7 +61,6 @@ __all__ = [
     "sample_seeds",
     "server_command",
     "server_environment",
-    "server_urls",
     "to_samples",
     "token_from_environment",
     "with_ties",

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import RolloutConfig
+from rlft_fast.config import RolloutConfig, server_urls
 from rlft_fast.engine import FSDPEngine, WeightStream
 from rlft_fast.engine.sharding import gathered
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
@@ -18,7 +18,7 @@ from rlft_fast.rollout.together import Rollout, RolloutError
 from rlft_fast.rollout.types import Generator, SampledModel
 from rlft_fast.rollout.vllm import ColocatedVLLM, check_vllm
 from rlft_fast.rollout.vllm_separate import SeparateVLLM
-from rlft_fast.rollout.vllm_served import ServedVLLM, server_urls
+from rlft_fast.rollout.vllm_served import ServedVLLM
 from rlft_fast.rollout.vllm_server import model_fingerprint, weight_backend
 
 

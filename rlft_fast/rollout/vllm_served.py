@@ -16,15 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import RolloutConfig, check_server_url, without_password
+from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
-from rlft_fast.files import read_text
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.nccl_sender import NCCLSender
 from rlft_fast.rollout.scheduling import Patience, ServerError, ServerPool, from_place_of
@@ -35,48 +33,9 @@ from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_envir
 from rlft_fast.rollout.weight_sender import send_weights
 from rlft_fast.world import World
 
-_LONGEST_FILE = 2**20  # bytes
 _HEALTH_EVERY_S = 5.0
 _SILENT_S = 600.0  # of a server that is asked and sends nothing
 _HEALTH_ANSWER_S = 20.0  # an answer may wait for a long step of the engine
-
-
-def server_urls(servers: Sequence[str]) -> list[str]:
-    """The URLs of ``rollout.servers``, whose entries are URLs or files with one URL per line.
-
-    Raises:
-        ValueError: a file cannot be read, has a line that is no URL, or there is no URL. No password is shown.
-    """
-    urls: list[str] = []
-    for entry in servers:
-        if "://" in entry:
-            urls.append(entry)
-            continue
-        try:
-            if (size := Path(entry).stat().st_size) > _LONGEST_FILE:
-                raise OSError(f"it has {size} bytes, and may have {_LONGEST_FILE}")
-            lines = read_text(Path(entry), "utf-8-sig").splitlines()
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"rollout.servers has {without_password(entry)!r}, neither a URL nor a file that can be read: {error}"
-            ) from error
-        urls += [_url(line.strip(), number, entry) for number, line in enumerate(lines, 1) if _names_a_url(line)]
-    if not urls:
-        raise ValueError(f"rollout.servers names no server: {', '.join(servers)}")
-    return list(dict.fromkeys(urls))
-
-
-def _names_a_url(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
-
-
-def _url(text: str, number: int, file: str) -> str:
-    try:
-        return check_server_url(text)
-    except ValueError as error:
-        raise ValueError(
-            f"rollout.servers: line {number} of {file}: {error}, got {without_password(text)!r:.200}"
-        ) from error
 
 
 class ServedVLLM:
@@ -243,7 +202,7 @@ class ServedVLLM:
         return found
 
     def _lose(self, server: VLLMServer, error: Exception) -> None:
-        warnings.warn(f"the server {server.url} is lost until the next new weights: {error}", stacklevel=2)
+        warnings.warn(f"{error}; the server is lost until the next new weights", stacklevel=2)
         self.servers.pop(server.url, None)
         if server in self.live:
             self.live.remove(server)
@@ -281,8 +240,8 @@ class ServedVLLM:
         try:
             while (pause_s := await self._stream(session, sample, fields, server, patience)) is not None:
                 await asyncio.sleep(pause_s)
-        except aiohttp.ClientError as error:
-            raise ServerError(f"the server {server.url} broke off: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"the server {server.url} broke off: {error or type(error).__name__}") from error
         except AnswerError as error:
             sample.cut(num_before)
             raise ServerError(f"the server {server.url} answers wrongly: {error}") from error
@@ -335,7 +294,10 @@ class ServedVLLM:
                         raise ServerError(f"the server {server.url} says {answer.status} at /health")
                 if pool.is_asked(server) and time.monotonic() - self._heard[server.url] > _SILENT_S:
                     raise ServerError(f"the server {server.url} sent no token for {_SILENT_S:g} s")
-            except (TimeoutError, aiohttp.ClientError, OSError, ServerError) as error:
+            except (aiohttp.ClientError, OSError) as error:
+                said = str(error) or type(error).__name__
+                await pool.lose(server, ServerError(f"the server {server.url} does not answer at /health: {said}"))
+            except ServerError as error:
                 await pool.lose(server, error)
 
         while True:

@@ -21,7 +21,7 @@ from rlft_fast.cluster import (
     WorkerGroup,
     connect,
 )
-from rlft_fast.config import Config, WorkersConfig
+from rlft_fast.config import Config, WorkersConfig, server_urls
 from rlft_fast.engine import (
     CheckpointManager,
     FSDPEngine,
@@ -30,7 +30,7 @@ from rlft_fast.engine import (
     export_hf,
     reference_engine,
 )
-from rlft_fast.rollout import Rollout, build_rollout, server_urls, token_from_environment
+from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
 
 

@@ -218,7 +218,7 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
     rollout.generator._ask = noting
     vllm_served._events = killing
     prompts = PROMPTS[:3] + PROMPTS[4:]
-    with pytest.warns(UserWarning, match=f"the server {urls[1]} is lost until the next new weights"):
+    with pytest.warns(UserWarning, match=f"the server {urls[1]} .*; the server is lost until the next new weights"):
         groups = rollout.generate(prompts, SamplingParams(n=32, max_new_tokens=180, temperature=0.7))
     assert [len(group) for group in groups] == [32] * 4
     check_logprobs(engine, prompts, groups)
