@@ -3,13 +3,13 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from rlft_fast.cluster import RemoteEngine, RemoteRollout
-from rlft_fast.config import Config
-from rlft_fast.data import Samples
+from rlft_fast.config import Config, RolloutConfig
+from rlft_fast.data import Samples, cat_samples
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
@@ -17,6 +17,7 @@ from rlft_fast.trainer.experience import merge_metrics
 from rlft_fast.trainer.folder import flat
 from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, require_agreement
 from rlft_fast.trainer.judge import Judge
+from rlft_fast.trainer.log import sample_records
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
@@ -81,11 +82,22 @@ def _metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     return metrics
 
 
-def evaluate(config: Config) -> dict[str, float]:
+class Evaluation(NamedTuple):
+    """The numbers and the answers of a model."""
+
+    metrics: dict[str, float]
+    """By the names of `EvaluationConfig.metrics`, see `evaluate_sets`."""
+    answers: list[dict[str, Any]]
+    """In the order of the prompts: the name of their ``set``, and what ``samples.jsonl`` of a run holds."""
+
+
+def evaluate(config: Config, progress: Callable[[int, int], object] = lambda done, total: None) -> Evaluation:
     """Evaluates ``config.model`` on the held-out sets of the configuration, without a run.
 
-    Returns:
-        The numbers by the names of `EvaluationConfig.metrics`, see `evaluate_sets`.
+    Args:
+        config: with an evaluation section.
+        progress: called with the number of prompts that are answered, and of all prompts: after each batch of
+            transformers' generator, and of vLLM after each set.
 
     Raises:
         ValueError: the configuration has no evaluation, or model, data or reward function cannot be used.
@@ -112,7 +124,46 @@ def evaluate(config: Config) -> dict[str, float]:
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()
-        return evaluate_sets(config, held_out, judge, partial(own_samples, rollout, world))[0]
+        answer = _Batches(rollout, world, config.rollout, sum(map(len, held_out.values())), progress)
+        metrics, samples = evaluate_sets(config, held_out, judge, answer)
+        answers: list[dict[str, Any]] = []
+        for name, found in samples.items():
+            order = (found.row_B * (int(found.number_B.max()) + 1) + found.number_B).argsort()
+            found = found.select(order)
+            answers += [{"set": name, **x} for x in sample_records(found, held_out[name], judge.texts(found))]
+        return Evaluation(metrics, answers)
+
+
+class _Batches:
+    """Answers held-out prompts in the batches of the generator, and tells how many are answered.
+
+    Args:
+        rollout: samples.
+        world: the ranks that share the prompts.
+        config: of the rollout.
+        total: number of prompts of all sets.
+        progress: see `evaluate`.
+    """
+
+    def __init__(
+        self, rollout: Rollout, world: World, config: RolloutConfig, total: int, progress: Callable[[int, int], object]
+    ) -> None:
+        self.rollout, self.world, self.config, self.total, self.progress = rollout, world, config, total, progress
+        self.done = 0
+        progress(0, total)
+
+    def __call__(self, prompts: Prompts, params: SamplingParams, seeds: Seeds | None) -> Samples:
+        """This rank's answers. A batch has the prompts that the generator would run together anyway."""
+        at_once = max(self.config.batch_size // params.n, 1) if self.config.backend == "hf" else len(prompts)
+        size, parts = self.world.size, []
+        for start in range(0, len(prompts), at_once * size):
+            rows = range(start, min(start + at_once * size, len(prompts)))
+            own = None if seeds is None else seeds[start // size : start // size + at_once]
+            samples = own_samples(self.rollout, self.world, prompts.select(rows), params, own)
+            parts.append(samples.replace(row_B=samples.row_B + start))
+            self.done += len(rows)
+            self.progress(self.done, self.total)
+        return cat_samples(parts)
 
 
 def check_finite(key: str, engine: FSDPEngine | RemoteEngine) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from rlft_fast.cluster import WorkerError
 from rlft_fast.config import Config
@@ -27,7 +26,7 @@ from rlft_fast.rollout import NonFiniteLogitsError, RolloutError
 from rlft_fast.trainer.folder import claim, identity_of, require_same, require_usable, run_id
 from rlft_fast.trainer.inputs import load_data
 from rlft_fast.trainer.lock import locked
-from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.log import RunLog, sample_records
 from rlft_fast.trainer.plot import plot_runs
 from rlft_fast.trainer.ppo import PPOTrainer, Step
 from rlft_fast.trainer.tokens import write_tokens
@@ -262,16 +261,8 @@ class Run:
     def _record(self, number: int, step: Step) -> None:
         """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         samples = step.samples
-        texts = self.trainer.judge.texts(samples)
-        parts = {name: _nullable(part) for name, part in samples.parts.items()}
-        rewards, stopped = _nullable(samples.reward_B), samples.stopped_B.tolist()
-        versions = _oldest_versions(samples)
-        for i, row in enumerate(samples.row_B.tolist()):
-            self.log.sample(
-                number, prompt=step.prompts.texts[row], completion=texts[i], reward=rewards[i],
-                parts={name: values[i] for name, values in parts.items()},
-                finish_reason="stop" if stopped[i] else "length", weight_version=versions[i],
-            )  # fmt: skip
+        for record in sample_records(samples, step.prompts, self.trainer.judge.texts(samples)):
+            self.log.sample(number, **record)
         if step.tokens is not None:
             try:
                 write_tokens(self.directory, number, step.tokens, len(samples))
@@ -429,19 +420,8 @@ def _by_first(world: World, action: Callable[[], object]) -> None:
         raise failure or ValueError("output_dir cannot be used, as the first process says")
 
 
-def _nullable(values: Tensor) -> list[float | None]:
-    """Numbers as a log has them: None in place of NaN."""
-    return [None if value != value else value for value in values.tolist()]
-
-
 def _three_digits(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3f}"
-
-
-def _oldest_versions(samples: Samples) -> list[int | None]:
-    """For each sample the oldest version of the weights that sampled a token of it; None where it has no token."""
-    versions = samples.weight_version_T.split(samples.length_B.tolist())
-    return [int(own.min()) if len(own) else None for own in versions]
 
 
 def _outlive_terminal() -> None:

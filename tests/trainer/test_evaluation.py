@@ -41,6 +41,27 @@ def sampled(tiny_model, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def test_eval_writes_and_shows_the_answers(sampled, tmp_path, capsys):
+    """Two sets of 3 and 2 prompts, four answers to each, one prompt in a batch."""
+    file = tmp_path / "answers.jsonl"
+    options = ["--samples", str(file), "--show", "1", "--rollout.batch_size", "4"]
+    capsys.readouterr()
+    assert main(["eval", str(sampled / "hf"), str(sampled / "config.yaml"), *options]) == 0
+    captured = capsys.readouterr()
+    metrics = json.loads(captured.out)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [("wet", word) for word in ("sea", "ice", "fog")] + [("dry", word) for word in ("sand", "mud")]
+    assert [(row["set"], row["prompt"]) for row in rows] == [pair for pair in asked for _ in range(4)]
+    for name in ("wet", "dry"):
+        rewards = [row["reward"] for row in rows if row["set"] == name]
+        assert sum(rewards) / len(rewards) == pytest.approx(metrics[f"accuracy_{name}"])
+    assert captured.err.splitlines()[0] == "answered 0 of 5 prompts"
+    assert "answered 5 of 5 prompts" in captured.err
+    assert [word in captured.err for word in ("sea", "ice", "sand", "mud")] == [True, False, True, False]
+    assert main(["eval", str(sampled / "hf"), str(sampled / "config.yaml"), *options]) == 1  # the file stays
+    assert f"--samples {file} is there already" in capsys.readouterr().err
+
+
 def evaluated(model: Path, run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, float]:
     capsys.readouterr()  # of the run
     assert main(["eval", str(model), str(run / "config.yaml"), *options]) == 0
