@@ -64,8 +64,7 @@ def math_verify(
         if is_missing(expected):  # None and NaN would be read as products of letters
             rewards.append(None)
             continue
-        gold = _read_answer(parse, expected, limit)
-        found = parse(_readable(completion), parsing_timeout=limit)
+        gold, found = _read_answer(parse, expected, limit), _read(parse, _readable(completion), limit)
         is_right = verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=limit)
         rewards.append(float(is_right) if gold else None)
     return rewards
@@ -83,7 +82,11 @@ def _read_answer(parse: Callable[..., list[Any]], expected: Any, limit: int | No
     forms = [f"${amount or text}$", text]
     if amount is None and _DELIMITER.search(text):
         forms.reverse()
-    return next(filter(None, (parse(form, parsing_timeout=limit) for form in forms)), [])
+    return next(filter(None, (_read(parse, form, limit) for form in forms)), [])
+
+
+def _read(parse: Callable[..., list[Any]], text: str, limit: int | None) -> list[Any]:
+    return parse(text, parsing_timeout=limit)
 
 
 def _readable(text: str) -> str:

@@ -156,4 +156,4 @@ def _part_means(samples: Samples) -> dict[str, float]:
     """Mean of each part over the samples that have it, where there are several; NaN where none has it."""
     if len(samples.parts) < 2:
         return {}
-    return {f"reward_mean/{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}
+    return {f"reward_mean_{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}

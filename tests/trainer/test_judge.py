@@ -50,7 +50,7 @@ def test_several_functions_with_weights(model, tmp_path):
     assert metrics["left_out_share"] == 0.0
     for name in parts:
         there = [row["parts"][name] for row in rows if row["parts"][name] is not None]
-        assert metrics[f"reward_mean/{name}"] == pytest.approx(np.mean(there))
+        assert metrics[f"reward_mean_{name}"] == pytest.approx(np.mean(there))
 
 
 def test_functions_see_their_rows_and_text_without_special_tokens(model, tmp_path):
