@@ -208,7 +208,7 @@ class ColocatedVLLM(VLLMGenerator):
         ensure_process_group()
         os.environ.setdefault("RANK", str(world.rank))
         os.environ.setdefault("LOCAL_RANK", str(model.device.index or 0))
-        with _undisturbed():
+        with _undisturbed(), environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):  # as vLLM itself sets it, for good
             self.llm = start_llm(
                 model, config, max_sequence_tokens,
                 distributed_executor_backend="external_launcher", enable_sleep_mode=self.sleeps,
@@ -244,8 +244,9 @@ class ColocatedVLLM(VLLMGenerator):
 
 def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: int, **options: Any) -> Any:
     set_environment()
-    from vllm import LLM
+    from vllm import LLM, envs
 
+    envs.disable_envs_cache()  # of the environment that an earlier vLLM in this process had
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -282,6 +283,21 @@ def renew_packed_weights(model: nn.Module) -> None:
             method.process_weights_after_loading(module)
         if (kernel := getattr(method, "moe_kernel", None)) is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Inside, these environment variables are set."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

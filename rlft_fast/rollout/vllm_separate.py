@@ -15,7 +15,7 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightMetadata, WeightStream
 from rlft_fast.integrations.vllm import BACKEND
 from rlft_fast.rollout.types import SampledModel
-from rlft_fast.rollout.vllm import VLLMGenerator, start_llm, transfer_backend
+from rlft_fast.rollout.vllm import VLLMGenerator, environment, start_llm, transfer_backend
 from rlft_fast.rollout.weight_sender import send_weights
 from rlft_fast.world import World
 
@@ -31,7 +31,7 @@ class SeparateVLLM(VLLMGenerator):
         self.config = config.vllm
         self.backend = transfer_backend(config.vllm, model.device)
         self.is_socket = self.backend == "socket"
-        with _environment(_process_environment(world, config.vllm, self.backend)):
+        with environment(_process_environment(world, config.vllm, self.backend)):
             from vllm.config import WeightTransferConfig
 
             self.llm = start_llm(
@@ -159,17 +159,3 @@ def _process_environment(world: World, config: VLLMConfig, backend: str) -> dict
         return common | {"CUDA_VISIBLE_DEVICES": visible[local_rank]}
     first = world.local_size + local_rank * config.tensor_parallel  # nccl: those after the machine's trainers'
     return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel])}
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

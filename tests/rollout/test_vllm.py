@@ -375,6 +375,20 @@ def test_a_run_learns(tmp_path):
     assert all(row["mismatch_max"] < 1e-3 for row in taught)  # every update arrives before the next samples
 
 
+def one_after_the_other(rank: int, model: Path, folder: Path) -> None:
+    for i, process in enumerate(("colocated", "separate", "colocated")):
+        vllm = SMALL | {"process": process}
+        changes = {"rollout__backend": "vllm", "rollout__vllm": vllm, "steps": 1}
+        assert train(toy_config(model, folder / str(i), **changes))["steps"] == 1
+        assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ  # nor does a vLLM of the user's inherit it
+
+
+@needs_vllm
+def test_runs_of_one_process_one_after_the_other(tmp_path):
+    """vLLM keeps the environment that it was first started in."""
+    run_distributed(one_after_the_other, 1, save_tiny_model("llama", tmp_path / "model", **HEADS), tmp_path)
+
+
 def kill_generator_for_good(completions: list[str], model: list[str], **_) -> list[float]:
     """Judges held-out answers. After the first step the generator dies, and what it would be started from is gone."""
     kill_generator_for_good.calls += 1
