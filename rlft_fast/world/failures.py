@@ -5,9 +5,11 @@ of the others. A rank without a reason was killed.
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import TracebackType
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from rlft_fast.world.world import World
 
 # gloo raises a plain RuntimeError if a peer is gone (torch 2.13). Its text is the only sign; NCCL raises DistErrors.
 _GLOO_WORDS = ("gloo", "nccl", "connection", "broken pipe", "timed out", "timeout", "socket")
+_IN_GLOO = "gloo/transport"  # in its messages: the file that failed
 _CONSEQUENCE = "lost another process"  # left in the store by a rank whose collective failed
 
 
@@ -43,13 +46,35 @@ def naming_lost_ranks(world: World, patience_s: float = 10.0) -> Iterator[None]:
         _leave_reason(world, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
         if not consequence:
             raise
+        if isinstance(error, LostRankError):
+            raise
         raise LostRankError(_describe(_read_reasons(world, patience_s))) from error
 
 
+def name_lost_ranks_at_exit(world: World) -> None:
+    """Has an error that ends this process go through `naming_lost_ranks` before it is shown."""
+    show = sys.excepthook
+
+    def show_named(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            with naming_lost_ranks(world) if isinstance(error, Exception) else contextlib.nullcontext():
+                raise error
+        except BaseException as named:
+            show(type(named), named, trace if named is error else named.__traceback__)
+
+    sys.excepthook = show_named
+
+
 def _is_collective_failure(error: Exception) -> bool:
-    if type(error) is not RuntimeError:  # its other subclasses, such as errors of a rollout, know their own cause
-        return isinstance(error, dist.DistError)
-    return any(word in str(error).lower() for word in _GLOO_WORDS)
+    # Other subclasses of RuntimeError, such as errors of a rollout, know their own cause.
+    if type(error) is RuntimeError and any(word in str(error).lower() for word in _GLOO_WORDS):
+        return True
+    cause: BaseException | None = error  # of an error of a checkpoint, for instance
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or _IN_GLOO in str(cause):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _leave_reason(world: World, reason: str) -> None:

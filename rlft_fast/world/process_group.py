@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlft_fast.world.failures import name_lost_ranks_at_exit
 from rlft_fast.world.world import World
 
 _PR_SET_PDEATHSIG = 1  # of Linux: a signal for this process when its parent ends
@@ -20,6 +21,8 @@ _PR_SET_PDEATHSIG = 1  # of Linux: a signal for this process when its parent end
 
 def init_distributed(timeout_minutes: float = 30) -> World:
     """Joins the process group that torchrun describes. A single process, and a process with a group, joins nothing.
+
+    If another process ends, an error that ends this one names it.
 
     Args:
         timeout_minutes: how long a collective waits for other ranks before it fails.
@@ -41,7 +44,9 @@ def init_distributed(timeout_minutes: float = 30) -> World:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the processes
     own, groups = (dist.PrefixStore(f"{name}/{restart}", store) for name in ("rlft_fast", "groups"))
     dist.init_process_group(_backend(), store=groups, rank=rank, world_size=world_size, timeout=timeout)
-    return World.current(own)
+    world = World.current(own)
+    name_lost_ranks_at_exit(world)
+    return world
 
 
 def end_with_parent(number: signal.Signals) -> None:

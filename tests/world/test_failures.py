@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlft_fast.engine import CheckpointManager
+from rlft_fast.engine import CheckpointError, CheckpointManager
 from rlft_fast.engine.sharding.mesh import device_mesh
 from rlft_fast.errors import RunError
 from rlft_fast.world import World, collective_timeout, naming_lost_ranks
+from rlft_fast.world.failures import LostRankError
 from rlft_fast.world.process_group import _local_gpu, leave_process_group
 from tests.support.distributed import run_distributed
 
@@ -41,17 +42,31 @@ SCRIPT = """
 """
 
 
-def run_ranks(end: str, tmp_path: Path, world_size: int = 3) -> list[tuple[int, str]]:
+UNGUARDED = """
+    import os, signal
+    import torch
+    import torch.distributed as dist
+    from rlft_fast.world import init_distributed
+
+    world = init_distributed(timeout_minutes=1)
+    for step in range(100):
+        if world.rank == 1 and step == 3:
+            {end}
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+def run_ranks(end: str, tmp_path: Path, world_size: int = 3, script: str = SCRIPT) -> list[tuple[int, str]]:
     """Exit code and output of each rank."""
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(end=end))
+    path = tmp_path / "ranks.py"
+    path.write_text(textwrap.dedent(script).format(end=end))
     environment = os.environ | {
         "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29_600 + os.getpid() % 300),
         "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)], env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(path)], env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world_size)
@@ -71,6 +86,17 @@ def test_killed_rank_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_script_that_catches_nothing_shows_the_first_error(tmp_path):
+    for end, reason in (
+        ("raise ValueError('no such reward')", "rank 1 ended with ValueError: no such reward"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended without a word (killed"),
+    ):
+        (code, output), _ = run_ranks(end, tmp_path, world_size=2, script=UNGUARDED)
+        assert code == 1
+        assert reason in output.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_reason_of_a_failed_rank_is_passed_on(tmp_path):
     results = run_ranks("raise ValueError('no such reward')", tmp_path)
     assert "ValueError: no such reward" in results[1][1]
@@ -82,6 +108,16 @@ def test_error_with_a_cause_of_its_own_is_no_lost_rank():
     world = World(store=dist.HashStore())
     with pytest.raises(RunError, match=r"^the judge: connection timed out$"), naming_lost_ranks(world):
         raise RunError("the judge: connection timed out")
+
+
+def test_a_lost_rank_behind_another_error_is_named():
+    """As a checkpoint says it, which would seem to be damaged."""
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4")
+    error = CheckpointError("cannot load checkpoint step_3")
+    error.__cause__ = lost
+    world = World(store=dist.HashStore())
+    with pytest.raises(LostRankError, match="failed on every rank"), naming_lost_ranks(world, patience_s=0.1):
+        raise error
 
 
 def check_abort(rank: int) -> None:
