@@ -104,7 +104,7 @@ def write_problems(folder: Path) -> tuple[Path, Path]:
         random.Random(1).shuffle(problems)
         rows = [{"prompt": _PROMPT.format(a=a, b=b), "answer": str(a + b)} for a, b in problems]
         paths.append(folder / f"{name}.jsonl")
-        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return paths[0], paths[1]
 
 
@@ -115,9 +115,9 @@ def add_time(output: Path, rollout: Backend) -> dict[str, dict[str, float]]:
     steps = [row for row in read_metrics(output) if "seconds" in row]
     parts = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds"))
     path = output / "seconds_per_step.json"
-    times = json.loads(path.read_text()) if path.is_file() else {}
+    times = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     times[rollout] = {name: sum(row.get(name, 0.0) for row in steps) / len(steps) for name in parts}
-    path.write_text(json.dumps(times, indent=2) + "\n")
+    path.write_text(json.dumps(times, indent=2) + "\n", encoding="utf-8")
     return times
 
 

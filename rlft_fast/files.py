@@ -27,7 +27,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a small file durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     fsync(path)
 
 
@@ -73,7 +73,7 @@ def acquire(path: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
         lock: locks the open file, or raises.
     """
     while True:
-        file = open(path, "a+")  # noqa: SIM115 (the caller closes it)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (the caller closes it)
         try:
             lock(file)
             with contextlib.suppress(FileNotFoundError):  # a lock on a file that its holder has removed does not count

@@ -15,6 +15,7 @@ from types import TracebackType
 
 import rlft_fast
 from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.streams import keep_streams
 from rlft_fast.errors import RunError, needing_train, printable
 
 __all__ = ["COMMANDS", "main"]
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 the command failed, 2 wrong usage or configuration, 130 interrupted (of
             ``train`` 128 + the signal's number: 143 after SIGTERM, 129 after SIGHUP); of ``bench`` pytest's.
     """
+    keep_streams()
     options = _parser().parse_args(argv)
     _escape_messages()
     try:

@@ -360,7 +360,7 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
             "(other formats are not read)"
         )
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise ValueError(f"it names files outside of the folder ({name_some(outside)})")

@@ -30,7 +30,7 @@ _CLEARLY = 0.97  # smaller differences are noise
 
 def read_measurements(path: Path) -> list[dict[str, Any]]:
     """The entries of a file of measurements."""
-    return json.loads(path.read_text())["measurements"]
+    return json.loads(path.read_text(encoding="utf-8"))["measurements"]
 
 
 _MEASURED = read_measurements(MEASUREMENTS)

@@ -110,7 +110,7 @@ def run_id(output: Path) -> str | None:
 
 def _marked(output: Path, name: str) -> Any:
     try:
-        return json.loads((output / MARKER).read_text())[name]
+        return json.loads((output / MARKER).read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 

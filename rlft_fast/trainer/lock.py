@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def require_unlocked(directory: Path) -> None:
     """Raises the ValueError of `locked` if another process holds the folder's lock. Writes nothing."""
-    with contextlib.suppress(FileNotFoundError), open(directory / NAME) as file:
+    with contextlib.suppress(FileNotFoundError), open(directory / NAME, encoding="utf-8") as file:
         _lock(file, fcntl.LOCK_SH, directory)
 
 

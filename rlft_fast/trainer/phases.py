@@ -70,7 +70,7 @@ class Phases:
             torch.cuda.reset_peak_memory_stats(self.world.device)
         else:
             try:
-                _RESET.write_text("5")
+                _RESET.write_text("5", encoding="utf-8")
             except OSError:  # no Linux, or a container that forbids it
                 self._restarts = False
 
@@ -81,7 +81,7 @@ class Phases:
         if not self._restarts:
             return None
         try:
-            (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+            (line,) = (line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
         except (OSError, ValueError):
             return None
         return int(line.split()[1]) * 1024

@@ -75,7 +75,7 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
 def _finished(config: Config) -> dict[str, Any] | None:
     """What the run in ``output_dir`` ended with, if it has done all its steps."""
     try:
-        summary = json.loads((Path(config.output_dir) / "summary.json").read_text())
+        summary = json.loads((Path(config.output_dir) / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] >= config.steps else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -193,7 +193,7 @@ class Run:
             else:
                 self.checkpoints.clear()
                 remove_export(self.directory / "best")
-            (self.directory / "config.yaml").write_text(self.config.to_yaml())
+            (self.directory / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
             (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
         self.world.barrier()
         if resume and state is None:
@@ -370,19 +370,24 @@ class Run:
             summary = {f"{name}_{when}": found.get(name) for name in names for when, found in both.items()} | summary
             if (best := state["best"]) is not None:
                 summary |= {"best_step": best["step"], f"{best['name']}_best": best["value"]}
-            prompts = next(iter(self.trainer.held_out.values()))
-            rows = zip(prompts.texts, state["examples_before"], state["examples_after"], strict=False)
-            self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-            self.log.message(
-                f"held-out accuracy {_three_digits(before.get('accuracy'))} -> {_three_digits(after.get('accuracy'))} "
-                f"on {state['num_scored']} problems, {summary['minutes']:.1f} minutes of training"
-            )
         if self.world.is_first:
-            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             if importlib.util.find_spec("matplotlib") is not None:
                 self._draw(self.directory / "curve.png")
+        if self.trainer.held_out:
+            self._show_answers(state)
         self.log.message(f"the model is in {self.directory / 'hf'}, numbers and samples of each step beside it")
         return summary
+
+    def _show_answers(self, state: dict[str, Any]) -> None:
+        prompts = next(iter(self.trainer.held_out.values()))
+        rows = zip(prompts.texts, state["examples_before"], state["examples_after"], strict=False)
+        self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+        before, after = (_three_digits(state[when].get("accuracy")) for when in ("before", "after"))
+        self.log.message(
+            f"held-out accuracy {before} -> {after} on {state['num_scored']} problems, "
+            f"{state['seconds'] / 60:.1f} minutes of training"
+        )
 
     def _draw(self, path: Path) -> None:
         try:
@@ -427,6 +432,6 @@ def _three_digits(value: float | None) -> str:
 def _outlive_terminal() -> None:
     """Where the terminal is gone, writing to it would be an error, and end the run before it has saved."""
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # it may be closed
+        with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:  # it may be closed
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
                 os.dup2(nowhere.fileno(), descriptor)

@@ -103,7 +103,7 @@ def _let_gloo_finish() -> None:
 def _gloo_is_running() -> bool:
     for task in Path("/proc/self/task").glob("*/stat"):  # empty on systems other than Linux
         with contextlib.suppress(OSError):  # the thread has ended
-            name, _, rest = task.read_text().rpartition(") ")
+            name, _, rest = task.read_text(encoding="utf-8").rpartition(") ")
             if "gloo" in name and rest.startswith("R"):
                 return True
     return False

@@ -180,7 +180,7 @@ def _is(path: Path, patterns: Sequence[str]) -> bool:
 
 def _change(file: Path, changes: dict[str, Any]) -> None:
     """Sets values in a file of JSON. ``torch_dtype`` is an old name of ``dtype``."""
-    values: dict[str, Any] = (json.loads(file.read_text()) if file.is_file() else {}) | changes
+    values: dict[str, Any] = (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}) | changes
     values.pop("torch_dtype", None)
     write_text(file, json.dumps(values, indent=2) + "\n")
 
@@ -219,7 +219,7 @@ def _keep_others_files(output: Path, temporary: Path) -> None:
 def _exported(folder: Path) -> set[str]:
     """Names of what an export has written into the folder."""
     try:
-        return {str(name) for name in json.loads((folder / _OWN_FILES).read_text())["files"]}
+        return {str(name) for name in json.loads((folder / _OWN_FILES).read_text(encoding="utf-8"))["files"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # older versions wrote no list
         return {path.name for path in folder.glob("model*.safetensors*")}
 

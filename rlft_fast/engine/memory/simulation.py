@@ -97,7 +97,7 @@ def simulate(workload: Workload) -> Peaks:
         ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or the process has joined a group.
         MemoryPlanError: the model has an operator that does not run on tensors without data.
     """
-    return _simulate(workload, (Path(workload.path) / "config.json").read_text())
+    return _simulate(workload, (Path(workload.path) / "config.json").read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=256)

@@ -153,6 +153,6 @@ def require_same_model(
         ValueError: ranks differ; raised on every rank, and the message names the differences.
     """
     file = Path(path) / "config.json"
-    model = json.loads(file.read_text()) if file.is_file() else {}
+    model = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     engine = config.model_dump(mode="json") | {"head": head, "num_training_steps": num_training_steps}
     world.require_agreement("engine configuration", engine | {f"config.json: {key}": model[key] for key in model})
