@@ -126,22 +126,24 @@ struct Math {
 };
 
 // Returns the statistics of one block. Columns beyond the tile hold -inf and add 0 to every sum.
-template <bool kEntropy, bool kSquares>
-RLFT_INLINE RowStats block_stats(const float (&x)[kBlock]) {
+template <bool kEntropy>
+RLFT_INLINE RowStats block_stats(const float (&x)[kBlock], bool squares) {
   RowStats stats;
   stats.max = reduce(x, Max());
   const float shift = stats.max == kMinusInf ? 0.0f : stats.max;
-  float terms[kBlock], tops[kBlock], shifted[kBlock], squares[kBlock];
+  float terms[kBlock], tops[kBlock], others[kBlock];
   for (int64_t j = 0; j < kBlock; ++j) {
     const float d = x[j] - shift, e = exp_nonpositive(d);
     tops[j] = e == 1.0f ? 1.0f : 0.0f;
     terms[j] = e == 1.0f ? 0.0f : e;
-    if (kEntropy) shifted[j] = e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
-    if (kSquares) squares[j] = e * e;
+    if (kEntropy) others[j] = e * (d < kMinExponent ? kMinExponent : d);  // 0 * -inf would be NaN
   }
   stats.sums.excess = reduce(terms, Add()) + (reduce(tops, Add()) - 1);
-  if (kEntropy) stats.sums.shift = reduce(shifted, Add());
-  if (kSquares) stats.sums.squared = reduce(squares, Add());
+  if (kEntropy) stats.sums.shift = reduce(others, Add());
+  if (squares) {
+    for (int64_t j = 0; j < kBlock; ++j) others[j] = (terms[j] + tops[j]) * (terms[j] + tops[j]);  // one of them is 0
+    stats.sums.squared = reduce(others, Add());
+  }
   return stats;
 }
 
@@ -152,38 +154,36 @@ RLFT_INLINE float sum_of(const float (&x)[kBlock], int64_t count) {
   return reduce(inside, Add());
 }
 
-template <bool kEntropy, bool kSquares, bool kLogits>
+RLFT_INLINE void store(const StatsOut& out, int64_t i, const RowStats& row) {
+  out.store<false, false>(i, row);
+  if (out.sum_exp_shift != nullptr) out.sum_exp_shift[i] = row.sums.shift;
+  if (out.sum_exp_squared != nullptr) out.sum_exp_squared[i] = row.sums.squared;
+}
+
+// Asks which sums are wanted once per block: to compile the row for each answer took a gigabyte and four times as long.
 RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
   float x[kBlock];
   const float* z = tile.logits + i * tile.stride;
   const float inv_temperature = tile.inv_temperature[i * tile.inv_temperature_stride];
   const int64_t target = tile.target[i] - tile.vocab_start;
-  RowStats row = out.load<kEntropy, kSquares>(i);
+  const bool entropy = out.sum_exp_shift != nullptr, squares = out.sum_exp_squared != nullptr;
+  RowStats row = out.load<false, false>(i);
+  if (entropy) row.sums.shift = out.sum_exp_shift[i];
+  if (squares) row.sums.squared = out.sum_exp_squared[i];
   for (int64_t begin = 0; begin < tile.columns; begin += kBlock) {
     const int64_t count = std::min(kBlock, tile.columns - begin);
     transform_block(tile.transform, z + begin, begin, count, inv_temperature, x);
     if (target >= begin && target < begin + count) out.target_logit[i] = x[target - begin];
-    row.merge<Math>(block_stats<kEntropy, kSquares>(x));
-    if (kLogits) out.sum_logits[i] += sum_of(x, count);
+    row.merge<Math>(entropy ? block_stats<true>(x, squares) : block_stats<false>(x, squares));
+    if (out.sum_logits != nullptr) out.sum_logits[i] += sum_of(x, count);
   }
-  out.store<kEntropy, kSquares>(i, row);
-}
-
-template <bool kLogits>
-RLFT_INLINE void stats_row(const Tile& tile, const StatsOut& out, int64_t i) {
-  if (out.sum_exp_squared != nullptr)
-    out.sum_exp_shift != nullptr ? stats_row<true, true, kLogits>(tile, out, i)
-                                 : stats_row<false, true, kLogits>(tile, out, i);
-  else
-    out.sum_exp_shift != nullptr ? stats_row<true, false, kLogits>(tile, out, i)
-                                 : stats_row<false, false, kLogits>(tile, out, i);
+  store(out, i, row);
 }
 
 }  // namespace
 
 RLFT_MULTIVERSION void stats_rows(const Tile& tile, const StatsOut& out, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    out.sum_logits != nullptr ? stats_row<true>(tile, out, i) : stats_row<false>(tile, out, i);
+  for (int64_t i = begin; i < end; ++i) stats_row(tile, out, i);
 }
 
 RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_t rows, const StatsOut& out) {
@@ -193,8 +193,7 @@ RLFT_MULTIVERSION void merge_blocks(const float* partial, int64_t blocks, int64_
       const float* own = partial + kNumStats * i * rows + r;
       row.merge<Math>({own[0], {own[rows], own[2 * rows]}});
     }
-    out.store<false, false>(r, row);
-    if (out.sum_exp_shift != nullptr) out.sum_exp_shift[r] = row.sums.shift;
+    store(out, r, row);
   }
 }
 
@@ -246,7 +245,7 @@ RLFT_MULTIVERSION void grad_rows(const Tile& tile, const Upstream& upstream, int
 namespace {
 RLFT_INLINE void frozen_row(const Tile& tile, const FrozenOut& out, int64_t i) {
   const float before = out.stats.max[i];
-  stats_row<false, false, false>(tile, out.stats, i);
+  stats_row(tile, out.stats, i);
   const float max = out.stats.max[i];
   const float rescale = before == kMinusInf ? 0.0f : exp_nonpositive(before - max);
   float* accumulator = out.accumulator + i * out.dim;
