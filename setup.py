@@ -1,8 +1,9 @@
 """Build of the compiled half: one ninja file for all three libraries, so that everything compiles in parallel.
 
     rlft_fast/_C.abi3.so         schemas and CPU kernels, LibTorch stable ABI
-    rlft_fast/_C_cuda.abi3.so    CUDA kernels, stable ABI; built wherever an nvcc is found, GPU or not, unless
-                                 RLFT_FAST_CPU_ONLY is set
+    rlft_fast/_C_cuda.abi3.so    CUDA kernels, stable ABI; built where an nvcc is found, GPU or not, and torch has CUDA.
+                                 RLFT_FAST_CPU_ONLY leaves them out. RLFT_FAST_CUDA_ONLY or RLFT_FAST_CUDA_ARCHS asks
+                                 for them beside a torch without CUDA, which does not load them.
     rlft_fast/_planner.*.so      host-side planning, pybind11
 
 An index serves two distributions. `rlft_fast` is built with RLFT_FAST_CPU_ONLY. `rlft_fast-cuda`, built with
@@ -130,7 +131,28 @@ def ninja_file(outputs: dict[str, Path], objects: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def torch_loads_cuda_kernels() -> bool:
+    """Whether the installed torch is built with CUDA. If not, says that the kernels are left out, and what to do."""
+    torch_root()
+    import torch
+
+    if torch.version.cuda is None:
+        print(
+            f"torch {torch.__version__} is built without CUDA and would not load the CUDA kernels, which {find_nvcc()} "
+            "compiles for minutes: they are left out. Install a torch with CUDA to use them, or set "
+            "RLFT_FAST_CUDA_ONLY=1 to compile them for another machine.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return torch.version.cuda is not None
+
+
 class NinjaBuild(build_ext):
+    def run(self) -> None:
+        if HAS_CUDA_KERNELS and not ASKS_FOR_CUDA_KERNELS and not torch_loads_cuda_kernels():
+            self.extensions = [ext for ext in self.extensions if ext.name != "rlft_fast._C_cuda"]
+        super().run()
+
     def build_extensions(self) -> None:
         # In an editable install the libraries land beside the sources, in a wheel in the build folder.
         outputs = {ext.name.split(".")[-1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
@@ -174,7 +196,11 @@ if CUDA_ONLY and ("RLFT_FAST_CPU_ONLY" in os.environ or find_nvcc() is None):
 extensions = []
 if not CUDA_ONLY:
     extensions += [Extension("rlft_fast._C", [], py_limited_api=True), Extension("rlft_fast._planner", [])]
-if find_nvcc() and glob(f"{ROOT}/csrc/cuda/*.cu") and "RLFT_FAST_CPU_ONLY" not in os.environ:
+ASKS_FOR_CUDA_KERNELS = CUDA_ONLY or "RLFT_FAST_CUDA_ARCHS" in os.environ
+HAS_CUDA_KERNELS = (
+    find_nvcc() is not None and bool(glob(f"{ROOT}/csrc/cuda/*.cu")) and "RLFT_FAST_CPU_ONLY" not in os.environ
+)
+if HAS_CUDA_KERNELS:
     extensions.append(Extension("rlft_fast._C_cuda", [], py_limited_api=True))
 
 setup(

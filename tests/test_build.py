@@ -79,7 +79,12 @@ def test_rows_are_stored_in_vectors(library):
 
 
 def build_error(path: str, python_path: str, **environment: str) -> str:
-    """What `setup.py build_ext` says when it gives up."""
+    """The last line of `setup.py build_ext`, which gives up."""
+    return failed_build(path, python_path, **environment).strip().splitlines()[-1]
+
+
+def failed_build(path: str, python_path: str, **environment: str) -> str:
+    """What `setup.py build_ext` says until it gives up."""
     environment = {"PATH": path, "PYTHONPATH": python_path, "HOME": os.environ.get("HOME", "/"), **environment}
     result = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", python_path, "--build-lib", python_path],
@@ -90,7 +95,7 @@ def build_error(path: str, python_path: str, **environment: str) -> str:
     )
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    return result.stderr.strip().splitlines()[-1]
+    return result.stderr
 
 
 def test_missing_compiler_is_one_sentence(tmp_path):
@@ -112,6 +117,26 @@ def test_missing_torch_is_one_sentence(tmp_path):
     (tmp_path / "torch.py").write_text('raise ImportError("no torch")\n')
     message = build_error(os.environ["PATH"], str(tmp_path))
     assert re.fullmatch(r"rlft_fast needs torch >= 2\.11 installed before it is built: .*\.", message)
+
+
+# The CUDA of torch, how the kernels are asked for, and whether they are compiled.
+@pytest.mark.parametrize(
+    ("cuda", "asked", "compiled"),
+    [("13.0", {}, True), (None, {}, False), (None, {"RLFT_FAST_CUDA_ONLY": "1"}, True)],
+)
+def test_kernels_that_torch_would_not_load_are_left_out(cuda, asked, compiled, tmp_path):
+    """Torch and nvcc are pretended: the build only has to be planned. A compiler that cannot be run ends it there."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch()
+    (tmp_path / "torch.py").write_text(f'__version__ = "2.13.0"\nclass version: cuda = {cuda!r}\n')
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    output = failed_build(os.environ["PATH"], str(tmp_path), CUDA_HOME=str(nvcc.parents[1]), CXX=str(compiler), **asked)
+    assert ("_C_cuda.abi3.so" in (tmp_path / "build.ninja").read_text()) == compiled
+    says_so = "torch 2.13.0 is built without CUDA and would not load the CUDA kernels" in output
+    assert says_so == (cuda is None and not compiled)
 
 
 @pytest.mark.skipif(not CUDA_LIBRARIES, reason="the CUDA kernels were not compiled")
