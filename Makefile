@@ -30,6 +30,7 @@ INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
+NEWEST    := $(CURDIR)/build/newest
 BESIDE    := $(CURDIR)/build/peers
 DOCS      := $(CURDIR)/build/site/environment
 WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
@@ -44,12 +45,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest crash-test crash-test-ray lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest crash-test crash-test-ray lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | crash-test | crash-test-ray | lint"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | crash-test | crash-test-ray | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
 	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
 	@echo "     docs | clean"
@@ -140,6 +141,17 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 	  print(*(each.replace('>=', '==') for each in wanted))") \
 	  "setuptools>=77" ninja pybind11 triton pytest pytest-benchmark pytest-xdist hypothesis
 	@touch $@
+
+# The quick suite with the newest versions of everything but torch, in an environment laid over ours, made anew each time.
+# The newest torch is the one for CUDA, gigabytes: make test-wheel runs it.
+test-newest: install
+	$(PYTHON) -m venv --clear $(NEWEST)
+	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c $(SITE))" > "$$($(NEWEST)/bin/python -c $(SITE))/ours.pth"
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $$($(PYTHON) -c "import re, tomllib; \
+	  extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	  names = {re.split('[<>=]', each)[0] for extra in ('train', 'lora', 'math', 'dev') for each in extras[extra]}; \
+	  print(*sorted(names - {'clang-format'}))")
+	$(NEWEST)/bin/python -m pytest $(TWO) $(THINNED) -m "not slow and not dist and not vllm and not peers and not ray"
 
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
 docs: $(DOCS)/.installed

@@ -6,12 +6,13 @@ weight is tied to the embedding or not. Code that reads ``lm_head.weight`` from 
 Shapes: T packed tokens, A active positions (those whose next token was sampled), D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from rlft_fast.data import IGNORE_INDEX
 from rlft_fast.models.architectures import padded_attention
@@ -20,6 +21,7 @@ from rlft_fast.models.probe import probe
 from rlft_fast.models.vision import has_vision
 from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob import LossFunction, check_losses
+from rlft_fast.plugins import parameter_names
 
 
 class LogprobHead(nn.Module):
@@ -274,7 +276,8 @@ class PolicyModel(nn.Module):
         if prompt_ids.shape[1] > 1:
             self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
-                position_ids=_positions(attention_mask)[:, :-1], past_key_values=cache, use_cache=True,
+                position_ids=_positions(attention_mask)[:, :-1], use_cache=True,
+                **{_cache_argument(self.backbone.forward): cache},
             )  # fmt: skip
             cache.batch_repeat_interleave(num_samples)
         return cache
@@ -296,9 +299,14 @@ class PolicyModel(nn.Module):
             attention_mask=attention_mask,
             # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
             position_ids=_positions(attention_mask),
-            past_key_values=cache,
+            **{_cache_argument(GenerationMixin.prepare_inputs_for_generation): cache},
             **options,
         )
+
+
+def _cache_argument(function: Callable[..., Any]) -> str:
+    """The name by which a forward takes its cache. transformers 5.24 renamed it and warns of the old name."""
+    return "cache" if "cache" in parameter_names(function) else "past_key_values"
 
 
 def _positions(attention_mask: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ def test_no_more_completions_than_the_batch_size_run_at_once(tiny_model, batch_s
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])  # greedy reports the log-probability at temperature 1
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen2-sliding", "gemma2"])
+@pytest.mark.filterwarnings("error::FutureWarning")  # of names that transformers is about to drop
 def test_logprobs_are_those_of_the_engine(tiny_model, name, temperature):
     path = tiny_model(name)
     engine = FSDPEngine(str(path), EngineConfig(max_tokens=64), temperature=temperature or 1.0).initialize()
@@ -477,7 +478,6 @@ SHARES = [(PROMPTS[:3], PROMPTS[3:]), ([PROMPTS[0]], []), (PROMPTS[:1], PROMPTS[
 
 
 def generate_on_two(rank: int, path: Path, expected: Path) -> None:
-    torch.set_num_threads(1)
     config = EngineConfig(max_tokens=64, optimizer=OptimizerConfig(learning_rate=1e-2))
     engine = FSDPEngine(str(path), config, num_training_steps=2).initialize()
     rollout = of_engine(engine, batch_size=2)
