@@ -31,6 +31,10 @@ SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 NEWEST    := $(CURDIR)/build/newest
+# The kernels of other CPUs that test-cpus takes, by torch's names, and the suites of numbers that it runs.
+KERNELS   ?= avx2 default
+NUMBERS   := tests/ops tests/rl tests/models tests/engine tests/data tests/rollout/test_hf.py \
+	tests/trainer/test_objective.py tests/trainer/test_experience.py tests/trainer/runs/test_same_numbers.py
 BESIDE    := $(CURDIR)/build/peers
 DOCS      := $(CURDIR)/build/site/environment
 WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
@@ -45,12 +49,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest crash-test crash-test-ray lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | crash-test | crash-test-ray | lint"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
 	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
 	@echo "     docs | clean"
@@ -152,6 +156,14 @@ test-newest: install
 	  names = {re.split('[<>=]', each)[0] for extra in ('train', 'lora', 'math', 'dev') for each in extras[extra]}; \
 	  print(*sorted(names - {'clang-format'}))")
 	$(NEWEST)/bin/python -m pytest $(TWO) $(THINNED) -m "not slow and not dist and not vllm and not peers and not ray"
+
+# The suites of numbers with the kernels of other CPUs, each with one thread and with two: torch's, and in both cases the
+# AVX2 kernels of MKL and oneDNN. Each of the four runs takes minutes.
+test-cpus: install
+	set -e; for kernels in $(KERNELS); do for threads in 1 2; do echo "== $$kernels, threads: $$threads"; \
+	  ATEN_CPU_CAPABILITY=$$kernels MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	  $(BIN)/python -m pytest -n $$((2 / threads)) --dist loadfile --threads $$threads $(THINNED) \
+	    -m "not slow and not vllm and not peers and not ray and not gpu" $(NUMBERS); done; done
 
 # The site of docs/, with pages of the API from docstrings, in build/site/html. A dead link fails it.
 docs: $(DOCS)/.installed

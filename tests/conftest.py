@@ -23,15 +23,21 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The models are so small that handing work to threads costs more than it saves. Child processes inherit the number of
-# threads, because equal bits need equal numbers of threads.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "run one in N of the variants of each test, always the same and at least one, and no test marked long"
     parser.addoption("--thin", type=int, metavar="N", help=help)
+    parser.addoption("--threads", type=int, default=1, metavar="N", help="threads of each process of a test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread: the models are so small that handing work to threads costs more than it saves.
+
+    Child processes inherit the number of threads, because equal bits need equal numbers of threads.
+    """
+    threads = config.getoption("threads")
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:

@@ -173,6 +173,20 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
         assert error <= tolerance * tensor.abs().max().clamp(min=1e-3), (name, error.item())
 
 
+def assert_same_steps(actual: FSDPEngine, expected: FSDPEngine, num_steps: int) -> None:
+    """Weights after steps on the same gradients, added in another order.
+
+    An update of AdamW is lr·g / (|g| + eps): where |g| is far below eps, it multiplies the error of g by lr / eps. That
+    error is some roundings of the largest gradients, as an element near 0 is a sum of larger terms.
+    """
+    optimizer = expected.config.optimizer
+    largest = max(gradient.abs().max().item() for gradient in gradients(expected).values())
+    error = 16 * torch.finfo(torch.float32).eps * largest
+    atol = num_steps * optimizer.learning_rate / optimizer.eps * error
+    for (name, x), y in zip(weights(actual).items(), weights(expected).values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Bit for bit."""
     assert actual.keys() == expected.keys()

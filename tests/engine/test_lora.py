@@ -150,7 +150,6 @@ def test_engine_without_adapters_has_none_to_disable(tiny_model):
 
 
 def check_two(rank: int, path: Path, output: Path) -> None:
-    torch.set_num_threads(1)
     wanted = torch.load(output / "one.pt")
     engine = trained(path, HEAD_TOO)
     torch.testing.assert_close(infer(engine), wanted["trained"], rtol=0, atol=1e-4)

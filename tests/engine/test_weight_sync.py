@@ -81,7 +81,6 @@ def test_one_process(case, tiny_model):
 
 
 def check_on_two(rank: int, folder: Path, memory: bool) -> None:
-    torch.set_num_threads(1)
     for name, config in CASES.values():
         engine = trained(folder / name, config)
         check_stream(engine)

@@ -29,6 +29,7 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from rlft_fast.models import PACKED_ATTENTION, LogprobHead, ModelInputs, PolicyModel, ValueModel, load_policy
 from tests.support.distributed import run_distributed
 from tests.support.gemms import multiplications, requires_mkl
+from tests.support.numerics import assert_close_to_rounding
 from tests.support.tiny_models import MODELS
 
 SIZES = {
@@ -99,7 +100,7 @@ def test_head_with_softcap_and_bias(bias):
     assert torch.equal(head(hidden), linear(hidden))
     logits = 2.0 * torch.tanh(1.5 * linear(hidden) / 2.0)
     wanted = torch.log_softmax(logits / 0.7, -1).gather(1, target[:, None]).squeeze(1)
-    torch.testing.assert_close(head(hidden, target, temperature=0.7).logprob, wanted, rtol=0, atol=1e-6)
+    assert_close_to_rounding(head(hidden, target, temperature=0.7).logprob, wanted)
 
     def loss_fn(logprob, entropy, weight):
         return weight * logprob.square()
@@ -137,9 +138,9 @@ def test_head_over_a_support(lora):
     first, second = z[0, 0, [3, 5, 8]].log_softmax(0), z[1, 0, [7, 0]].log_softmax(0)
     wanted = torch.stack([first[0], torch.tensor(0.0), second[1], torch.tensor(0.0)]).view(2, 2)
     result = head(hidden, target, temperature=0.7, support=support, return_sum_prob_squared=True)
-    torch.testing.assert_close(result.logprob, wanted, rtol=0, atol=1e-6)
+    assert_close_to_rounding(result.logprob, wanted)
     squared = torch.stack([(2 * first).exp().sum(), torch.tensor(0.0), (2 * second).exp().sum(), torch.tensor(1.0)])
-    torch.testing.assert_close(result.sum_prob_squared, squared.view(2, 2), rtol=0, atol=1e-6)
+    assert_close_to_rounding(result.sum_prob_squared, squared.view(2, 2))
 
     for name in ("return_top1", "return_mean_logits"):
         with pytest.raises(ValueError, match=f"{name} does not go with a support.*leave one of them out"):
@@ -166,8 +167,8 @@ def test_head_keeps_the_shape_of_its_targets_and_leaves_out_ignored_ones():
     log_p = torch.log_softmax(linear(hidden) / temperature[..., None], -1)
     active = targets != -100
     logprob = log_p.gather(-1, targets.where(active, 0)[..., None])[..., 0]
-    torch.testing.assert_close(result.logprob, logprob.where(active, 0), rtol=0, atol=1e-6)
-    torch.testing.assert_close(result.entropy, -(log_p.exp() * log_p).sum(-1).where(active, 0), rtol=0, atol=1e-6)
+    assert_close_to_rounding(result.logprob, logprob.where(active, 0))
+    assert_close_to_rounding(result.entropy, -(log_p.exp() * log_p).sum(-1).where(active, 0))
 
 
 def test_head_takes_hidden_states_of_another_dtype():

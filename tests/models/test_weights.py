@@ -132,7 +132,6 @@ def anonymous_bytes() -> int:
 
 def check_memory(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    torch.set_num_threads(1)
     load_weights(folder.parent / "warm-up", _sharded(CONFIGS["llama"], mesh))  # imports and pools
     before = anonymous_bytes()
     peaks = []

@@ -1,4 +1,4 @@
-"""The tolerance of this project: the error that plain PyTorch itself makes in the same dtype."""
+"""Tolerances of this project: the error that plain PyTorch makes in the same dtype, and roundings of the values."""
 
 import torch
 from torch import Tensor
@@ -20,3 +20,13 @@ def assert_no_further_from_truth(ours: Tensor, eager: Tensor, truth: Tensor, *, 
     assert ours_error <= factor * eager_error + one_rounding, (
         f"rms error {ours_error:.3e}, plain PyTorch's {eager_error:.3e}, one rounding {one_rounding:.3e}"
     )
+
+
+def assert_close_to_rounding(actual: Tensor, expected: Tensor, *, roundings: int = 16) -> None:
+    """Every element within ``roundings`` roundings of the largest magnitude in ``expected``.
+
+    For the same numbers computed in another order. CPUs add the terms of a GEMM in different orders, and an element
+    near 0 may be a sum of terms as large as the largest element: its own size says nothing about its error.
+    """
+    atol = roundings * torch.finfo(expected.dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)

@@ -308,7 +308,6 @@ def test_evaluation_by_another_function_than_the_reward(model, reward_model, tmp
 
 
 def on_two_processes(rank: int, *folders: Path) -> None:
-    torch.set_num_threads(1)
     for folder in folders:
         train(Config.load(folder / "config.yaml"))
 

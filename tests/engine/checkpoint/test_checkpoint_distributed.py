@@ -33,7 +33,6 @@ def assert_continues(engines: dict[str, FSDPEngine], expected: Path, seed: int) 
 
 
 def continue_on_two(rank: int, model: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
     engines = make_engines(model)
     state = CheckpointManager(directory / "one").load(engines)
     assert state is not None
@@ -106,7 +105,6 @@ def leave_out_damaged(rank: int, manager: CheckpointManager, engines: dict[str, 
 
 
 def continue_on_four(_: int, model: Path, directory: Path) -> None:
-    torch.set_num_threads(1)
     engines = make_engines(model)
     assert CheckpointManager(directory / "three").load(engines) == {"step": 4}
     assert_continues(engines, directory / "three.pt", seed=3)

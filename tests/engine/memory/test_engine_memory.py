@@ -68,7 +68,6 @@ def planned_bytes(path: Path, num_micro_batches: int, options: dict[str, Any]) -
 
 
 def compare(rank: int, path: Path, num_micro_batches: int, options: dict[str, Any], planned: int) -> None:
-    torch.set_num_threads(1)
     config = sharded_config(options)
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     batch = full_batch(config.max_tokens, 2 // config.sequence_parallel * num_micro_batches)

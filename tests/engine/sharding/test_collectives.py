@@ -50,7 +50,6 @@ def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str,
 
 
 def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
-    torch.set_num_threads(1)
     batch = random_batch(7 * num_copies)
     batch = near_policy(batch, torch.full((batch.num_tokens,), -5.5))
     seen, norms = [], []
@@ -75,7 +74,6 @@ def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
 
 def check_after_a_rollout(rank: int, path: Path) -> None:
     """A rollout keeps the weights gathered. Afterwards units free their weights as they did before it."""
-    torch.set_num_threads(1)
     batch = near_policy(random_batch(), torch.full((random_batch().num_tokens,), -5.5))
     for reshards in (True, False):
         engine = make_engine(path, max_tokens=1000, config={"reshard_after_forward": reshards})

@@ -45,7 +45,6 @@ def run_case(path: Path, head: str, aggregation: str, max_tokens: int, num_seque
 
 
 def compare_with_one_process(rank: int, models: Path, expected: Path) -> None:
-    torch.set_num_threads(1)
     for name in NAMES:
         for head in ("logprob", "value"):
             for aggregation in AGGREGATIONS:
@@ -70,7 +69,6 @@ def test_two_processes_compute_what_one_does(tiny_model, tmp_path):
 
 
 def check_steps(rank: int, path: Path, output: Path) -> None:
-    torch.set_num_threads(1)
     batch = random_batch()
     check_on_policy(path, batch)
     engine = make_engine(path, max_tokens=24)

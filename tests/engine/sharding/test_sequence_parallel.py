@@ -63,7 +63,6 @@ def cases(names: list[str]) -> list[tuple]:
 
 
 def compare_with_one_process(rank: int, models: Path, expected: Path, names: list[str], sizes: tuple[int, ...]) -> None:
-    torch.set_num_threads(1)
     for name, head, *case in cases(names):
         for size in sizes:
             actual = run_case(models / name, head, *case, size)

@@ -269,7 +269,6 @@ def test_unusual_line_separators_in_samples_survive(tmp_path):
 def run_interrupted(rank: int, folders: dict[str, Path]) -> None:
     """A reward function that fails, and a signal, on the second process only; then resumed."""
     check_gathering_on_two_ranks(rank)
-    torch.set_num_threads(1)
     configs = {how: Config.load(folder / "config.yaml") for how, folder in folders.items()}
     with pytest.raises(RewardError, match="failed in another process" if rank == 0 else "the judge does not answer"):
         train(configs["raise"])

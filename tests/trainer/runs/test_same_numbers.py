@@ -61,7 +61,6 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _train(rank: int, model: Path, folder: Path, changes: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     train(toy_config(model, folder, **changes))
 
 

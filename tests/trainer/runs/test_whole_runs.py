@@ -45,7 +45,6 @@ def killed_run(folder: Path, world_size: int) -> None:
 
 
 def train_whole_and_resume(rank: int, whole: Path, killed: Path) -> None:
-    torch.set_num_threads(1)
     train(Config.load(whole / "config.yaml"))
     train(Config.load(killed / "config.yaml"), resume=True)
 
