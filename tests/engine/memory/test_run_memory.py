@@ -97,18 +97,17 @@ def test_offload_never_needs_more_in_any_phase(name, how, config_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [64, 2])  # all at once, and fewer than one prompt's samples
-def test_what_generate_takes(batch_size, tmp_path):
+def test_what_generate_takes(tmp_path):
     """The cache is most of it: 16 completions of 448 tokens, 4 layers, 4 heads of 32 keys and values."""
     path = save_model(tmp_path, width=256, vocab_size=259)
     save_tokenizer(path)
     changes = {
         "rollout__prompts_per_step": 4, "rollout__samples_per_prompt": 4, "rollout__max_prompt_tokens": 64,
-        "rollout__max_new_tokens": 384, "rollout__batch_size": batch_size, "actor__max_tokens": 512,
+        "rollout__max_new_tokens": 384, "actor__max_tokens": 512,
     }  # fmt: skip
     model = load_policy(path)
     planned = GeneratorMemory(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy_bytes
-    generator = HFGenerator(model, load_tokenizer(path), batch_size)
+    generator = HFGenerator(model, load_tokenizer(path), batch_size=64)
     generator.eos_token_ids = []
     prompts = [[7] * 64] * 4
     sample = partial(generator.generate, prompts, SamplingParams(n=4, max_new_tokens=384), draw_seeds(4, 4))
