@@ -36,12 +36,25 @@ def test_it_builds_for_each_python_with_the_oldest_torch_by_the_makefile(path):
 def test_a_container_installs_what_the_package_has(name):
     text = (ROOT / f"docker/{name}.Dockerfile").read_text()
     (extras,) = re.findall(r"^ARG EXTRAS=(.+)$", text, re.MULTILINE)
-    assert set(extras.split(",")) < PROJECT["project"]["optional-dependencies"].keys()
+    offered = PROJECT["project"]["optional-dependencies"].keys()
+    assert {"train", "ray", "servers"} < set(extras.split(",")) < offered
     (program,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', text, re.MULTILINE)
     assert program in PROJECT["project"]["scripts"]
     build = {re.split(r"\W", need)[0] for need in PROJECT["build-system"]["requires"]} - {"torch"}
     (installed,) = (line for line in text.splitlines() if "setuptools" in line)
     assert all(need in installed for need in build)  # pip installs the package without build isolation
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_container_has_the_tested_versions_and_does_not_run_as_root(name):
+    lines = (ROOT / f"docker/{name}.Dockerfile").read_text().splitlines()
+    (copied,) = (i for i, line in enumerate(lines) if line.startswith("COPY constraints.txt "))
+    (constrained,) = (i for i, line in enumerate(lines) if line.startswith("ENV PIP_CONSTRAINT="))
+    (installed,) = (i for i, line in enumerate(lines) if "/rlft_fast[$EXTRAS]" in line)
+    assert copied < constrained < installed
+    (user,) = (line.split()[1] for line in lines if line.startswith("USER "))
+    assert user not in ("root", "0")
+    assert any(f"useradd --create-home {user}" in line for line in lines)
 
 
 def test_a_container_gets_every_file():
