@@ -31,8 +31,12 @@ def run(arguments: list[str]) -> int:
         _parser().error(f"--gpus must be at most {_MOST_GPUS}, got {own.gpus}")
     config = Config.load(positional[0], overrides)
     print(f"{printable(config.model)} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
-    fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in shard_sizes(config, own)]
-    return 0 if any(fits) else 1
+    sizes = shard_sizes(config, own)
+    fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in sizes]
+    if any(fits):
+        return 0
+    report_advice(config, own.gpus, sizes[0], own.memory * 1e9)
+    return 1
 
 
 def _parser() -> Parser:
@@ -42,7 +46,7 @@ def _parser() -> Parser:
         description="Compute what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest "
         "token cap of the policy that fits, and the bytes sent per optimizer step. There are two plans: the policy "
         "sharded over all GPUs, and sharded over the GPUs of one node (HSDP). Only config.json of each model is read. "
-        "The exit status is 1 if nothing fits.",
+        "If nothing fits, settings that would fit are named, and the exit status is 1.",
         epilog="`rlft-fast train --help` explains every --key.",
         allow_abbrev=False,
     )
@@ -69,7 +73,7 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     """
     from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_memory
 
-    config = config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
+    config = _sharded(config, shard_size)
     plan = plan_memory(config, world_size, memory_bytes)
     fits = plan.fits(memory_bytes)
     print()
@@ -90,6 +94,20 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     sent = sum(engine.sent_bytes for engine in plan.engines.values())
     print(f"  sent per step         {sent / 1e9:>10.2f} GB by every GPU", flush=True)
     return fits
+
+
+def report_advice(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> None:
+    """Prints the settings with which the run would fit, unless vLLM's memory is what does not, as `report` said."""
+    from rlft_fast.engine.memory import advice, plan_memory
+
+    config = _sharded(config, shard_size)
+    plan = plan_memory(config, world_size, memory_bytes)
+    if not plan.refusal:
+        print(f"\nNothing fits. {printable(advice(config, plan, world_size, memory_bytes))}")
+
+
+def _sharded(config: Config, shard_size: int) -> Config:
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
 
 
 def print_parts(plan: "MemoryPlan") -> None:

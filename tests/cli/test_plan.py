@@ -1,6 +1,7 @@
 """``rlft-fast plan`` prints what a run needs; its exit status says whether the run fits."""
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -72,10 +73,26 @@ def test_more_gpus_than_there_are(config_file, capsys):
 
 
 def test_plan_that_does_not_fit(config_file, capsys):
-    assert main(["plan", config_file, "--gpus", "2", "--memory", "0.00001"]) == 1
+    saving = "--actor.activation_checkpointing full --actor.reduce_every_micro_batch true --actor.cpu_offload true"
+    assert main(["plan", config_file, "--gpus", "1", "--memory", "0.00001", *saving.split()]) == 1
     output = capsys.readouterr().out
     assert output.count("does not fit into 0.0") == 3
+    assert output.endswith(
+        "\nNothing fits. No other settings are enough: use more ranks, shorter sequences or a smaller model\n"
+    )
     assert "largest max_tokens             0  below the longest sequence, 64" in output
+
+
+@pytest.mark.slow
+def test_settings_that_would_fit_are_named(config_file, capsys):
+    main(["plan", config_file, "--gpus", "1", "--memory", "1"])
+    (needed,) = re.findall(r"at most +([\d.]+) GB", capsys.readouterr().out)
+    arguments = ["plan", config_file, "--gpus", "1", "--memory", str(float(needed))]  # of which 90 % are usable
+    assert main(arguments) == 1
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert advice.startswith("Nothing fits. It fits with ")
+    key, value = re.search(r"(actor\.\w+): (\w+)", advice).groups()
+    assert main([*arguments, f"--{key}", value]) == 0
 
 
 @pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])

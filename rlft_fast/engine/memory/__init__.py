@@ -6,17 +6,19 @@ engine        one model: memory by part, largest token cap, bytes sent per step
 generator     vLLM's memory, or the memory of transformers' ``generate``
 simulation    runs the real model code on tensors without data, and records the peak
 repeats       models with few blocks stand for a model with many equal blocks
+trace         the bytes after every operator, for any number of tokens
 tracker       bytes that are allocated while operators run
 """
 
 from rlft_fast.engine.memory.engine import MemoryPlanError
-from rlft_fast.engine.memory.fit import DoesNotFitError, check_run
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run
 from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [
     "DoesNotFitError",
     "MemoryPlan",
     "MemoryPlanError",
+    "advice",
     "check_run",
     "largest_actor_max_tokens",
     "longest_sequence",

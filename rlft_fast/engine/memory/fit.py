@@ -57,6 +57,28 @@ def check_run(
 
     if plan.refusal:
         raise DoesNotFitError(plan.refusal)
+    reason = _reason(plan, world_size, memory_bytes, host_bytes)
+    raise DoesNotFitError(f"{reason}. {advice(config, plan, world_size, memory_bytes, device_type, host_bytes)}")
+
+
+def advice(
+    config: Config,
+    plan: MemoryPlan,
+    world_size: int,
+    memory_bytes: float,
+    device_type: str = "cuda",
+    host_bytes: float = math.inf,
+) -> str:
+    """Changes of the configuration with which a run fits whose plan does not, as a sentence. Every change is planned.
+
+    Args:
+        config: configuration of the run.
+        plan: its plan, without a `refusal`.
+        world_size: number of ranks.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        host_bytes: CPU memory for each rank.
+    """
 
     def fits(changes: dict[str, Any]) -> bool:
         try:
@@ -69,10 +91,8 @@ def check_run(
 
     largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
-    found = _remedies(config, world_size, device_type, largest, failing)
-    remedies = {key: values for key, values in found if values}
-    reason = _reason(plan, world_size, memory_bytes, host_bytes)
-    raise DoesNotFitError(f"{reason}. {_advice(remedies, fits)}")
+    remedies = {key: values for key, values in _remedies(config, world_size, device_type, largest, failing) if values}
+    return _advice(remedies, fits)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -1,5 +1,6 @@
 """Equal blocks of a model. The memory of a model with many follows from two small models with a few of them."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,16 @@ class Repeats:
         assert isinstance(blocks, nn.ModuleList)
         return blocks
 
-    def shorten(self, model: RLModel, count: int) -> None:
-        """Removes repeats from the model until `count` are left."""
-        begin = self.first + self._kept * self.period
-        del self.blocks(model)[begin : begin + (self.number - count) * self.period]
+    def shortened(self, model: RLModel, count: int) -> RLModel:
+        """A copy of the model with only `count` repeats. The other blocks are not even copied, which takes seconds."""
+        blocks = self.blocks(model)
+        whole, begin = list(blocks), self.first + self._kept * self.period
+        del blocks[begin : begin + (self.number - count) * self.period]
+        try:
+            return deepcopy(model)
+        finally:
+            del blocks[:]
+            blocks.extend(whole)
 
     def position(self, index: int, num_blocks: int) -> int | None:
         """An index that is the same for the same block of a short and a long model, counted from the nearer end.

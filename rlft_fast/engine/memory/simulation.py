@@ -6,7 +6,8 @@ models with a few blocks each, and grows by the same bytes with every further bl
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
+from rlft_fast.engine.memory.trace import Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding import HeadKind, build_model, reduce_gradients, shard
@@ -43,6 +45,8 @@ from rlft_fast.world import World
 # transformers reads the boundaries of a vision tower's images, unless the name of the attention contains "flash". A
 # fake tensor cannot be read.
 WHOLE_SEQUENCE, WHOLE_IMAGE = "rlft_whole_sequence", "rlft_whole_image_as_flash"
+
+_SIMULATED_ROWS = 1 << 12, 1 << 13  # rows of a rank in the passes that run
 
 
 class MemoryPlanError(ValueError):
@@ -93,40 +97,65 @@ class Peaks:
 def simulate(workload: Workload) -> Peaks:
     """Peak memory of the workload, weights included. The engine's own code builds, shards and runs the model.
 
+    A model that trains runs with two numbers of tokens, from which all others follow: a plan asks for five.
+
     Raises:
         ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or the process has joined a group.
         MemoryPlanError: the model has an operator that does not run on tensors without data.
     """
-    return _simulate(workload, (Path(workload.path) / "config.json").read_text(encoding="utf-8"))
+    ranks, few_passes = workload.config.sequence_parallel, min(workload.num_micro_batches, 2)
+    work = replace(workload, config=_without_caps(workload.config), num_micro_batches=few_passes)
+    if not work.trains:
+        return _peaks(_pass(work))
+    short, long = (_pass(replace(work, num_tokens=ranks * num_rows)) for num_rows in _SIMULATED_ROWS)
+    if not all(trace.linear_to(longer) for trace, longer in zip(short.traces, long.traces, strict=True)):
+        return _peaks(_pass(work))
+    num_rows = -(-work.num_tokens // ranks)
+    traces = [trace.at(num_rows, longer) for trace, longer in zip(short.traces, long.traces, strict=True)]
+    return _peaks(_Pass(short.repeats, traces))
 
 
-@lru_cache(maxsize=256)
-def _simulate(workload: Workload, _model_config: str) -> Peaks:
+def _without_caps(config: EngineConfig) -> EngineConfig:
+    """Without what a pass does not read: passes that differ in nothing else are simulated once."""
+    return config.model_copy(update={"max_tokens": 1, "offload_between_phases": False})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The traces of a pass: of two models with a few blocks, `repeats.counts`, or of the whole model."""
+
+    repeats: Repeats | None
+    traces: list[Trace]
+
+
+def _peaks(run: _Pass) -> Peaks:
+    """The highest peak of all moments. A moment's peak is extrapolated from two models with a few blocks."""
+    return Peaks(*(_highest(run, at_operator) for at_operator in (False, True)))
+
+
+def _highest(run: _Pass, at_operator: bool) -> int:
+    few, *more = (trace.peaks(at_operator=at_operator) for trace in run.traces)
+    if run.repeats is None:
+        return max(few.values(), default=0)
+    return max((run.repeats.infer(few[moment], more[0][moment]) for moment in few), default=0)
+
+
+def _pass(workload: Workload) -> _Pass:
+    return _simulate(workload, model_config(workload.path))
+
+
+@lru_cache(maxsize=64)
+def _simulate(workload: Workload, _model_config: str) -> _Pass:
     with pretended_world(workload.world_size) as world:
         try:
-            return _with_few_blocks(workload, world)
+            model = build(workload)
+            repeats = find_repeats(model)
+            counts = [0] if repeats is None else repeats.counts
+            return _Pass(repeats, [run_blocks(workload, model, world, repeats, count) for count in counts])
         except RuntimeError as error:
             raise MemoryPlanError(
                 f"the model in {workload.path} cannot be planned, since it does not run without data: {error}"
             ) from error
-
-
-def _with_few_blocks(workload: Workload, world: World) -> Peaks:
-    """The highest peak of all moments. A moment's peak is extrapolated from two models with a few blocks."""
-    model = build(workload)
-    repeats = find_repeats(model)
-    if repeats is None:
-        tracker = run_blocks(workload, model, world)
-        return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
-    few, more = (
-        run_blocks(workload, built, world, repeats, count)
-        for built, count in zip((model, build(workload)), repeats.counts, strict=True)
-    )
-    inferred = [
-        max((repeats.infer(least[moment], most[moment]) for moment in least), default=0)
-        for least, most in ((few.peaks, more.peaks), (few.peaks_at_operator, more.peaks_at_operator))
-    ]
-    return Peaks(*inferred)
 
 
 @contextlib.contextmanager
@@ -147,20 +176,20 @@ def pretended_world(world_size: int) -> Iterator[World]:
 
 def run_blocks(
     workload: Workload, model: RLModel, world: World, repeats: Repeats | None = None, num_repeats: int = 0
-) -> MemoryTracker:
+) -> Trace:
     """Runs the workload with some or all of the model's equal blocks.
 
     Args:
         workload: the work to run.
-        model: from `build`. It is sharded here and cannot be used again.
+        model: from `build`. A copy of it is sharded and run.
         world: from `pretended_world`.
         repeats: the model's equal blocks; None: run all blocks.
         num_repeats: number of repeats to run.
     """
     config = workload.config
     group = world.sequence_group(config.sequence_parallel)
-    if repeats is not None:
-        repeats.shorten(model, num_repeats)
+    num_rows = -(-workload.num_tokens // config.sequence_parallel)
+    model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(f"rlft_fast::{operator}") as tracker:
@@ -169,30 +198,41 @@ def run_blocks(
         if repeats is not None:
             _mark_blocks(tracker, repeats, model)
         if not workload.trains:
-            if workload.offloaded:
-                tracker.leave_out()
+            tracker.begin_pass(workload.offloaded)
             with torch.no_grad():
                 _run(model, tracker, workload, group, 0)
-            return tracker
+            return Trace(num_rows, tuple(tracker.notes))
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         optimizer.initialize_state()
+        tracker.begin_pass(workload.offloaded)
         if workload.offloaded:
-            tracker.leave_out()
             tracker.elsewhere = partial(_gradient_bytes, list(model.parameters()))
         for i in reversed(range(min(workload.num_micro_batches, 2))):
             reduce_gradients(model, i == 0, config.reduce_every_micro_batch)
             _run(model, tracker, workload, group, i)
-    return tracker
+    return Trace(num_rows, tuple(tracker.notes))
 
 
 def build(workload: Workload) -> RLModel:
-    """The workload's model, unsharded and without memory."""
+    """The workload's model, unsharded and without memory, as from `build_plain`."""
     return build_plain(workload.path, workload.config, workload.head, workload.trains)
 
 
 def build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool) -> RLModel:
-    """A model without memory whose blocks are not compiled: a plan only measures it."""
-    return build_model(path, config.model_copy(update={"compile": False}), head, trains=trains)
+    """A model without memory whose blocks are not compiled, to measure. Callers share it, so they never change it."""
+    unsharded = _without_caps(config).model_copy(update={"compile": False, "shard_size": -1})
+    return _build_plain(path, unsharded, head, trains, model_config(path))
+
+
+@lru_cache(maxsize=16)
+def _build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool, _model_config: str) -> RLModel:
+    return build_model(path, config, head, trains=trains)
+
+
+def model_config(path: str) -> str:
+    """The text of config.json, which tells one model from another; empty if there is none."""
+    file = Path(path) / "config.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _gradient_bytes(parameters: list[nn.Parameter]) -> int:

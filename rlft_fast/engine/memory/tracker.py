@@ -1,7 +1,6 @@
 """The bytes that are allocated while operators run."""
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from rlft_fast.engine.memory.trace import Moment, Note
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -19,50 +20,53 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         moment: the present moment, as `mark` has named it.
-        peaks: most bytes at each moment.
-        peaks_at_operator: most bytes at each moment when a call of the operator ended, its results included.
+        notes: the bytes after each operator, results included, and at the beginning of each moment.
         elsewhere: returns how many of the bytes are on another device at present, and do not count; None: no bytes.
     """
 
     def __init__(self, operator: str) -> None:
         super().__init__()
         self.operator = operator
-        self.moment: tuple[Hashable, ...] = ("setup",)
-        self.peaks: dict[tuple[Hashable, ...], int] = defaultdict(int)
-        self.peaks_at_operator: dict[tuple[Hashable, ...], int] = defaultdict(int)
+        self.moment: Moment = ("setup",)
+        self.notes: list[Note] = []
         self.elsewhere: Callable[[], int] | None = None
         self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         self._left_out_bytes = 0
 
-    def mark(self, moment: tuple[Hashable, ...]) -> None:
+    def mark(self, moment: Moment) -> None:
         """Begins another moment."""
         self.moment = moment
-        self._note(self.peaks)
+        self._note()
 
-    def leave_out(self) -> None:
-        """Has the present bytes not count: they stay, on another device."""
-        self._left_out_bytes = self._all_bytes()
-        self.peaks.clear()
+    def begin_pass(self, offloaded: bool) -> None:
+        """Ends the setup. The number of its operators depends on DTensor's caches, so one note stands for all.
+
+        Args:
+            offloaded: whether the present bytes do not count, since they stay on another device.
+        """
+        peak = max(note.num_bytes for note in self.notes)
+        self._left_out_bytes = self._all_bytes() if offloaded else 0
+        self.notes = [] if offloaded else [Note(self.moment, False, peak, 0)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls operators on its shards, which come here again
         outputs = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = storage
-        self._note(self.peaks)
-        if func.name() == self.operator:
-            self._note(self.peaks_at_operator)
+        if func.namespace == "prim":  # reads a tensor's device, which more than half of all calls do
+            return outputs
+        created = [
+            tensor.untyped_storage()
+            for tensor in tree_leaves(outputs)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta"
+        ]
+        self._storages.update((storage._cdata, storage) for storage in created)
+        self._note(func.name() == self.operator, sum(storage.nbytes() for storage in created))
         return outputs
 
     def _all_bytes(self) -> int:
         """Sizes are read anew each time, because FSDP frees weights by resizing their storage without an operator."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+        return sum(map(torch.UntypedStorage.nbytes, self._storages.values()))
 
-    def _note(self, peaks: dict[tuple[Hashable, ...], int]) -> None:
-        num_bytes = self._all_bytes() - self._left_out_bytes
-        if num_bytes > peaks[self.moment]:
-            here = num_bytes - (self.elsewhere() if self.elsewhere is not None else 0)
-            peaks[self.moment] = max(peaks[self.moment], here)
+    def _note(self, at_operator: bool = False, created_bytes: int = 0) -> None:
+        elsewhere = self._left_out_bytes + (self.elsewhere() if self.elsewhere is not None else 0)
+        self.notes.append(Note(self.moment, at_operator, self._all_bytes() - elsewhere, created_bytes))

@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 
 from rlft_fast.config import EngineConfig
 from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine.memory import simulation
+from rlft_fast.engine.memory.engine import largest_max_tokens, plan_engine_memory
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.simulation import Peaks, Workload, build, pretended_world, run_blocks, simulate
+from rlft_fast.engine.memory.trace import Note, Trace
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine.memory.planned import save_model
 from tests.support.tiny_models import save_tiny_model
@@ -23,8 +26,8 @@ WINDOWS = ["sliding_attention", "full_attention"]
 
 def all_blocks(work: Workload) -> Peaks:
     with pretended_world(work.world_size) as world:
-        tracker = run_blocks(work, build(work), world)
-    return Peaks(max(tracker.peaks.values()), max(tracker.peaks_at_operator.values(), default=0))
+        trace = run_blocks(work, build(work), world)
+    return Peaks(*(max(trace.peaks(at_operator=here).values(), default=0) for here in (False, True)))
 
 
 def repeats_of(folder: Path) -> Repeats | None:
@@ -99,6 +102,32 @@ def test_few_blocks_tell_of_80():
     config = EngineConfig(compute_dtype="bfloat16", activation_checkpointing="full")
     work = Workload(path=str(LLAMA_70B), config=config, world_size=1024, num_tokens=16384)
     assert simulate(work) == all_blocks(work)
+
+
+def test_other_numbers_of_tokens_follow_from_two(tmp_path):
+    """A plan and its largest cap ask for five. The slow tests compare with all blocks at other numbers, from 8 on."""
+    path = str(save_model(tmp_path, width=64))
+    config = EngineConfig(compute_dtype="bfloat16", max_tokens=512)
+    simulation._simulate.cache_clear()
+    plan_engine_memory(path, config, 4)
+    largest_max_tokens(path, config, 4, 1, 2**30)
+    assert simulation._simulate.cache_info().misses == 2
+
+
+def line(*points: tuple[str, int, int], num_rows: int) -> Trace:
+    return Trace(num_rows, tuple(Note((moment,), False, num_bytes, created) for moment, num_bytes, created in points))
+
+
+def test_a_trace_of_other_rows():
+    short, long = (line(("a", 7 + 2 * n, 2 * n), ("b", 9, 9), num_rows=n) for n in (10, 20))
+    assert short.linear_to(long)
+    assert short.at(1000, long).peaks() == {("a",): 2007, ("b",): 9}
+
+
+# A mask of rows by rows, and other operators.
+@pytest.mark.parametrize("long", [[("a", 400, 400)], [("b", 20, 20)], [("a", 20, 20), ("a", 20, 20)]])
+def test_a_trace_that_is_not_linear(long):
+    assert not line(("a", 100, 100), num_rows=10).linear_to(line(*long, num_rows=20))
 
 
 def test_another_model_in_the_same_folder_is_another(tmp_path):
