@@ -1,8 +1,18 @@
-"""The PPO and GRPO loop."""
+"""The PPO and GRPO loop.
+
+Names are imported on first use. Some of them, such as `read_metrics`, only read files, and torch and transformers would
+take seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rlft_fast.errors import needing_train
 
 with needing_train():
+    pass  # an install without the extra is told so at the import of the package
+
+if TYPE_CHECKING:
     from rlft_fast.trainer.evaluation import evaluate
     from rlft_fast.trainer.folder import claim, require_usable
     from rlft_fast.trainer.lock import require_unlocked
@@ -31,3 +41,18 @@ __all__ = [
     "require_usable",
     "train",
 ]
+
+_MODULES = {
+    "evaluation": ("evaluate",), "folder": ("claim", "require_usable"), "lock": ("require_unlocked",),
+    "plot": ("COLORS", "PANELS", "plot_runs", "read_metrics"), "ppo": ("PPOTrainer",),
+    "preflight": ("check_folder", "check_inputs"),
+    "prompts": ("Prompts", "load_prompts"), "run": ("Run", "train"), "tokens": ("read_tokens",),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            with needing_train():
+                return getattr(import_module(f"rlft_fast.trainer.{module}"), name)
+    raise AttributeError(f"module 'rlft_fast.trainer' has no attribute {name!r}")

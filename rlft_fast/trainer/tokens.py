@@ -14,21 +14,25 @@ A file has these columns, of B samples with T tokens in all, one sample behind t
 - advantage_T: (T,) float32, factors of corrections included.
 
 Unknown numbers are NaN. A column without a known number is left out.
+
+Reading a file takes no torch, which takes seconds to import.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
-from rlft_fast.data import Batch, Samples
 from rlft_fast.files import TEMPORARY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlft_fast.data import Batch, Samples
 
 FOLDER = "tokens"
 _DTYPES = {
@@ -39,7 +43,7 @@ _DTYPES = {
 _MAY_BE_MISSING = ("logprob_T", "entropy_T", "advantage_T")
 
 
-def token_columns(samples: Samples, taught: Samples, batch: Batch, max_bytes: int) -> dict[str, Tensor]:
+def token_columns(samples: "Samples", taught: "Samples", batch: "Batch", max_bytes: int) -> "dict[str, Tensor]":
     """The columns of the first samples of a step, of as many samples as fit.
 
     Args:
@@ -48,6 +52,8 @@ def token_columns(samples: Samples, taught: Samples, batch: Batch, max_bytes: in
         batch: what the update learned from. ``logprob_T`` and ``entropy_T`` are of the policy before the update.
         max_bytes: most bytes of all columns.
     """
+    import torch
+
     token_bytes = sum(np.dtype(dtype).itemsize for name, dtype in _DTYPES.items() if name.endswith("_T"))
     end_B = samples.length_B.cumsum(0)
     num_kept = int((end_B * token_bytes + 8 * torch.arange(1, len(samples) + 1) <= max_bytes).sum())
@@ -77,7 +83,7 @@ def token_columns(samples: Samples, taught: Samples, batch: Batch, max_bytes: in
     return columns
 
 
-def write_tokens(run: Path, step: int, columns: Mapping[str, Tensor], num_samples: int) -> None:
+def write_tokens(run: Path, step: int, columns: "Mapping[str, Tensor]", num_samples: int) -> None:
     """Writes the file of a step.
 
     Args:
@@ -86,6 +92,8 @@ def write_tokens(run: Path, step: int, columns: Mapping[str, Tensor], num_sample
         columns: from `token_columns`.
         num_samples: samples of the step, also those without columns.
     """
+    from safetensors.torch import save
+
     path = _path(run, step)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import Config, ConfigError
-from rlft_fast.models import load_tokenizer
 from rlft_fast.trainer import read_metrics, read_tokens
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
@@ -223,16 +221,47 @@ def _token_texts(run: Path, used: set[int], notes: list[str]) -> dict[int, str]:
         folders = [run / "hf"]
     for folder in folders:
         try:
-            tokenizer = load_tokenizer(folder)
+            return token_texts(folder, sorted(used))
         except ValueError:
             continue
-        return {token: _token_text(tokenizer, token) for token in sorted(used) if 0 <= token < len(tokenizer)}
     notes.append(f"Tokens are shown by their ids: there is no tokenizer in {' or '.join(map(str, folders))}.")
     return {}
 
 
-def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    text, piece = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+def token_texts(folder: str | Path, ids: list[int]) -> dict[int, str]:
+    """The texts of those tokens that a tokenizer has.
+
+    Raises:
+        ValueError: the folder holds no tokenizer.
+    """
+    if (Path(folder) / "tokenizer.json").is_file():  # read without transformers, which takes seconds to import
+        return _texts_of_file(Path(folder) / "tokenizer.json", ids)
+    from rlft_fast.models import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return {
+        token: _token_text(str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token)))
+        for token in ids
+        if 0 <= token < len(tokenizer)
+    }
+
+
+def _texts_of_file(path: Path, ids: list[int]) -> dict[int, str]:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers has no error of its own for a damaged file
+        raise ValueError(f"{path} is damaged: {error}") from error
+    pieces = {token: tokenizer.id_to_token(token) for token in ids if token >= 0}
+    return {
+        token: _token_text(tokenizer.decode([token], skip_special_tokens=False), piece)
+        for token, piece in pieces.items()
+        if piece is not None
+    }
+
+
+def _token_text(text: str, piece: str) -> str:
     # SentencePiece drops the space before the first word of a text.
     return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 

@@ -62,15 +62,21 @@ def test_wrong_usage_is_status_2(arguments, capsys):
     assert "usage: rlft-fast" in capsys.readouterr().err
 
 
-def test_help_does_not_load_torch():
+def test_help_and_pictures_of_a_run_do_not_load_torch(tmp_path):
+    """Torch and transformers take ten seconds of a slow CPU, and these commands only read files."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
     code = (
-        "import sys\n"
+        "import contextlib, sys\n"
         "from rlft_fast.cli import main\n"
-        "try: main(['train', '--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        "for arguments in (['--version'], ['train', '--help'], ['view', sys.argv[1]], ['plot', sys.argv[1]]):\n"
+        "    with contextlib.suppress(SystemExit): assert main(arguments) == 0\n"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+    assert (tmp_path / "view.html").is_file()
+    assert (tmp_path / "curve.png").is_file()
 
 
 def test_error_is_one_message_without_traceback(tmp_path):

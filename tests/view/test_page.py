@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlft_fast.cli import main
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.view import write_view
+from rlft_fast.view.contents import token_texts
 from tests.trainer.test_tokens import columns_of_samples
 from tests.trainer.toy import toy_config
 
@@ -212,6 +215,27 @@ def test_numbers_of_tokens_are_in_the_page_with_their_texts(tiny_model, tmp_path
         np.testing.assert_array_equal(found, column.numpy())
     assert page.data["texts-0"].keys() == {"4", "5", "6", "7", "8", "9"}
     assert all(isinstance(text, str) for text in page.data["texts-0"].values())
+
+
+# A byte-level tokenizer as Qwen's and Llama 3's, and one of pieces as Llama 2's. Ids: all, special tokens too, and one
+# that the tokenizer does not have.
+@pytest.mark.parametrize("pieces", [False, True])
+def test_texts_of_tokens_are_those_of_transformers(pieces, tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("llama"))
+    if pieces:
+        vocabulary = {"<unk>": 0, "\u2581": 1, "a": 2, "\u2581a": 3, "<0xE2>": 4}
+        model = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>"))
+        model.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+        ])  # fmt: skip
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path)
+    pieces_of = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    expected = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
+    assert token_texts(tmp_path, [*range(len(tokenizer)), 999]) == {
+        i: f" {text}" if pieces_of[i].startswith("\u2581") and not text.startswith(" ") else text
+        for i, text in expected.items()
+    }
 
 
 def test_without_the_model_tokens_are_shown_by_their_ids(tmp_path):
