@@ -32,6 +32,7 @@ def installed_without_source(tmp_path):
     for part in ("__init__.py", "__main__.py", "errors.py"):
         (tmp_path / "rlft_fast").mkdir(exist_ok=True)
         shutil.copy(package / part, tmp_path / "rlft_fast" / part)
+    (tmp_path / "rlft_fast" / "_C.abi3.so").touch()  # a source tree without it would give way to the installed package
     for folder in ("cli", "config"):
         shutil.copytree(package / folder, tmp_path / "rlft_fast" / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
