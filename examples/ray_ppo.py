@@ -1,6 +1,6 @@
 """PPO by hand on Ray worker groups: the driver below is the whole algorithm.
 
-    pip install 'rlft_fast[ray]'
+    pip install ray
     python examples/ray_ppo.py examples/ppo_critic.yaml --steps 4
 
 Two processes hold the policy and sample from it, one holds the critic. `make demo` makes the model and the problems.

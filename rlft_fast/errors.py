@@ -83,7 +83,10 @@ def needing_train() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if (package := (error.name or "").partition(".")[0]) in TRAIN_MODULES:
-            error.msg = f"{package} is not installed, and only the ops work without it: pip install 'rlft_fast[train]'"
+            error.msg = (
+                f"{package} is not installed, and only the ops work without it: in the source folder, run "
+                "pip install --no-build-isolation '.[train]'"
+            )
         raise
 
 

@@ -12,6 +12,17 @@ CONTAINER, WORKFLOW = "docker/wheel.Dockerfile", ".github/workflows/release.yml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def test_no_page_or_message_installs_from_an_index():
+    """No index has rlft_fast: extras are installed from the source folder, or a message names the package."""
+    files = [
+        path
+        for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*", "rlft_fast/**/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+    assert len(files) > 200
+    assert not [path for path in files if path.is_file() and re.search(r"[ '\"]rlft_fast\[", path.read_text("utf-8"))]
+
+
 def test_the_container_has_the_images_of_the_workflow():
     images = re.findall(r"\S+/manylinux\w+-builder:\S+|\S+/manylinux_\w+x86_64", (ROOT / CONTAINER).read_text())
     assert len(images) == 2

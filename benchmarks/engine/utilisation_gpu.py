@@ -117,8 +117,18 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[st
         "tokens": batch.num_tokens,
         "seconds": median, "tflops": flops / median / 1e12, "mfu": None if peak is None else flops / median / peak,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None,
-        "parts": profile_step(engine, batch, loss), "kernels": kernels(engine, batch, loss),
+        "parts": _parts(profile_step(engine, batch, loss), compiled), "kernels": kernels(engine, batch, loss),
     }  # fmt: skip
+
+
+def _parts(parts: dict[str, float], compiled: bool) -> dict[str, float]:
+    """Seconds by part. Hooks tell parts apart, and do not see inside of compiled blocks, which are one part then."""
+    if not compiled:
+        return parts
+    inside = ("attention", "MLP", "other layers")
+    return {"head": parts["head"], "layers": sum(parts[name] for name in inside)} | {
+        name: seconds for name, seconds in parts.items() if name not in (*inside, "head")
+    }
 
 
 def kernels(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> list[tuple[str, float]]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.learning.sides ours-hf|ours-vllm|trl|updates TASK SEED STEPS FOLDER
 
-The last line of its output is JSON: seconds, reward and tokens of each step, and held-out accuracy by step. The clock
-stops while held-out problems are answered. ``updates`` gives the difference of both sides' first step instead.
+The last line of its output is JSON: seconds, reward and tokens of each step, of ours also seconds by phase, and
+held-out accuracy by step. The clock stops while held-out problems are answered. ``updates`` gives the difference of
+both sides' first step instead.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def run_ours(config: Config) -> dict[str, Any]:
         {
             "step": row["step"], "seconds": row["seconds"], "reward": row["reward_mean"],
             "tokens": round(row["completion_length_mean"] * NUM_PROMPTS * NUM_SAMPLES),
+            "phases": {name: seconds for name, seconds in row.items() if name.startswith("seconds_")},
         }
         for row in rows if "seconds" in row
     ]  # fmt: skip

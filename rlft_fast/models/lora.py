@@ -47,7 +47,7 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
     try:
         import peft
     except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'rlft_fast[lora]'") from error
+        raise ImportError("LoRA needs peft: pip install peft") from error
     targets = [name for name in target_modules if name != _HEAD]
     if targets == ["all-linear"]:
         _check_no_experts(model)

@@ -131,7 +131,7 @@ def reasoning_gym_reward(task_name: str) -> RewardFunction:
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
-        raise ImportError("reasoning_gym is not installed: pip install 'rlft_fast[demo]'") from error
+        raise ImportError("reasoning_gym is not installed: pip install reasoning-gym") from error
     if task_name not in DATASETS:
         raise ValueError(f"reasoning_gym has no task {task_name!r}{suggestion(task_name, DATASETS)}")
     # reasoning_gym annotates the scoring function as one without arguments.

@@ -57,7 +57,7 @@ def math_verify(
     except ModuleNotFoundError as error:
         if error.name != "math_verify":
             raise
-        raise ImportError("math_verify is not installed: pip install 'rlft_fast[math]'") from error
+        raise ImportError("math_verify is not installed: pip install math-verify") from error
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     rewards: list[float | None] = []
     for completion, expected in zip(as_texts(completions), answer, strict=True):

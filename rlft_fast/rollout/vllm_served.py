@@ -64,7 +64,7 @@ class ServedVLLM:
         config: RolloutConfig, max_sequence_tokens: int, *, urls: Callable[[], Sequence[str]], run: str, world: World,
     ) -> None:  # fmt: skip
         if find_spec("aiohttp") is None:
-            raise ValueError("servers are asked with aiohttp, which is not installed: pip install 'rlft_fast[servers]'")
+            raise ValueError("servers are asked with aiohttp, which is not installed: pip install aiohttp")
         self.model = model
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer

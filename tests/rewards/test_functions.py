@@ -193,7 +193,7 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    with pytest.raises(ImportError, match=r"pip install 'rlft_fast\[demo\]'"):
+    with pytest.raises(ImportError, match="pip install reasoning-gym"):
         reasoning_gym_reward("chain_sum")
 
 

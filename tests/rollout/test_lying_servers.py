@@ -18,7 +18,7 @@ from rlft_fast.world import World
 from tests.rollout.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
 from tests.support.tiny_models import save_tokenizer
 
-pytest.importorskip("aiohttp", reason="servers are asked with aiohttp: pip install 'rlft_fast[servers]'")
+pytest.importorskip("aiohttp", reason="servers are asked with aiohttp: pip install aiohttp")
 
 GENERATE = "/inference/v1/generate"
 MODEL = SampledModel(

@@ -70,7 +70,7 @@ def _make_task(config: DataConfig) -> list[Row]:
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
-        raise ValueError("data.task needs reasoning-gym: pip install 'rlft_fast[demo]'") from error
+        raise ValueError("data.task needs reasoning-gym: pip install reasoning-gym") from error
     assert config.task is not None
     try:
         dataset = reasoning_gym.create_dataset(config.task, size=config.task_size, seed=0, **config.task_options)
