@@ -68,7 +68,7 @@ class RewardConfig(Section):
     workers: MayChange[PositiveInt] = 2
     """With timeout_s: worker processes per function and training process."""
     conversational: bool = False
-    """Functions get messages where prompts have a chat template, as TRL's do: completion[0]["content"] is the text."""
+    """Functions get messages instead of texts where prompts have a chat template, as TRL's conversational ones do."""
     keep_special_tokens: bool = False
     """Functions and reward models see special tokens in the texts of answers, apart from the end token."""
     truncation_penalty: NonNegativeFloat = 0.0

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rlft_fast.config import RolloutConfig
 from rlft_fast.config.rollout import VLLMConfig
 from rlft_fast.rollout import SampledModel
-from rlft_fast.rollout.vllm import VLLMGenerator, _check_separate_gpus
-from rlft_fast.rollout.vllm_separate import _environment, _process_environment
+from rlft_fast.rollout.vllm import VLLMGenerator, _check_separate_gpus, environment
+from rlft_fast.rollout.vllm_separate import _process_environment
 from rlft_fast.world import World
 
 
@@ -25,8 +25,8 @@ def test_gpus_beside_the_trainers_of_the_same_machine(transfer, tensor_parallel,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7,8,9")
     config = VLLMConfig(process="separate", tensor_parallel=tensor_parallel)
     world = World(rank=local_rank, size=4, local_size=2, device=torch.device("cuda", local_rank))
-    environment = _process_environment(world, config, transfer)
-    assert environment["CUDA_VISIBLE_DEVICES"] == gpus
+    variables = _process_environment(world, config, transfer)
+    assert variables["CUDA_VISIBLE_DEVICES"] == gpus
 
 
 def test_too_few_gpus_are_refused():
@@ -41,7 +41,7 @@ def test_too_few_gpus_are_refused():
 def test_a_process_beside_one_of_torchrun_has_a_store_of_its_own(monkeypatch):
     """Processes of torchrun use a store that torchrun keeps. vLLM's processes would wait for it forever."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with _environment(_process_environment(World(), VLLMConfig(process="separate"), "socket")):
+    with environment(_process_environment(World(), VLLMConfig(process="separate"), "socket")):
         store, rank, world_size = next(dist.rendezvous("tcp://127.0.0.1:0", 0, 1, timeout=timedelta(seconds=5)))
         store.set("own", "yes")
         assert (store.get("own"), rank, world_size) == (b"yes", 0, 1)

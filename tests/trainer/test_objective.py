@@ -230,6 +230,7 @@ def test_learns(name, model, tmp_path):
 )
 def test_a_single_step_needs_no_pass_for_old_logprobs(options, model, tmp_path):
     """Its own log-probabilities are the same bits: so are metrics, the mismatch among them, and weights."""
+    options = {"reward__function": f"{HERE}:spread", **options}
     own = run(model, tmp_path / "own", **options)
     inferred = run(model, tmp_path / "inferred", algorithm__advantage=f"{OWN}:grpo_after_a_pass", **options)
     assert own[-1]["grad_norm"] > 0
@@ -268,7 +269,7 @@ def test_what_is_inferred_before_the_update(options, outputs):
 
 def test_mismatch_without_a_pass_is_that_of_the_first_optimizer_step(model, tmp_path):
     """Its log-probabilities are those of a pass before the update; after it the policy is elsewhere."""
-    options = {"steps": 1, "algorithm__epochs": 2}
+    options = {"steps": 1, "algorithm__epochs": 2, "reward__function": f"{HERE}:spread"}
     (inferred,) = run(model, tmp_path / "inferred", **options)
     (bypassed,) = run(model, tmp_path / "bypassed", **options, algorithm__rollout_correction="bypass")
     for name in MISMATCH:

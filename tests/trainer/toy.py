@@ -34,9 +34,14 @@ def not_for_sun(prompts: list[str], completion_ids: list[list[int]], **_: Any) -
     return [None if prompt == "sun" else reward for prompt, reward in zip(prompts, scored, strict=True)]
 
 
+def spread(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """Differs from sample to sample, so that no sample has the mean of its prompt: all of them are learned from."""
+    return [(sum(ids) % 997) / 997 for ids in completion_ids]
+
+
 def even_share_of_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Something that differs from sample to sample for four of the prompts, and 0 for the others."""
-    scored = [(sum(ids) % 997) / 997 for ids in completion_ids]
+    """`spread` for four of the prompts, and 0 for the others."""
+    scored = spread(completion_ids)
     some = ("hill", "lake", "tree", "leaf")
     return [reward if prompt in some else 0.0 for prompt, reward in zip(prompts, scored, strict=True)]
 
