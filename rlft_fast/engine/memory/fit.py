@@ -134,7 +134,11 @@ def _parts(plan: MemoryPlan, phase: Phase) -> str:
 
 def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], bool]) -> str:
     """Names changes with which the run fits: single changes, or else several together. Every change was tried."""
-    alone = {key: next((value for value in values if fits({key: value})), None) for key, values in remedies.items()}
+    # The strongest value is planned first: where it does not fit, no milder value does, and a plan takes seconds.
+    alone = {
+        key: next(value for value in values if fits({key: value})) if fits({key: values[-1]}) else None
+        for key, values in remedies.items()
+    }
     if found := [_setting(key, value) for key, value in alone.items() if value is not None]:
         return f"It fits with {' or with '.join(found)}"
     together: dict[str, Any] = {}
