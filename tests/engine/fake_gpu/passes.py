@@ -65,7 +65,7 @@ def step_of_offloaded_weights(mode: fake_gpu.DeviceOfShapes, path: Path) -> list
     weight.grad = torch.ones(3)
     engine.optimizer = build_optimizer([weight], engine.config.optimizer)
     mode.seen.clear()
-    engine._step_optimizer(torch.ones((), device="cuda"))
+    engine._step_optimizer(torch.ones((), device="cuda"), 0)
     return list(mode.seen)
 
 
