@@ -341,16 +341,16 @@ def test_other_floating_point_numbers_are_read_as_they_are(dtype, folder):
 
 @pytest.mark.parametrize("name", ["llama", "llama-reward"])
 def test_an_adapter_in_a_model_folder(name, tiny_model, tmp_path):
-    """The message is followed, and the merged folder has the numbers that transformers gives the adapted one."""
+    """The message is followed, and the merged folder has the numbers of the adapted model."""
     folder, adapter = Path(shutil.copytree(tiny_model(name), tmp_path / "model")), tmp_path / "adapter"
     task = "CAUSAL_LM" if name == "llama" else "SEQ_CLS"
     loads = [build_policy, build_critic] if name == "llama" else [build_reward_model, build_critic]
     auto = AutoModelForCausalLM if name == "llama" else AutoModelForSequenceClassification
     config = LoraConfig(task, r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    get_peft_model(auto.from_pretrained(folder), config).save_pretrained(folder)
-    ids = torch.arange(9)[None]
-    expected = auto.from_pretrained(folder)(ids).logits
+    adapted, ids = get_peft_model(auto.from_pretrained(folder), config), torch.arange(9)[None]
+    adapted.save_pretrained(folder)
+    expected = adapted(ids).logits
     for load in loads:
         with pytest.raises(ValueError, match=r"holds an adapter of PEFT .*move adapter_config.json .*merge_and_unload"):
             load(folder)
