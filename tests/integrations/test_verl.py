@@ -226,9 +226,11 @@ def test_images_reach_a_model_whose_forward_verl_replaces(tiny_model, monkeypatc
     assert (actual.log_probs - blank.log_probs).abs().max() > 0.01
 
 
-def test_an_adapter_on_the_head_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="_PatchedHead"):
-        make_engine(tiny_model("qwen2"), fused=True, lora_rank=2, target_modules=["q_proj", "lm_head"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_adapter_on_the_head_cannot_be_sharded_by_verl(fused, tiny_model):
+    """With the patch and without it, FSDP2 raises at PEFT's layer."""
+    with pytest.raises(TypeError, match="'FSDPLinear' object layout differs from 'Linear'"):
+        make_engine(tiny_model("qwen2"), fused=fused, lora_rank=2, target_modules=["q_proj", "lm_head"])
 
 
 def test_adamw_by_configuration(tiny_model):
