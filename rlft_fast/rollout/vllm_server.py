@@ -215,7 +215,7 @@ class VLLMServer:
         self.identity = facts.identity
         if different := {name for name, value in fingerprint.items() if facts.model.get(name) != value}:
             name = sorted(different)[0]
-            self._refuse(f"has another model: {name} is {facts.model.get(name)!r:.100}, not {fingerprint[name]}")
+            self._refuse(f"has another model: {name} is {facts.model.get(name)!r:.100}, not {fingerprint[name]!r}")
         if facts.max_model_len < max_sequence_tokens:
             self._refuse(
                 f"takes {facts.max_model_len} tokens, but a prompt and its completion may have {max_sequence_tokens}"

@@ -304,7 +304,7 @@ def refused(rank: int, served_model: Path, url: str, folder: Path) -> None:
         rollout_of(engine, (url,))
     os.environ["VLLM_API_KEY"] = TOKEN
     other = make_engine(save_tiny_model("llama", folder / "other", **HEADS))
-    with pytest.raises(ValueError, match="has another model: model_type is qwen2, not llama"):
+    with pytest.raises(ValueError, match="has another model: model_type is 'qwen2', not 'llama'"):
         rollout_of(other, (url,))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
