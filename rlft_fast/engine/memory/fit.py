@@ -136,7 +136,9 @@ def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], boo
     """Names changes with which the run fits: single changes, or else several together. Every change was tried."""
     # The strongest value is planned first: where it does not fit, no milder value does, and a plan takes seconds.
     alone = {
-        key: next(value for value in values if fits({key: value})) if fits({key: values[-1]}) else None
+        key: next((value for value in values[:-1] if fits({key: value})), values[-1])
+        if fits({key: values[-1]})
+        else None
         for key, values in remedies.items()
     }
     if found := [_setting(key, value) for key, value in alone.items() if value is not None]:
