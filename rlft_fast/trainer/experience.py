@@ -1,7 +1,8 @@
-"""From completions to a batch with rewards: columns of samples. Pure functions."""
+"""From completions to a batch with rewards: columns of samples, and what a step learns from. Pure functions."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,6 +12,39 @@ from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
+from rlft_fast.trainer.prompts import Prompts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experience:
+    """What the policy has done in a step, and what it learns from it.
+
+    Args:
+        step: number of the step, from 0.
+        prompts: all that the step took from the stream, refills included.
+        samples: of all ranks, by the row of their prompt.
+        taught: the samples to learn from, in the order of the batch.
+        batch: with advantages. Its weights say which tokens run (`Batch.active_T`); an optimizer step has its own.
+        metrics: of the rollout.
+    """
+
+    step: int
+    prompts: Prompts
+    samples: Samples
+    taught: Samples
+    batch: Batch
+    metrics: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, each with its prompt."""
+        prompts = sum(len(self.prompts.token_ids[row]) for row in self.samples.row_B.tolist())
+        return prompts + len(self.samples.token_ids_T)
+
+    @property
+    def taught_share(self) -> float:
+        """The share of the batch's response tokens that run."""
+        return int(self.batch.active_T.sum()) / max(int(self.batch.loss_mask_T.sum()), 1)
 
 
 def with_rewards(

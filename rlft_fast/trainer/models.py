@@ -58,6 +58,20 @@ class Models:
     export: Callable[[Path], None]
     close: Callable[[], None]
 
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The engines that train, by name."""
+        engines = {"actor": self.actor, "critic": self.critic}
+        return {name: engine for name, engine in engines.items() if engine is not None}
+
+    def divergence(self, name: str) -> str:
+        """What has happened to an engine whose numbers are not finite after a step, and what to do."""
+        optimizer = self.trained[name].config.optimizer
+        return (
+            f"the run has diverged. Lower {name}.optimizer.learning_rate ({optimizer.learning_rate:g}) or "
+            f"{name}.optimizer.max_grad_norm ({optimizer.max_grad_norm})"
+        )
+
 
 def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int) -> Models:
     """The models that the configuration names.

@@ -27,10 +27,14 @@ class Phases:
     def __init__(self, world: World, *, elsewhere: bool = False) -> None:
         self.world = world
         self.elsewhere = elsewhere
+        self._restarts = True
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the step that was measured."""
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.busy_seconds: dict[str, float] = {}
-        self._restarts = True
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from rlft_fast.trainer.inputs import load_data
 from rlft_fast.trainer.lock import locked
 from rlft_fast.trainer.log import RunLog, sample_records
 from rlft_fast.trainer.plot import plot_runs
-from rlft_fast.trainer.ppo import PPOTrainer, Step
+from rlft_fast.trainer.ppo import PPOTrainer, StepResult
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.trainer.trackers import TrackedRun, Tracker, require_trackers
 from rlft_fast.world import STOP, World, init_distributed, naming_lost_ranks
@@ -258,7 +258,7 @@ class Run:
                 self._save(state, asynchronous=config.checkpoint.asynchronous and not done)
         return self._finish(state)
 
-    def _record(self, number: int, step: Step) -> None:
+    def _record(self, number: int, step: StepResult) -> None:
         """Writes the samples of a step, counted from 1, and warns of rewards that tell no answer from another."""
         samples = step.samples
         for record in sample_records(samples, step.prompts, self.trainer.judge.texts(samples)):
@@ -291,7 +291,7 @@ class Run:
             if bad := engine.non_finite_weights():
                 raise DivergedError(
                     f"step {step} is not saved, because weights of the {name} are not finite ({name_some(bad)}): "
-                    f"{self.trainer.divergence(name)}; {self._saved()}"
+                    f"{self.trainer.models.divergence(name)}; {self._saved()}"
                 )
 
     def _tell_failed_save(self) -> None:

@@ -1,6 +1,8 @@
 """From a rollout to what is learned: every method runs and learns, and its numbers are those of its equations."""
 
 import signal
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,18 +80,18 @@ def test_methods_of_your_own_get_what_they_declare():
     assert not objective.prepare(batch, seed=5).selected_T.any()
 
 
-class RoundedElsewhere(PPOTrainer):
-    """Log-probabilities of another forward, such as another number of processes has: one rounding further."""
-
-    def _with_advantages(self, batch: Batch, seed: int) -> Batch:
-        batch = super()._with_advantages(batch, seed)
-        assert batch.old_logprob_T is not None
-        return batch.replace(old_logprob_T=batch.old_logprob_T * (1 + 2**-22))
-
-
 def test_rounding_of_old_logprobs_is_not_a_divergence_that_kl_cov_penalises(model, tmp_path):
-    config = toy_config(model, tmp_path, algorithm__policy_loss="kl-cov")
-    steps = [trainer(config).train_step(0).metrics for trainer in (PPOTrainer, RoundedElsewhere)]
+    """Another forward, such as another number of processes has, rounds otherwise."""
+    trainer = PPOTrainer(toy_config(model, tmp_path, algorithm__policy_loss="kl-cov"))
+    trainer.rollout.sync()
+    experience = trainer.collect(0)
+    rounded_T = experience.batch.old_logprob_T * (1 + 2**-22)
+    before = deepcopy(trainer.actor.model.state_dict())
+    steps = []
+    for old_logprob_T in (experience.batch.old_logprob_T, rounded_T):
+        trainer.actor.model.load_state_dict(before)
+        batch = experience.batch.replace(old_logprob_T=old_logprob_T)
+        steps.append(trainer.learn(replace(experience, batch=batch)).metrics)
     assert steps[0]["grad_norm"] == steps[1]["grad_norm"] > 0
     assert steps[0]["ratio_max"] == steps[1]["ratio_max"] == 1.0
 

@@ -131,14 +131,15 @@ def test_the_greedy_baseline_costs_its_length_too(model, tmp_path):
         "algorithm__advantage": "remax",
     }
     trainer = PPOTrainer(toy_config(model, tmp_path, rollout__max_new_tokens=2, **changes))
-    prompts = trainer.prompts.select([0, 1])
-    assert trainer._greedy_rewards(prompts).tolist() == [-0.25, -0.25]
+    prompts, collector = trainer.prompts.select([0, 1]), trainer.collector
+    greedy = collector.greedy(prompts)
+    assert greedy.reward_B.tolist() == [-0.25, -0.25]
     # And it ends where a sample would end.
-    (before, *_) = trainer._greedy(prompts, 2, trainer.judge).token_ids()
+    (before, *_) = greedy.token_ids()
     stop = (trainer.tokenizer.decode(before[:1]),)
     rollout = trainer.config.rollout.model_copy(update={"stop": stop})
-    trainer.config = trainer.config.model_copy(update={"rollout": rollout})
-    after = trainer._greedy(prompts, 2, trainer.judge)
+    collector.config = trainer.config.model_copy(update={"rollout": rollout})
+    after = collector.greedy(prompts)
     assert (len(before), after.token_ids()[0], after.stopped_B[0]) == (2, before[:1], True)
 
 

@@ -1,0 +1,166 @@
+"""What the models of a run compute for an objective: columns of a batch before the update, and the update."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlft_fast.config import Config
+from rlft_fast.data import Batch
+from rlft_fast.engine import Output
+from rlft_fast.ops.packing import segment_expand
+from rlft_fast.rl import ValueLoss, explained_variance
+from rlft_fast.trainer.experience import Experience, merge_metrics, mismatch
+from rlft_fast.trainer.models import Models
+from rlft_fast.trainer.objective import Objective
+
+_OF_STEP = ("loss", "grad_norm", "learning_rate", "skipped_steps")  # metrics of an optimizer step without a token
+
+
+class Update(NamedTuple):
+    """What the optimizer steps of a rollout give."""
+
+    metrics: dict[str, float]
+    outputs: Mapping[Output, Tensor]
+    """Of the policy's first step, where no pass before it gave log-probabilities; empty elsewhere."""
+
+
+class Learner:
+    """Runs the policy, the critic and the reference over batches, and steps those that train.
+
+    Args:
+        config: of the run.
+        models: that compute.
+        objective: what the policy learns; its coefficients adapt.
+    """
+
+    def __init__(self, config: Config, models: Models, objective: Objective) -> None:
+        self.config, self.models, self.objective = config, models, objective
+        self.value_loss: ValueLoss | None = None
+        if config.critic is not None:
+            self.value_loss = ValueLoss(
+                clip=config.critic.value_clip, aggregation=config.algorithm.aggregation,
+                max_response_tokens=config.rollout.max_new_tokens,
+            )  # fmt: skip
+
+    # ---- before the update --------------------------------------------------------------------------------------
+
+    def infer(self, batch: Batch) -> Batch:
+        """The batch with log-probabilities and values under the models as they are before the updates."""
+        objective, actor, critic = self.objective, self.models.actor, self.models.critic
+        inferred = actor.infer(batch, objective.outputs) if objective.outputs else {}
+        old_logprob_T = None if objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
+        batch = batch.replace(
+            logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
+            sum_prob_squared_T=inferred.get("sum_prob_squared"),
+        )  # fmt: skip
+        if self.config.algorithm.kl_coef:
+            batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
+        if critic is not None:
+            batch = batch.replace(value_T=critic.infer(batch, ("value",))["value"])
+        return batch
+
+    def _reference_logprob(self, batch: Batch) -> Tensor:
+        if self.models.reference is not None:
+            return self.models.reference.infer(batch, ("logprob",))["logprob"]
+        with self.models.actor.disable_adapter():
+            return self.models.actor.infer(batch, ("logprob",))["logprob"]
+
+    def with_old_logprob(self, experience: Experience, first: np.ndarray) -> Experience:
+        """The experience with log π_old where an optimizer step after the first reads it, and 0 elsewhere.
+
+        Args:
+            experience: whose batch has none.
+            first: the sequences of the first optimizer step, whose forward computes log π_old itself.
+        """
+        batch = experience.batch
+        is_later_B = torch.ones(batch.num_sequences, dtype=torch.bool)
+        is_later_B[first] = False
+        read_T = batch.active_T & segment_expand(is_later_B, batch.cu_seqlens, num_tokens=batch.num_tokens)
+        logprob_T = torch.zeros(batch.num_tokens)
+        if read_T.any():
+            logprob_T = self.models.actor.infer(batch.replace(loss_mask_T=read_T), ("logprob",))["logprob"]
+        return replace(experience, batch=batch.replace(logprob_T=logprob_T, old_logprob_T=logprob_T))
+
+    # ---- the update ---------------------------------------------------------------------------------------------
+
+    def update(self, experience: Experience, rows: list[np.ndarray]) -> Update:
+        """One optimizer step per mini-batch: first all of the critic's, then all of the policy's.
+
+        The schedules of the learning rates follow the run: a step without anything to learn from counts as any other.
+
+        Args:
+            experience: to learn from.
+            rows: the sequences of each mini-batch.
+        """
+        algorithm, batch = self.config.algorithm, experience.batch
+        first_schedule_step = experience.step * algorithm.epochs * algorithm.mini_batches
+
+        def mini_batches() -> list[tuple[int, Batch]]:
+            cut = [batch] if len(rows) == 1 else [batch.select(part) for part in rows]
+            return [*enumerate(cut, first_schedule_step)]
+
+        metrics: dict[str, float] = {}
+        if self.models.critic is not None:
+            with self.models.critic.train_mode():
+                metrics = merge_metrics([self._critic_step(part, number) for number, part in mini_batches()])
+        with self.models.actor.train_mode():
+            update = self._actor_steps(mini_batches())
+        return Update(metrics | update.metrics, update.outputs)
+
+    def _actor_steps(self, mini_batches: list[tuple[int, Batch]]) -> Update:
+        """The policy's optimizer steps, with the mismatch where no pass over the rollout gave it.
+
+        The forward of the first step then gives log π_old of its tokens. In later steps the policy is no longer the one
+        that sampled.
+        """
+        defers_old = self.objective.defers_old
+        outputs: dict[Output, Tensor] = {}
+        steps: list[dict[str, float]] = []
+        ran: list[Batch] = []  # with log π_old of the tokens that ran
+        for schedule_step, mini_batch in mini_batches:
+            loss, active_T = self.objective.policy_loss, mini_batch.active_T
+            asks = not steps and (defers_old or mini_batch.logprob_T is None)
+            if not steps and self.objective.starts_on_policy:
+                loss = replace(loss, on_policy=True)
+            metrics = self.models.actor.train_step(
+                _unweighted(mini_batch), loss, outputs=outputs if asks else None, schedule_step=schedule_step
+            )
+            metrics |= self.objective.after_optimizer_step(metrics)
+            steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
+            if defers_old or asks:
+                logprob_T = outputs["logprob"] if asks else mini_batch.logprob_T
+                ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=logprob_T))
+        return Update(mismatch(*ran) | merge_metrics(steps), outputs)
+
+    def _critic_step(self, mini_batch: Batch, schedule_step: int) -> dict[str, float]:
+        assert self.models.critic is not None
+        assert self.value_loss is not None
+        values = self.models.critic.train_step(_unweighted(mini_batch), self.value_loss, schedule_step=schedule_step)
+        moments = {name: torch.tensor(value) for name, value in values.items()}
+        names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
+        metrics = {f"critic_{name}": values[name] for name in names}
+        return metrics | {"critic_explained_variance": explained_variance(moments).item()}
+
+    def utilisation(self, batch: Batch, seconds: float) -> dict[str, float]:
+        """FLOP/s of a device in the update, and their share of the device's peak where the peak is known.
+
+        Args:
+            batch: of the update.
+            seconds: of the update.
+        """
+        facts, critic = self.models.actor.facts, self.models.critic
+        flops = facts.flops.of(batch)
+        if critic is not None:
+            flops += critic.facts.flops.of(_unweighted(batch))
+        flops_per_second = flops * self.config.algorithm.epochs / seconds / facts.num_ranks
+        found = {"tflops_update": flops_per_second / 1e12}
+        return found if facts.peak_flops is None else found | {"mfu_update": flops_per_second / facts.peak_flops}
+
+
+def _unweighted(batch: Batch) -> Batch:
+    """The batch without weights: every optimizer step has weights of its own, from its loss."""
+    return batch.replace(loss_weight_T=None)
