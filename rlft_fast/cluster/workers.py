@@ -3,12 +3,12 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, register
-from rlft_fast.config import TOKEN_VARIABLE, Config, ModelConfig
+from rlft_fast.config import TOKEN_VARIABLE, Config, ModelConfig, run_roles
 from rlft_fast.data import Samples, Share
 from rlft_fast.engine import (
     CheckpointManager,
@@ -16,15 +16,18 @@ from rlft_fast.engine import (
     FSDPEngine,
     Loss,
     Output,
-    actor_engine,
-    critic_engine,
     export_hf,
-    reference_engine,
-    reward_engine,
+    role_engine,
 )
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout
 from rlft_fast.world import World
+
+_NO_ROLE = {
+    "critic": "the configuration has no critic: set critic, {} for the policy's model",
+    "reference": "there is no reference: set algorithm.kl_coef above 0, and train without adapters",
+    "reward": "the configuration has no reward model: set reward.model",
+}
 
 
 class Worker:
@@ -80,6 +83,11 @@ class Worker:
         """The facts of each engine."""
         return {name: engine.facts for name, engine in self.engines.items()}
 
+    def _load(self, names: Sequence[str], num_training_steps: int | None = None) -> None:
+        """Makes the engines of these roles."""
+        for name in names:
+            self.engines[name] = role_engine(self.config, name, self.world, num_training_steps)
+
     @property
     def _trained(self) -> dict[str, FSDPEngine]:
         return {name: engine for name, engine in self.engines.items() if engine.trains}
@@ -99,7 +107,8 @@ class ActorRolloutRefWorker(Worker):
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        return {"actor": config.actor, "reference": config.reference or config.actor}
+        roles = run_roles(config)
+        return {"actor": roles["actor"].config, "reference": roles.get("reference", roles["actor"]).config}
 
     @register(ONE_TO_ALL)
     def init_model(self, num_training_steps: int) -> None:
@@ -108,17 +117,12 @@ class ActorRolloutRefWorker(Worker):
         Args:
             num_training_steps: optimizer steps of the whole run, for the schedule.
         """
-        self._init_actor(num_training_steps)
-        self._init_reference_and_rollout()
+        self._load([name for name in ("actor", "reference") if _is_here(self.config, name)], num_training_steps)
+        self._start_rollout()
         self.rollout.sync()
 
-    def _init_actor(self, num_training_steps: int) -> None:
-        self.engines["actor"] = actor_engine(self.config, self.world, num_training_steps)
-
-    def _init_reference_and_rollout(self) -> None:
+    def _start_rollout(self) -> None:
         config = self.config
-        if _is_here(config, "reference") and (reference := reference_engine(config, self.world)) is not None:
-            self.engines["reference"] = reference
         actor, tokenizer = self.engines["actor"], load_tokenizer(config.model)
         urls = (lambda: self.server_urls) if self.server_urls else None
         self.rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence, urls)
@@ -147,7 +151,7 @@ class ActorRolloutRefWorker(Worker):
             return {"ref_logprob_T": self.engines["reference"].infer(share, ("logprob",))["logprob"]}
         actor = self.engines["actor"]
         if self.config.actor.lora is None:
-            raise ValueError("there is no reference: set algorithm.kl_coef above 0")
+            raise ValueError(_NO_ROLE["reference"])
         with actor.disable_adapter():
             return {"ref_logprob_T": actor.infer(share, ("logprob",))["logprob"]}
 
@@ -205,9 +209,7 @@ class CriticWorker(Worker):
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        if config.critic is None:
-            raise ValueError("the configuration has no critic: set critic, {} for the policy's model")
-        return {"critic": config.critic}
+        return _own_config(config, "critic")
 
     @register(ONE_TO_ALL)
     def init_model(self, num_training_steps: int) -> None:
@@ -216,9 +218,7 @@ class CriticWorker(Worker):
         Args:
             num_training_steps: optimizer steps of the whole run, for the schedule.
         """
-        critic = critic_engine(self.config, self.world, num_training_steps)
-        assert critic is not None  # engine_configs has refused a run without one
-        self.engines["critic"] = critic
+        self._load(["critic"], num_training_steps)
 
     @register(DP_COMPUTE_PROTO, engine="critic")
     def compute_values(self, share: Share) -> dict[str, Tensor]:
@@ -236,15 +236,12 @@ class RewardModelWorker(Worker):
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        if config.reward.model is None:
-            raise ValueError("the configuration has no reward model: set reward.model")
-        return {"reward": config.actor.model_copy(update={"lora": None})}
+        return _own_config(config, "reward")
 
     @register(ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        assert self.config.reward.model is not None
-        self.engines["reward"] = reward_engine(self.config.reward.model, self.config.actor, self.world)
+        self._load(["reward"])
 
     @register(DP_COMPUTE_PROTO, engine="reward")
     def compute_scores(self, share: Share) -> dict[str, Tensor]:
@@ -262,15 +259,12 @@ class ReferenceWorker(Worker):
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        return {"reference": config.reference or config.actor}
+        return _own_config(config, "reference")
 
     @register(ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the model."""
-        reference = reference_engine(self.config, self.world)
-        if reference is None:
-            raise ValueError("there is no reference: set algorithm.kl_coef above 0, and train without adapters")
-        self.engines["reference"] = reference
+        self._load(["reference"])
 
     @register(DP_COMPUTE_PROTO, engine="reference")
     def compute_ref_log_prob(self, share: Share) -> dict[str, Tensor]:
@@ -283,25 +277,28 @@ class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, RewardModelWorker):
 
     @staticmethod
     def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
-        roles: list[type[Worker]] = [ActorRolloutRefWorker]
-        roles += [CriticWorker] * _is_here(config, "critic") + [RewardModelWorker] * _is_here(config, "reward")
-        return {name: found for role in roles for name, found in role.engine_configs(config).items()}
+        here = {name: role.config for name, role in run_roles(config).items() if _is_here(config, name)}
+        return {**ActorRolloutRefWorker.engine_configs(config), **here}
 
     @register(ONE_TO_ALL)
     def init_model(self, num_training_steps: int) -> None:  # type: ignore[override]
         """Loads the models in torchrun's order. The generator has no weights before `sync_rollout`."""
-        if _is_here(self.config, "reward"):
-            RewardModelWorker.init_model(self)
-        self._init_actor(num_training_steps)
-        if _is_here(self.config, "critic"):
-            CriticWorker.init_model(self, num_training_steps)
-        self._init_reference_and_rollout()
+        self._load([name for name in run_roles(self.config) if _is_here(self.config, name)], num_training_steps)
+        self._start_rollout()
 
 
-def _is_here(config: Config, role: Literal["critic", "reference", "reward"]) -> bool:
-    """Whether the actor's workers hold the role, if the run has it."""
-    has = {"critic": config.critic is not None, "reference": True, "reward": config.reward.model is not None}
-    return has[role] and (config.cluster is None or getattr(config.cluster, role) is None)
+def _is_here(config: Config, name: str) -> bool:
+    """Whether the run has the role, and the actor's workers hold it."""
+    apart = name != "actor" and config.cluster is not None and getattr(config.cluster, name) is not None
+    return name in run_roles(config) and not apart
+
+
+def _own_config(config: Config, name: str) -> dict[str, ModelConfig]:
+    """The configuration of a role, for workers that hold it alone."""
+    roles = run_roles(config)
+    if name not in roles:
+        raise ValueError(_NO_ROLE[name])
+    return {name: roles[name].config}
 
 
 def _by_field(outputs: Mapping[Output, Tensor]) -> dict[str, Tensor]:

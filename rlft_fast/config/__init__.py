@@ -7,6 +7,7 @@ from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.resume import changed_settings, fixed_settings
+from rlft_fast.config.roles import HeadKind, Role, StepPhase, run_roles
 from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
     CheckpointConfig,
@@ -32,17 +33,21 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "GeneratorsConfig",
+    "HeadKind",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
+    "Role",
     "RolloutConfig",
     "Section",
+    "StepPhase",
     "VLLMConfig",
     "WorkersConfig",
     "changed_settings",
     "check_server_url",
     "fixed_settings",
+    "run_roles",
     "section_of",
     "sections",
     "server_urls",

@@ -19,6 +19,7 @@ from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, rule
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
+from rlft_fast.config.roles import run_roles
 from rlft_fast.config.rollout import RolloutConfig
 from rlft_fast.files import read_text
 
@@ -228,10 +229,8 @@ class Config(Section):
     @rule
     def _clusters_fit(self) -> Iterator[str]:
         if self.cluster is not None:
-            has_reference = self.algorithm.kl_coef and self.actor.lora is None
-            roles = {"critic": self.critic, "reference": has_reference, "reward": self.reward.model}
-            for name, role in roles.items():
-                if getattr(self.cluster, name) is not None and not (role if name != "critic" else role is not None):
+            for name in ("critic", "reference", "reward"):
+                if getattr(self.cluster, name) is not None and name not in run_roles(self):
                     what = {"reward": "reward model"}.get(name, name)
                     yield f"cluster.{name} is given, but the run has no {what} of its own: leave it out"
         generators = None if self.cluster is None else self.cluster.generators
@@ -311,7 +310,7 @@ class Config(Section):
 
     @rule
     def _reference_has_a_use(self) -> Iterator[str]:
-        if self.reference is not None and (self.actor.lora is not None or not self.algorithm.kl_coef):
+        if self.reference is not None and "reference" not in run_roles(self):
             yield (
                 "reference has nothing to configure: without algorithm.kl_coef there is no reference model, and with "
                 "actor.lora it is the policy without adapters: leave the section out"

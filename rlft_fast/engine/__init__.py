@@ -8,7 +8,7 @@ with needing_train():
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
     from rlft_fast.engine.loss import Loss, Output, weighted
-    from rlft_fast.engine.roles import actor_engine, critic_engine, reference_engine, reward_engine
+    from rlft_fast.engine.roles import role_engine
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
@@ -24,15 +24,12 @@ __all__ = [
     "PieceJoiner",
     "WeightMetadata",
     "WeightStream",
-    "actor_engine",
     "checksum",
-    "critic_engine",
     "export_hf",
     "export_run",
     "model_flops",
     "peak_flops",
-    "reference_engine",
     "remove_export",
-    "reward_engine",
+    "role_engine",
     "weighted",
 ]

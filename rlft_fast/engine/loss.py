@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from rlft_fast.config import HeadKind
 from rlft_fast.data import Batch
-from rlft_fast.engine.sharding import HeadKind
 from rlft_fast.ops.packing import segment_expand, segment_sum
 from rlft_fast.rl import Aggregation, loss_scale, loss_weights
 

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.optimizer import build_optimizer, load_masters
 from rlft_fast.engine.sharding import (
-    HeadKind,
     build_model,
     describe_units,
     move_gradients,

@@ -10,7 +10,7 @@ import torch
 from rlft_fast.cluster import RemoteEngine, RemoteRollout
 from rlft_fast.config import Config, RolloutConfig
 from rlft_fast.data import Samples, cat_samples
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.trainer.experience import merge_metrics
@@ -115,7 +115,8 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         held_out = load_held_out(config, tokenizer)
         check_held_out(held_out, judge)
         require_agreement(world, "held-out data", *held_out.values())
-        judge.load_model()
+        if judge.reader is not None:
+            judge.use_model(role_engine(judge.config, "reward", world))
         frozen = config.actor.model_copy(update={"lora": None})
         engine = FSDPEngine(config.model, frozen, world=world).initialize()
         check_tokens("model", engine.facts.num_embeddings, *held_out.values())

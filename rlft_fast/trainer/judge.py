@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import RemoteEngine
-from rlft_fast.config import Config, EngineConfig
+from rlft_fast.config import Config
 from rlft_fast.data import Batch, Samples
-from rlft_fast.engine import reward_engine
+from rlft_fast.engine import FSDPEngine
 from rlft_fast.models import load_tokenizer, split_stop
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -34,7 +34,7 @@ _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
 
 
 class Judge:
-    """The reward functions of a run, and, after `load_model`, its reward model.
+    """The reward functions of a run, and, after `use_model`, its reward model.
 
     Args:
         config: of the run.
@@ -119,17 +119,10 @@ class Judge:
         if self.reader is not None:
             self.reader.check(prompts, what)
 
-    def load_model(self, engine: RemoteEngine | None = None) -> None:
-        """Loads the reward model, if there is one. It takes long: data is checked before.
-
-        Args:
-            engine: that has the model; None: make one.
-
-        Raises:
-            ValueError: it cannot be used.
-        """
-        if self.reader is not None:
-            self.model = RewardModelScorer(self.reader, self.config.actor, self.world, engine)
+    def use_model(self, engine: FSDPEngine | RemoteEngine) -> None:
+        """Scores with this engine of the reward model from now on."""
+        assert self.reader is not None
+        self.model = RewardModelScorer(self.reader, engine)
 
     def texts(self, samples: Samples) -> list[str]:
         """What the policy has written, as functions and other models read it."""
@@ -252,19 +245,12 @@ class RewardModelScorer:
 
     Args:
         reader: of the reward model, whose folder holds a sequence classification with one label.
-        config: of the policy's engine; the model runs the same way, without adapters.
-        world: the processes that score together.
-        engine: that has the model; None: make one.
-
-    Raises:
-        ValueError: the folder cannot be used.
+        engine: of the reward model.
     """
 
-    def __init__(
-        self, reader: RewardModelReader, config: EngineConfig, world: World, engine: RemoteEngine | None = None
-    ) -> None:
+    def __init__(self, reader: RewardModelReader, engine: FSDPEngine | RemoteEngine) -> None:
         self.reader = reader
-        self.engine = engine or reward_engine(reader.path, config, world)
+        self.engine = engine
 
     def score(self, prompts: Prompts, token_ids: list[list[int]], texts: list[str]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
-from rlft_fast.engine import Output
+from rlft_fast.engine import FSDPEngine, Output
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import ValueLoss, explained_variance
 from rlft_fast.trainer.experience import Experience, merge_metrics, mismatch
@@ -50,7 +51,7 @@ class Learner:
 
     def infer(self, batch: Batch) -> Batch:
         """The batch with log-probabilities and values under the models as they are before the updates."""
-        objective, actor, critic = self.objective, self.models.actor, self.models.critic
+        objective, actor, critic = self.objective, self.models.actor, self.models.engines.get("critic")
         inferred = actor.infer(batch, objective.outputs) if objective.outputs else {}
         old_logprob_T = None if objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
@@ -64,8 +65,8 @@ class Learner:
         return batch
 
     def _reference_logprob(self, batch: Batch) -> Tensor:
-        if self.models.reference is not None:
-            return self.models.reference.infer(batch, ("logprob",))["logprob"]
+        if (reference := self.models.engines.get("reference")) is not None:
+            return reference.infer(batch, ("logprob",))["logprob"]
         with self.models.actor.disable_adapter():
             return self.models.actor.infer(batch, ("logprob",))["logprob"]
 
@@ -104,9 +105,9 @@ class Learner:
             return [*enumerate(cut, first_schedule_step)]
 
         metrics: dict[str, float] = {}
-        if self.models.critic is not None:
-            with self.models.critic.train_mode():
-                metrics = merge_metrics([self._critic_step(part, number) for number, part in mini_batches()])
+        if (critic := self.models.engines.get("critic")) is not None:
+            with critic.train_mode():
+                metrics = merge_metrics([self._critic_step(critic, part, number) for number, part in mini_batches()])
         with self.models.actor.train_mode():
             update = self._actor_steps(mini_batches())
         return Update(metrics | update.metrics, update.outputs)
@@ -136,10 +137,11 @@ class Learner:
                 ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=logprob_T))
         return Update(mismatch(*ran) | merge_metrics(steps), outputs)
 
-    def _critic_step(self, mini_batch: Batch, schedule_step: int) -> dict[str, float]:
-        assert self.models.critic is not None
+    def _critic_step(
+        self, critic: FSDPEngine | RemoteEngine, mini_batch: Batch, schedule_step: int
+    ) -> dict[str, float]:
         assert self.value_loss is not None
-        values = self.models.critic.train_step(_unweighted(mini_batch), self.value_loss, schedule_step=schedule_step)
+        values = critic.train_step(_unweighted(mini_batch), self.value_loss, schedule_step=schedule_step)
         moments = {name: torch.tensor(value) for name, value in values.items()}
         names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
         metrics = {f"critic_{name}": values[name] for name in names}
@@ -152,7 +154,7 @@ class Learner:
             batch: of the update.
             seconds: of the update.
         """
-        facts, critic = self.models.actor.facts, self.models.critic
+        facts, critic = self.models.actor.facts, self.models.engines.get("critic")
         flops = facts.flops.of(batch)
         if critic is not None:
             flops += critic.facts.flops.of(_unweighted(batch))

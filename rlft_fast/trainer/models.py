@@ -1,7 +1,7 @@
 """The models of a run, and where they live: in this process and those beside it, or in workers on a Ray cluster."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,12 @@ from rlft_fast.cluster import (
     WorkerGroup,
     connect,
 )
-from rlft_fast.config import Config, WorkersConfig, server_urls
+from rlft_fast.config import Config, WorkersConfig, run_roles, server_urls
 from rlft_fast.engine import (
     CheckpointManager,
     FSDPEngine,
-    actor_engine,
-    critic_engine,
     export_hf,
-    reference_engine,
+    role_engine,
 )
 from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
@@ -39,30 +37,25 @@ class Models:
     """What a trainer drives.
 
     Args:
-        actor: the policy.
-        critic: None without one.
-        reference: None where the policy without adapters is the reference, or nothing reads it.
-        reward: the engine of the reward model, on the cluster alone; None: the judge makes its own.
+        engines: by their roles, see `rlft_fast.config.run_roles`.
+        trained: the engines that train.
         rollout: samples from the policy.
         checkpoints: makes the manager of the checkpoints in a folder.
         export: writes the policy to a folder, as transformers loads it.
         close: ends what lives elsewhere.
     """
 
-    actor: FSDPEngine | RemoteEngine
-    critic: FSDPEngine | RemoteEngine | None
-    reference: FSDPEngine | RemoteEngine | None
-    reward: RemoteEngine | None = None
+    engines: Mapping[str, FSDPEngine | RemoteEngine]
+    trained: Mapping[str, Any]
     rollout: Rollout | RemoteRollout
     checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
     export: Callable[[Path], None]
     close: Callable[[], None]
 
     @property
-    def trained(self) -> dict[str, Any]:
-        """The engines that train, by name."""
-        engines = {"actor": self.actor, "critic": self.critic}
-        return {name: engine for name, engine in engines.items() if engine is not None}
+    def actor(self) -> FSDPEngine | RemoteEngine:
+        """The policy."""
+        return self.engines["actor"]
 
     def divergence(self, name: str) -> str:
         """What has happened to an engine whose numbers are not finite after a step, and what to do."""
@@ -87,16 +80,19 @@ def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
     """
     if config.cluster is not None:
         return _remote_models(config, world, num_training_steps)
-    actor = actor_engine(config, world, num_training_steps)
-    critic = critic_engine(config, world, num_training_steps)
-    reference = reference_engine(config, world)
+    engines = {name: role_engine(config, name, world, num_training_steps) for name in run_roles(config)}
+    actor = engines["actor"]
     rollout = build_rollout(actor, tokenizer, config.rollout, config.longest_sequence)
     kept = config.checkpoint
     return Models(
-        actor=actor, critic=critic, reference=reference, rollout=rollout,
+        engines=engines, trained=_trained(config, engines), rollout=rollout,
         checkpoints=lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world),
         export=lambda folder: export_hf(actor, folder, stop=config.rollout.stop, overwrite=True), close=rollout.close,
     )  # fmt: skip
+
+
+def _trained(config: Config, engines: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: engines[name] for name, role in run_roles(config).items() if role.trains}
 
 
 def _remote_models(config: Config, world: World, num_training_steps: int) -> Models:
@@ -137,8 +133,7 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
             engines |= {name: RemoteEngine(holder, name, configs[name], facts[name]) for name in facts}
         close = stack.pop_all().close
     return Models(
-        actor=engines["actor"], critic=engines.get("critic"), reference=engines.get("reference"),
-        reward=engines.get("reward"), rollout=RemoteRollout(group, servers),
+        engines=engines, trained=_trained(config, engines), rollout=RemoteRollout(group, servers),
         checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
         export=lambda folder: group.export(str(folder.absolute())), close=close,
     )  # fmt: skip

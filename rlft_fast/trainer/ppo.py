@@ -9,7 +9,7 @@ open there. The number of processes changes a run by rounding alone.
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +72,6 @@ class PPOTrainer:
         self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
         self.prompts, self.held_out = inputs.prompts, inputs.held_out
         self.phases = Phases(world, elsewhere=config.cluster is not None)  # of the current step
-        if config.cluster is None:
-            self.judge.load_model()
         self._load_models()
         with contextlib.ExitStack() as stack:
             stack.callback(self.models.close)
@@ -89,17 +87,12 @@ class PPOTrainer:
         algorithm = self.config.algorithm
         num_training_steps = self.config.steps * algorithm.epochs * algorithm.mini_batches
         self.models = models = build_models(self.config, self.tokenizer, self.world, num_training_steps)
-        self.actor, self.critic, self.reference = models.actor, models.critic, models.reference
+        self.actor, self.critic = models.actor, models.engines.get("critic")
         self.rollout = models.rollout
-        if models.reward is not None:
-            self.judge.load_model(models.reward)
+        if "reward" in models.engines:
+            self.judge.use_model(models.engines["reward"])
         self.collector = Collector(self.config, self.world, self.prompts, self.judge, models, self.phases)
         self.learner = Learner(self.config, models, self.objective)
-
-    @property
-    def engines(self) -> dict[str, Any]:
-        """The engines that train, by name."""
-        return self.models.trained
 
     def restart(self) -> None:
         """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""

@@ -152,7 +152,7 @@ class Run:
         self.log.message(f"warning: {loss}. Starting new workers")
         self.trainer.restart()
         self.checkpoints = self.trainer.models.checkpoints(self.checkpoints.directory)
-        state = self._begin(self.checkpoints.load(self.trainer.engines))
+        state = self._begin(self.checkpoints.load(self.trainer.models.trained))
         self.log.message(f"new workers continue after step {state['step']}")
         return state
 
@@ -183,7 +183,7 @@ class Run:
         identity = identity_of(self.config, self.trainer.prompts, self.trainer.held_out)
         if resume and not force and self.checkpoints.latest() is not None:
             _by_first(self.world, lambda: require_same(self.directory, identity))
-        state = self.checkpoints.load(self.trainer.engines) if resume else None
+        state = self.checkpoints.load(self.trainer.models.trained) if resume else None
         _by_first(self.world, lambda: claim(self.directory, identity, resume=resume))
         if self.world.is_first:
             if self.checkpoints.latest() is None and (kept := self.log.set_aside()):
@@ -230,7 +230,7 @@ class Run:
 
     def _run(self, state: dict[str, Any]) -> dict[str, Any]:
         config = self.config
-        for name, engine in self.trainer.engines.items():
+        for name, engine in self.trainer.models.trained.items():
             if units := engine.facts.units:
                 self.log.message(f"{name}: units of sharding\n{units}")
         self.trainer.rollout.sync()
@@ -282,12 +282,12 @@ class Run:
             return
         self._require_finite(state["step"])
         state["log_bytes"] = self.log.num_bytes()
-        self.checkpoints.save(state["step"], self.trainer.engines, state, asynchronous=asynchronous)
+        self.checkpoints.save(state["step"], self.trainer.models.trained, state, asynchronous=asynchronous)
         self.saved_step = state["step"]
 
     def _require_finite(self, step: int) -> None:
         """A checkpoint that no run could continue from must not become the newest."""
-        for name, engine in self.trainer.engines.items():
+        for name, engine in self.trainer.models.trained.items():
             if bad := engine.non_finite_weights():
                 raise DivergedError(
                     f"step {step} is not saved, because weights of the {name} are not finite ({name_some(bad)}): "

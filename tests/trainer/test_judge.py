@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlft_fast.config import Config, DataConfig, EngineConfig
+from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer import train
 from rlft_fast.trainer.judge import Judge, RewardModelReader, RewardModelScorer
@@ -103,7 +104,8 @@ def scores_of_transformers(folder: Path, sequences: list[list[int]]) -> list[flo
 
 
 def scorer_of(folder: Path, tokenizer, max_tokens: int) -> RewardModelScorer:
-    return RewardModelScorer(RewardModelReader(str(folder), tokenizer), EngineConfig(max_tokens=max_tokens), World())
+    engine = FSDPEngine(str(folder), EngineConfig(max_tokens=max_tokens), head="score", world=World()).initialize()
+    return RewardModelScorer(RewardModelReader(str(folder), tokenizer), engine)
 
 
 # Tokens are what they were, also where their text would be tokenized differently.
@@ -273,8 +275,9 @@ def test_the_models_score_is_the_reward_where_no_function_judges(model, reward_m
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(["sun", "sea"], [tokenizer.encode("sun"), tokenizer.encode("sea")], {})
     reward = {"model": str(reward_model), "function": f"{HERE}:not_for_sun"}
-    judge = Judge(toy_config(model, tmp_path, reward=reward), tokenizer, World())
-    judge.load_model()
+    config = toy_config(model, tmp_path, reward=reward)
+    judge = Judge(config, tokenizer, World())
+    judge.use_model(role_engine(config, "reward", World()))
     samples = judge.score(prompts, to_samples([(row, Completion([65, 66], [0.0] * 2, "length")) for row in (0, 1)]))
     own, score = samples.parts.values()
     assert own.isnan().tolist() == [True, False]

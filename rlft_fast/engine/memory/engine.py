@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.memory.simulation import MemoryPlanError, Workload, build_plain, simulate
 from rlft_fast.engine.sharding import (
-    HeadKind,
     find_units,
     is_wrapped,
     resolve_shard_size,

@@ -5,16 +5,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlft_fast.config import Config, set_key
+from rlft_fast.config import Config, Role, run_roles, set_key
 from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
 from rlft_fast.engine.memory.run import (
     MemoryPlan,
-    ModelRole,
     Phase,
     largest_actor_max_tokens,
     longest_sequence,
     plan_memory,
-    run_models,
     surely_fits,
 )
 from rlft_fast.engine.memory.simulation import build_plain
@@ -167,7 +165,7 @@ def _remedies(
     """
     longest = longest_sequence(config)
     as_the_actor = {"score", "infer reference"} & {*failing}
-    for name, role in run_models(config).items():
+    for name, role in run_roles(config).items():
         in_failing = {f"update {name}", f"infer {name}"} & {*failing} or (name == "actor" and as_the_actor)
         if role.trains and in_failing:
             caps = [largest] if name == "actor" else [longest]
@@ -183,7 +181,7 @@ def _remedies(
         yield "rollout.batch_size", [2**n for n in reversed(range((config.rollout.batch_size - 1).bit_length()))]
 
 
-def _wider(role: ModelRole, world_size: int) -> list[int]:
+def _wider(role: Role, world_size: int) -> list[int]:
     """Larger values of `sequence_parallel` that divide the numbers of ranks and attention heads."""
     model = build_plain(role.path, role.config, role.head, trains=False)
     common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlft_fast.config import Config, EngineConfig
+from rlft_fast.config import Config, EngineConfig, Role, StepPhase, run_roles
 from rlft_fast.engine.memory.engine import (
     USABLE,
     EngineMemory,
@@ -25,20 +25,10 @@ from rlft_fast.engine.memory.engine import (
 )
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.simulation import build_plain
-from rlft_fast.engine.sharding import HeadKind, state_bytes
+from rlft_fast.engine.sharding import state_bytes
 from rlft_fast.models import PolicyModel
 
 _GENERATOR = "vLLM"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelRole:
-    """A model of a run: its folder, its engine's configuration, and its use."""
-
-    path: str
-    config: EngineConfig
-    head: HeadKind
-    trains: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +99,7 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
         MemoryPlanError: a model does not run on tensors without data.
     """
     config = config.for_device(device_type)
-    roles = run_models(config)
+    roles = run_roles(config)
     engines = {
         name: plan_engine_memory(
             role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
@@ -124,21 +114,6 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
     generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
     phases = list(_phases(residents, engines, generator))
     return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
-
-
-def run_models(config: Config) -> dict[str, ModelRole]:
-    """The models of a run by name, as `rlft_fast.trainer.ppo.PPOTrainer` makes them."""
-    actor, critic = config.actor, config.critic
-    roles = {"actor": ModelRole(path=config.model, config=actor, head="logprob", trains=True)}
-    if critic is not None:
-        roles["critic"] = ModelRole(path=critic.model or config.model, config=critic, head="value", trains=True)
-    if config.algorithm.kl_coef and actor.lora is None:
-        frozen = actor if config.reference is None else EngineConfig(**config.reference.model_dump())
-        roles["reference"] = ModelRole(path=config.model, config=frozen, head="logprob", trains=False)
-    if config.reward.model is not None:
-        judge = actor.model_copy(update={"lora": None})
-        roles["reward"] = ModelRole(path=config.reward.model, config=judge, head="score", trains=False)
-    return roles
 
 
 def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | None = None) -> int:
@@ -185,7 +160,7 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         host_bytes: CPU memory for each rank.
     """
     config = config.for_device(device_type)
-    roles, total, state = run_models(config), 0, 0
+    roles, total, state = run_roles(config), 0, 0
     for role in roles.values():
         kept, taken = _roughly(role, world_size, device_type)
         total, state = total + kept + taken, state + kept
@@ -198,7 +173,7 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
 
 
-def _roughly(role: ModelRole, world_size: int, device_type: str) -> tuple[int, int]:
+def _roughly(role: Role, world_size: int, device_type: str) -> tuple[int, int]:
     """Bytes of a model's unsharded state, and bytes of a pass."""
     model, work = prepare(
         role.path, role.config, 1, device_type, role.head, trains=role.trains, memory_bytes=1 << 62
@@ -227,7 +202,8 @@ class _Resident:
         device_type: ``"cuda"`` or ``"cpu"``.
     """
 
-    def __init__(self, role: ModelRole, world_size: int, memory_bytes: float, device_type: str) -> None:
+    def __init__(self, role: Role, world_size: int, memory_bytes: float, device_type: str) -> None:
+        self.role = role
         arguments = role.path, role.config, world_size, device_type, role.head
         self.model, work = prepare(*arguments, trains=role.trains, memory_bytes=int(memory_bytes))
         state = state_by_part(self.model, role.config, int(work.config.shard_size))
@@ -265,6 +241,9 @@ def _phases(
         host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
         return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host_bytes=host)
 
+    def working(phase: StepPhase) -> list[str]:
+        return [name for name, x in residents.items() if phase in x.role.phases]
+
     def infers(name: str, vllm: int) -> Phase:
         resident = residents[name]
         what = "score" if name == "reward" else f"infer {name}"
@@ -275,13 +254,11 @@ def _phases(
         yield phase("generate", "", "", 0, generator.awake_bytes)
     else:
         yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy_bytes, 0)
-    if "reward" in residents:
-        yield infers("reward", generator.awake_bytes)
-    for name in ("actor", "reference", "critic"):
-        if name in residents:
-            yield infers(name, generator.asleep_bytes)
-    for name in ("critic", "actor"):
-        if name in engines:
-            yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep_bytes)
+    for name in working("score"):
+        yield infers(name, generator.awake_bytes)
+    for name in working("infer"):
+        yield infers(name, generator.asleep_bytes)
+    for name in reversed(working("update")):
+        yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep_bytes)
     if generator.in_vllm:
         yield phase("sync", "actor", "infer", actor.inferring + generator.bucket_bytes, generator.loading_bytes)

@@ -22,13 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.trace import Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
-from rlft_fast.engine.sharding import HeadKind, build_model, reduce_gradients, shard
+from rlft_fast.engine.sharding import build_model, reduce_gradients, shard
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,

@@ -7,7 +7,6 @@ mesh      which ranks share one copy of a model
 """
 
 from rlft_fast.engine.sharding.build import (
-    HeadKind,
     build_model,
     is_wrapped,
     require_own_numbers,
@@ -29,7 +28,6 @@ from rlft_fast.engine.sharding.wrap import (
 )
 
 __all__ = [
-    "HeadKind",
     "build_model",
     "decoder_blocks",
     "describe_units",

@@ -7,13 +7,12 @@ finds out what a large run needs.
 import json
 import warnings
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blocks
 from rlft_fast.engine.sharding.mesh import device_memory, device_mesh, resolve_shard_size
 from rlft_fast.engine.sharding.narrow import narrow
@@ -29,8 +28,6 @@ from rlft_fast.models import (
 )
 from rlft_fast.ops.precision import sums_in_float32
 from rlft_fast.world import World
-
-HeadKind = Literal["logprob", "value", "score"]
 
 # Largest accepted difference of log-probabilities between the packed forward and the model's own.
 _MOST_DEVIATION = 0.01

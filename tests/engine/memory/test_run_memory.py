@@ -46,8 +46,7 @@ def test_phases_and_what_waits_are_those_of_the_trainer(config_of):
     config = config_of()
     plan = phase_bytes(plan_memory(config, 1, 80 * GIB))
     trainer = PPOTrainer(config)
-    engines = {"actor": trainer.actor, "critic": trainer.critic, "reference": trainer.reference}
-    engines["reward"] = trainer.judge.model.engine
+    engines = trainer.models.engines
     waiting = {}
     for name, engine in engines.items():
         moments = []
