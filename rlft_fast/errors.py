@@ -19,6 +19,18 @@ class RunError(RuntimeError):
     """Something that a run depends on has failed. The message is for users."""
 
 
+class StepError(Exception):
+    """A part of a step failed. Models are as the last complete step left them.
+
+    Attributes:
+        part: what failed, for users.
+        is_divergence: the models themselves are the cause, so that their state is not worth saving.
+    """
+
+    part = "step"
+    is_divergence = False
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal stopped a run. The run has saved its last complete step.
 

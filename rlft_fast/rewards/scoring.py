@@ -14,6 +14,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from rlft_fast.errors import StepError
+
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
@@ -28,8 +30,10 @@ _SHOWN_ROWS = 5
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
-class RewardError(ValueError):
+class RewardError(StepError, ValueError):
     """A reward function raised an error, or returned something that is no reward."""
+
+    part = "reward function"
 
 
 def compute_rewards(

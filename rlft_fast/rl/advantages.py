@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.data import Batch
+from rlft_fast.errors import StepError
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.plugins import function_name
 from rlft_fast.rl.group_advantages import (
@@ -33,8 +34,10 @@ from rlft_fast.rl.token_advantages import (
 AdvantageFunction = Callable[..., Tensor | AdvantageReturn]
 
 
-class AdvantageError(ValueError):
+class AdvantageError(StepError, ValueError):
     """An advantage estimator failed or returned something that is not an advantage."""
+
+    part = "advantage"
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {

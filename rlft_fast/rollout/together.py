@@ -12,7 +12,7 @@ import torch
 
 from rlft_fast.data import Samples, flat
 from rlft_fast.engine import WeightStream, checksum
-from rlft_fast.errors import RunError
+from rlft_fast.errors import RunError, StepError
 from rlft_fast.rollout.columns import to_samples
 from rlft_fast.rollout.types import Completion, Generator, RequestError, SamplingParams, Seeds, draw_seeds
 from rlft_fast.world import STOP, World
@@ -20,12 +20,16 @@ from rlft_fast.world import STOP, World
 T = TypeVar("T")
 
 
-class RolloutError(RunError):
+class RolloutError(StepError, RunError):
     """The generator failed: it died again after a restart, or the policy's logits are not finite."""
+
+    part = "generator"
 
 
 class NonFiniteLogitsError(RolloutError):
     """The policy gives no distribution to sample from."""
+
+    is_divergence = True
 
 
 class Rollout:

@@ -15,12 +15,13 @@ with needing_train():
 if TYPE_CHECKING:
     from rlft_fast.trainer.evaluation import evaluate
     from rlft_fast.trainer.folder import claim, require_usable
+    from rlft_fast.trainer.launch import train
     from rlft_fast.trainer.lock import require_unlocked
     from rlft_fast.trainer.plot import COLORS, PANELS, plot_runs, read_metrics
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
-    from rlft_fast.trainer.run import Run, train
+    from rlft_fast.trainer.run import Run
     from rlft_fast.trainer.tokens import read_tokens
 
 __all__ = [
@@ -43,10 +44,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "evaluation": ("evaluate",), "folder": ("claim", "require_usable"), "lock": ("require_unlocked",),
-    "plot": ("COLORS", "PANELS", "plot_runs", "read_metrics"), "ppo": ("PPOTrainer",),
+    "evaluation": ("evaluate",), "folder": ("claim", "require_usable"), "launch": ("train",),
+    "lock": ("require_unlocked",), "plot": ("COLORS", "PANELS", "plot_runs", "read_metrics"),
+    "ppo": ("PPOTrainer",),
     "preflight": ("check_folder", "check_inputs"),
-    "prompts": ("Prompts", "load_prompts"), "run": ("Run", "train"), "tokens": ("read_tokens",),
+    "prompts": ("Prompts", "load_prompts"), "run": ("Run",), "tokens": ("read_tokens",),
 }  # fmt: skip
 
 

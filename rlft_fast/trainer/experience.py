@@ -42,6 +42,18 @@ class Experience:
         return prompts + len(self.samples.token_ids_T)
 
     @property
+    def warnings(self) -> list[str]:
+        """What users should know of rewards that tell no answer from another."""
+        if not self.samples.has_reward_B.any():
+            return ["the reward function left out every sample; nothing is learned"]
+        if self.metrics["reward_std"] == 0:
+            return [
+                f"all rewards are {self.metrics['reward_mean']:g}, which tells no answer from another (is the task too "
+                "easy, too hard, or the reward function blind?)"
+            ]
+        return []
+
+    @property
     def taught_share(self) -> float:
         """The share of the batch's response tokens that run."""
         return int(self.batch.active_T.sum()) / max(int(self.batch.loss_mask_T.sum()), 1)

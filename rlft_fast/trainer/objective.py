@@ -1,6 +1,6 @@
 """What a run learns from its rollouts: advantage estimator, policy loss, and coefficients that adapt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -259,7 +259,7 @@ class Objective:
         controllers = {"kl": self._kl, "entropy": self._entropy}
         return {name: {**vars(controller)} for name, controller in controllers.items() if controller is not None}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Coefficients that a checkpoint kept; targets and steps are those of the configuration."""
         if self._kl is not None and "kl" in state:
             self._kl.coef = state["kl"]["coef"]

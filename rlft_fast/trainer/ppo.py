@@ -8,8 +8,8 @@ open there. The number of processes changes a run by rounding alone.
 
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +27,17 @@ from rlft_fast.trainer.experience import (
     rollout_metrics,
     scored_samples,
 )
-from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.folder import flat, identity_of
 from rlft_fast.trainer.inputs import check_support, check_tokens, load_inputs, make_objective
 from rlft_fast.trainer.learner import Learner
+from rlft_fast.trainer.log import sample_records
 from rlft_fast.trainer.models import build_models
 from rlft_fast.trainer.phases import Phases
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.protocol import Evaluated, StepResult
 from rlft_fast.trainer.tokens import token_columns
 from rlft_fast.world import World, init_distributed
 
-
-class StepResult(NamedTuple):
-    """The prompts, samples and metrics of a step."""
-
-    prompts: Prompts
-    """All prompts that the step took from the stream, refills included."""
-    samples: Samples
-    """Of all ranks, by the row of their prompt."""
-    metrics: dict[str, float]
-    """Of `PPOTrainer.train_step` also ``seconds`` in all, and ``tokens_per_second``, prompts included."""
-    tokens: dict[str, Tensor] | None = None
-    """On the first rank: numbers of each token, see `rlft_fast.trainer.tokens`. None without ``log_tokens_mib``."""
+_SHOWN_EXAMPLES = 3
 
 
 class PPOTrainer:
@@ -161,8 +151,13 @@ class PPOTrainer:
         metrics |= self.phases.metrics()
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
         return StepResult(
-            experience.prompts, experience.samples, metrics, self._token_columns(experience, update.outputs)
-        )
+            metrics=metrics, num_prompts=len(experience.prompts), records=self._records(experience),
+            warnings=experience.warnings, tokens=self._token_columns(experience, update.outputs),
+        )  # fmt: skip
+
+    def _records(self, experience: Experience) -> Iterator[dict[str, Any]]:
+        samples = experience.samples
+        yield from sample_records(samples, experience.prompts, self.judge.texts(samples))
 
     def _taught(self, samples: Samples, with_signal: list[int]) -> Samples:
         """The samples to learn from."""
@@ -197,9 +192,51 @@ class PPOTrainer:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> tuple[dict[str, float], dict[str, Samples]]:
-        """The numbers of the held-out sets, and the answers to each set by its name, see `evaluate_sets`."""
+    @property
+    def example_prompts(self) -> list[str]:
+        """See `Trainer`: the first prompts of the first set."""
+        return next(iter(self.held_out.values())).texts[:_SHOWN_EXAMPLES] if self.held_out else []
+
+    def evaluate(self) -> Evaluated:
+        """The numbers of the held-out sets, see `evaluate_sets`."""
+        metrics, samples = self._evaluate_sets()
+        first = next(iter(samples.values()))
+        shown = first.token_ids((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES].tolist())
+        examples = [text.strip() for text in self.tokenizer.batch_decode(shown, skip_special_tokens=True)]
+        num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
+        return Evaluated(metrics=metrics, examples=examples, num_scored=num_scored)
+
+    def _evaluate_sets(self) -> tuple[dict[str, float], dict[str, Samples]]:
         return evaluate_sets(self.config, self.held_out, self.evaluation_judge or self.judge, self.collector.answer)
+
+    # ---- the state of a run -------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """See `Trainer`."""
+        return identity_of(self.config, self.prompts, self.held_out)
+
+    def notes(self) -> Iterator[str]:
+        """See `Trainer`."""
+        for name, engine in self.models.trained.items():
+            if engine.facts.units:
+                yield f"{name}: units of sharding\n{engine.facts.units}"
+
+    def start(self, step: int) -> None:
+        """Gives the generator the weights, as those of this step."""
+        self.rollout.weight_version = step
+        self.rollout.sync()
+
+    def is_after(self, step: int) -> bool:
+        """See `Trainer`: the generator may have failed while it took the weights of a further step."""
+        return self.rollout.weight_version == step + 1
+
+    def state(self) -> dict[str, Any]:
+        """The coefficients of the objective, which adapt."""
+        return self.objective.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `state`."""
+        self.objective.load_state(state)
 
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""

@@ -1,0 +1,69 @@
+"""Runs a configuration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlft_fast.config import Config
+from rlft_fast.models import load_tokenizer
+from rlft_fast.trainer.folder import identity_of, require_same, require_usable
+from rlft_fast.trainer.inputs import load_data
+from rlft_fast.trainer.log import RunLog
+from rlft_fast.trainer.ppo import PPOTrainer
+from rlft_fast.trainer.run import Run, by_first
+from rlft_fast.trainer.trackers import require_trackers
+from rlft_fast.world import World, init_distributed, naming_lost_ranks
+
+
+def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
+    """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
+
+    From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
+    no checkpoint are kept under other names. A run that is finished is not run again.
+
+    Args:
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        force: also with other data, models or settings than the run had before.
+
+    Raises:
+        ModuleNotFoundError: a tracker is not installed.
+        ValueError: models, data or reward function cannot be used, ``output_dir`` is not a run's or holds what this run
+            reads, another run is writing to it, or the run to resume had other data, models or settings, except those
+            that are marked `MayChange`.
+        RewardError: the reward function failed; a checkpoint holds the last complete step.
+        AdvantageError: an advantage of one's own failed; likewise.
+        RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
+            Logits that are not finite save nothing.
+        DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
+        WorkerError: workers on a cluster died, again and again; the newest checkpoint is as it was.
+        Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
+        KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
+    """
+    world = init_distributed(config.timeout_minutes)
+    with naming_lost_ranks(world):
+        require_usable(config, resume=resume)
+        require_trackers(config.log)
+        if resume and (summary := _finished(config)) is not None:
+            return _same_again(config, summary, world, force=force)
+        return Run(PPOTrainer(config, world)).run(resume, force=force)
+
+
+def _finished(config: Config) -> dict[str, Any] | None:
+    """What the run in ``output_dir`` ended with, if it has done all its steps."""
+    try:
+        summary = json.loads((Path(config.output_dir) / "summary.json").read_text(encoding="utf-8"))
+        return summary if summary["steps"] >= config.steps else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _same_again(config: Config, summary: dict[str, Any], world: World, *, force: bool) -> dict[str, Any]:
+    """The summary of a finished run, which is said; raises ValueError if this configuration is of another run."""
+    directory = Path(config.output_dir)
+    if not force:
+        prompts, held_out = load_data(config, load_tokenizer(config.model))
+        by_first(world, lambda: require_same(directory, identity_of(config, prompts, held_out)))
+    log = RunLog(directory, config.steps, world.rank)
+    log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
+    return summary

@@ -1,0 +1,99 @@
+"""How far a run has come: what its checkpoints hold beside the models."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from rlft_fast.config import Config
+
+_EARLIER_NAMES = {"objective": "trainer"}
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The progress of a run.
+
+    Attributes:
+        step: complete steps.
+        num_prompts: prompts that these steps took from the stream.
+        seconds: of these steps.
+        tokens: of these steps, prompts included.
+        evaluated: the step after which the last evaluation was.
+        before: metrics of the evaluation before the first step.
+        examples_before: answers of this evaluation.
+        after: metrics of the last evaluation.
+        examples_after: answers of this evaluation.
+        num_scored: held-out prompts with a judged answer.
+        log_bytes: sizes of the logs, see `RunLog.num_bytes`.
+        trainer: see `Trainer.state`.
+        best: the step and the value of the best evaluation, and how it was measured.
+    """
+
+    step: int = 0
+    num_prompts: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    evaluated: int = 0
+    before: dict[str, float] | None = None
+    examples_before: list[str] | None = None
+    after: dict[str, float] | None = None
+    examples_after: list[str] | None = None
+    num_scored: int = 0
+    log_bytes: dict[str, int] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+
+    @classmethod
+    def of_checkpoint(cls, state: Mapping[str, Any] | None, config: Config) -> Self:
+        """The progress that a checkpoint of this or an earlier version holds; None: the beginning.
+
+        A best value that was measured otherwise is forgotten: values of different measures are not compared.
+        """
+        state = {_EARLIER_NAMES.get(name, name): value for name, value in (state or {}).items()}
+        if state.get("before") is None and state.get("accuracy_before") is not None:
+            state["before"] = {"accuracy": state["accuracy_before"]}
+        if state.get("num_prompts") is None:  # in earlier versions the prompts of a step had room for all its refills
+            room = config.rollout.prompts_per_step * (1 + config.algorithm.max_refills)
+            state["num_prompts"] = state.get("step", 0) * room
+        if (best := state.get("best")) is not None and not measure_of_best(config).items() <= best.items():
+            state["best"] = None
+        names = {own.name for own in fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in names})
+
+    def state(self) -> dict[str, Any]:
+        """What `of_checkpoint` takes."""
+        return asdict(self)
+
+    def add_step(self, metrics: Mapping[str, float], num_prompts: int) -> None:
+        """Counts a complete step with these metrics."""
+        self.step += 1
+        self.num_prompts += num_prompts
+        self.seconds += metrics["seconds"]
+        self.tokens += round(metrics["tokens_per_second"] * metrics["seconds"])
+
+    def is_best(self, value: float | None) -> bool:
+        """Whether the value is larger than all values so far; None is no value."""
+        return value is not None and (self.best is None or value > self.best["value"])
+
+    def summary(self, config: Config) -> dict[str, Any]:
+        """What ``summary.json`` holds of a finished run."""
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "minutes": round(self.seconds / 60, 3),
+            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        }
+        if config.evaluation is not None:
+            names, both = config.evaluation.metrics, {"before": self.before or {}, "after": self.after or {}}
+            summary = {f"{name}_{when}": found.get(name) for name in names for when, found in both.items()} | summary
+            if self.best is not None:
+                summary |= {"best_step": self.best["step"], f"{self.best['name']}_best": self.best["value"]}
+        return summary
+
+
+def measure_of_best(config: Config) -> dict[str, Any]:
+    """The number that decides on the best policy, and how it is measured."""
+    evaluation = config.evaluation
+    measured = None if evaluation is None else evaluation.model_dump(mode="json", exclude={"every"})
+    if measured is not None:
+        measured["max_new_tokens"] = config.max_evaluation_tokens
+    return {"name": config.checkpoint.best, "measured": measured}
