@@ -1,5 +1,6 @@
 """Files and folders that stay whole if the process is killed: written durably, and renamed when they are complete."""
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -10,18 +11,55 @@ from typing import IO
 
 TEMPORARY = ".incomplete"
 REPLACED = ".old"
+_BEGINNING = 4096  # bytes of a file that tell its encoding
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file.
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, without the mark of its encoding that editors may write first.
 
     Raises:
         OSError: there is no such file, or it is no regular file: devices and pipes may never end.
-        UnicodeDecodeError: it is no text.
+        ValueError: it is no text in UTF-8.
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no regular file")
-    return path.read_text(encoding=encoding)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        require_no_utf16(error.object)
+        byte = error.object[error.start]
+        raise ValueError(
+            f"its byte {error.start}, 0x{byte:02x}, is no UTF-8 ({error.reason}): save it in UTF-8"
+        ) from error
+    require_no_utf16(text[:_BEGINNING].encode())
+    return text
+
+
+def require_no_utf16(content: bytes) -> None:
+    """Raises ValueError for the beginning of a file that is a text in UTF-16 or UTF-32, or no text."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is a text in UTF-16 or UTF-32: save it in UTF-8")
+    if b"\0" in content[:_BEGINNING]:
+        raise ValueError("it has zero bytes, as texts in UTF-16 and files that are no texts have: save it in UTF-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file to write, which takes the place of another one when it is complete. A link is not written through.
+
+    Args:
+        path: the final path; its folder exists.
+
+    Raises:
+        ValueError: a folder has this path.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    for place in (path, temporary):
+        if place.is_dir() and not place.is_symlink():
+            raise ValueError(f"{place} is a folder, and a file is to be written there: move the folder away")
+    temporary.unlink(missing_ok=True)
+    yield temporary
+    temporary.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:

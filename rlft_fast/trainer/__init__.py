@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from rlft_fast.trainer.folder import claim, require_usable
     from rlft_fast.trainer.launch import train
     from rlft_fast.trainer.lock import require_unlocked
-    from rlft_fast.trainer.plot import COLORS, PANELS, plot_runs, read_metrics
+    from rlft_fast.trainer.plot import (
+        COLORS,
+        PANELS,
+        drawable,
+        is_exact_integer,
+        parse_json,
+        plot_runs,
+        read_metrics,
+    )
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
@@ -33,8 +41,11 @@ __all__ = [
     "check_folder",
     "check_inputs",
     "claim",
+    "drawable",
     "evaluate",
+    "is_exact_integer",
     "load_prompts",
+    "parse_json",
     "plot_runs",
     "read_metrics",
     "read_tokens",
@@ -45,7 +56,8 @@ __all__ = [
 
 _MODULES = {
     "evaluation": ("evaluate",), "folder": ("claim", "require_usable"), "launch": ("train",),
-    "lock": ("require_unlocked",), "plot": ("COLORS", "PANELS", "plot_runs", "read_metrics"),
+    "lock": ("require_unlocked",),
+    "plot": ("COLORS", "PANELS", "drawable", "is_exact_integer", "parse_json", "plot_runs", "read_metrics"),
     "ppo": ("PPOTrainer",),
     "preflight": ("check_folder", "check_inputs"),
     "prompts": ("Prompts", "load_prompts"), "run": ("Run",), "tokens": ("read_tokens",),

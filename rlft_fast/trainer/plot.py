@@ -1,9 +1,15 @@
 """Draws the training curves of one or more runs in one picture, from their ``metrics.jsonl``."""
 
 import json
+import math
+import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from rlft_fast.errors import printable
+from rlft_fast.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +25,8 @@ PANELS = {
 }
 # Okabe and Ito's palette without its yellow. Colour-blind readers can tell these colours apart, also in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_INEXACT = 2**53  # from here on, float64 does not hold every integer
+_LARGEST = 1e300  # of a number: float64 holds sums and differences of thousands of these
 _NUM_SMOOTHED = 20  # a series of this many points or more also gets a running mean over a tenth of its points
 
 Series = tuple[list[int], list[float]]
@@ -34,7 +42,7 @@ def plot_runs(runs: list[Path], output: Path) -> None:
         output: path of the picture. Its suffix sets the format (png, svg, pdf).
 
     Raises:
-        ValueError: a run has no readable metrics, or no run has a series to draw.
+        ValueError: a run has no readable metrics, no run has a series to draw, or a folder has the path of the picture.
         ImportError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
@@ -55,17 +63,24 @@ def plot_runs(runs: list[Path], output: Path) -> None:
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     if len(runs) > 1:
-        figure.legend(*_legend(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+        legend = figure.legend(*_legend(runs), loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     else:
-        figure.suptitle(runs[0].resolve().name)
-    figure.savefig(output, dpi=150)
+        figure.suptitle(printable(runs[0].resolve().name), parse_math=False)
+    with replacing(output) as picture:
+        figure.savefig(picture, dpi=150, format=output.suffix.removeprefix("."))
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``. A last line without a newline is left out: the run is still writing it.
+def read_metrics(run: Path, warn: Callable[[str], object] = warnings.warn) -> list[dict[str, Any]]:
+    """The numbers of a run's ``metrics.jsonl`` by line: ``step``, and `drawable` numbers.
+
+    Lines whose step is not exact in float64 are left out, and so is a last line without a newline: the run is still
+    writing it.
 
     Args:
         run: folder of the run.
+        warn: gets a sentence about steps, and about numbers, that are left out.
 
     Raises:
         ValueError: the file is missing, has no complete line, or has a line that is no JSON object with a ``step``.
@@ -77,15 +92,46 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     if not lines:
         raise ValueError(f"{path} holds no complete line: the run has not finished a step yet")
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    rows = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    kept = [row for row in rows if is_exact_integer(row["step"])]
+    if num_left_out := len(rows) - len(kept):
+        warn(f"{num_left_out} lines of {path} are left out: their steps are 2^53 or more in size")
+    if num_left_out := sum(_is_number(value) and drawable(value) is None for row in kept for value in row.values()):
+        warn(f"{num_left_out} numbers of {path} are left out: they are not finite, or larger than {_LARGEST:g} in size")
+    return [{name: drawable(value) for name, value in row.items()} for row in kept]
+
+
+def parse_json(line: str | bytes) -> Any:
+    """The value of a line. An integer with more digits than Python reads is infinite.
+
+    Raises:
+        ValueError: the line is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 4000 else float(digits))
+
+
+def is_exact_integer(value: object) -> bool:
+    """Whether it is an integer that float64 holds exactly, in which axes and JavaScript compute."""
+    return _is_number(value) and isinstance(value, int) and abs(value) < _INEXACT
+
+
+def drawable(value: object) -> float | None:
+    """A number that a picture can show; None for texts, truth values, numbers that are not finite, and huge numbers."""
+    return value if _is_number(value) and abs(value) <= _LARGEST else None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is no JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    step = row.get("step") if isinstance(row, dict) else None
+    if not _is_number(step) or not (isinstance(step, int) or math.isinf(step)):
         raise ValueError(f"{place} must be a JSON object with an integer step, got {line[:80]}")
     return row
 
@@ -99,7 +145,7 @@ def _legend(runs: list[Path]) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2) for i in range(len(runs))]
-    return handles, [str(run) for run in runs]
+    return handles, [printable(run) for run in runs]
 
 
 def _draw_panel(axis: "Axes", name: str, series_by_run: list[Series]) -> None:

@@ -1,8 +1,6 @@
 """The contents of a run's folder that a page shows, within a limit of bytes."""
 
 import base64
-import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlft_fast.config import Config, ConfigError
-from rlft_fast.trainer import read_metrics, read_tokens
+from rlft_fast.trainer import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
 _FIELDS = ("prompt", "completion", "reward", "parts", "finish_reason", "weight_version")
@@ -58,12 +56,12 @@ def read_run(run: Path, max_bytes: int) -> Contents:
 
 def _read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
     found: dict[str, dict[int, float]] = {}
-    for row in read_metrics(run):
+    notes: list[str] = []
+    for row in read_metrics(run, lambda note: notes.append(f"{note}.")):
         for name, value in row.items():
-            if name not in ("step", "time") and _number(value) is not None:
+            if name not in ("step", "time") and value is not None:
                 found.setdefault(name, {})[row["step"]] = value
     longest = max(map(len, found.values()), default=0)
-    notes = []
     if (stride := -(-longest // _MAX_POINTS)) > 1:
         notes.append(f"Of {longest:,} points of a curve, one in {stride} is shown.")
     series = {}
@@ -155,19 +153,19 @@ def _changes(lines: list[bytes]) -> Iterator[int]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """A sample with fields of the right types; None for a damaged line."""
     try:
-        sample = json.loads(line)
+        sample = parse_json(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(sample, dict) or not _is_integer(sample.get("step")):
+    if not isinstance(sample, dict) or not is_exact_integer(sample.get("step")):
         return None
     parts = sample.get("parts")
     texts = {name: sample.get(name) for name in ("prompt", "completion", "finish_reason")}
     return {
         "step": sample["step"],
         **{name: text if isinstance(text, str) else None for name, text in texts.items()},
-        "reward": _number(sample.get("reward")),
-        "parts": {name: _number(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
-        "weight_version": sample["weight_version"] if _is_integer(sample.get("weight_version")) else None,
+        "reward": drawable(sample.get("reward")),
+        "parts": {name: drawable(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
+        "weight_version": sample["weight_version"] if is_exact_integer(sample.get("weight_version")) else None,
     }
 
 
@@ -264,18 +262,3 @@ def _texts_of_file(path: Path, ids: list[int]) -> dict[int, str]:
 def _token_text(text: str, piece: str) -> str:
     # SentencePiece drops the space before the first word of a text.
     return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
-
-
-def _is_integer(value: object) -> bool:
-    """Whether it is an integer that the script can hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _number(value: object) -> float | None:
-    """A number that JSON and the script can hold."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond every float
-        return None

@@ -3,6 +3,7 @@
 const read = (id) => { const block = document.getElementById(id); return block && JSON.parse(block.textContent); };
 const at = (id) => document.getElementById(id);
 const { panels, colors, runs } = read("data");
+for (const run of runs) run.series = new Map(Object.entries(run.series));  // an object has names of its own, such as constructor
 const isPair = runs.length > 1;
 const cache = new Map();
 const cached = (key, make) => { if (!cache.has(key)) cache.set(key, make()); return cache.get(key); };
@@ -54,7 +55,7 @@ function smooth(values) {
 }
 
 function chart(name, title) {
-  const own = runs.map((run, i) => ({ run: i, points: run.series[name] })).filter((x) => x.points && x.points[0].length);
+  const own = runs.map((run, i) => ({ run: i, points: run.series.get(name) })).filter((x) => x.points && x.points[0].length);
   const steps = own.flatMap((x) => x.points[0]), values = own.flatMap((x) => x.points[1]);
   const [first, last] = steps.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
   let [low, high] = values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
@@ -100,7 +101,7 @@ function chart(name, title) {
 }
 
 function drawCurves() {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.series)))];
+  const names = [...new Set(runs.flatMap((run) => [...run.series.keys()]))];
   const main = Object.keys(panels).filter((name) => names.includes(name));
   at("panels").append(...main.map((name) => chart(name, panels[name])));
   const others = names.filter((name) => !main.includes(name)).sort();
@@ -120,12 +121,12 @@ const COLUMNS = ["reward_mean", "reward_std", "accuracy", "completion_length_mea
   "ref_kl", "clip_share", "grad_norm", "mismatch_mean", "tokens_per_second", "seconds"];
 
 function drawSteps() {
-  const columns = COLUMNS.filter((name) => runs.some((run) => run.series[name]));
+  const columns = COLUMNS.filter((name) => runs.some((run) => run.series.has(name)));
   const rows = runs.flatMap((run, i) => {
     const table = new Map();
-    columns.forEach((name, column) => (run.series[name] || [[], []])[0].forEach((step, k) => {
+    columns.forEach((name, column) => (run.series.get(name) || [[], []])[0].forEach((step, k) => {
       if (!table.has(step)) table.set(step, { step, run: i, values: [] });
-      table.get(step).values[column] = run.series[name][1][k];
+      table.get(step).values[column] = run.series.get(name)[1][k];
     }));
     return [...table.values()];
   }).sort((a, b) => b.step - a.step || a.run - b.run);
@@ -347,7 +348,7 @@ function show(change) {
   at("previous").disabled = state.step === steps[0];
   at("next").disabled = state.step === steps.at(-1);
   const hasTokens = runs.some((_, run) => at(`tokens-${run}-${state.step}`));
-  scale = hasTokens && state.by in OVERLAYS ? scaleOf(state.by, state.step) : null;
+  scale = hasTokens && Object.hasOwn(OVERLAYS, state.by) ? scaleOf(state.by, state.step) : null;
   at("by").disabled = !hasTokens;
   at("by").value = scale ? state.by : "text";
   at("legend").replaceChildren(...(scale ? scale.legend : []));

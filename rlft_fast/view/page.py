@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.files import TEMPORARY
+from rlft_fast.files import replacing
 from rlft_fast.trainer import COLORS, PANELS
 from rlft_fast.view.contents import Contents, read_run
 
@@ -25,13 +25,12 @@ def write_view(runs: list[Path], output: Path, max_bytes: int = 16 * 2**20) -> N
             which the page says.
 
     Raises:
-        ValueError: a folder is missing, or holds no readable metrics.
+        ValueError: a folder is missing, or holds no readable metrics, or has the path of the page.
     """
     contents = [read_run(run, max_bytes) for run in runs]
     page = _page(contents)
-    temporary = output.with_name(output.name + TEMPORARY)
-    temporary.write_text(page, encoding="ascii")
-    temporary.replace(output)
+    with replacing(output) as file:
+        file.write_text(page, encoding="ascii")
 
 
 def _page(contents: list[Contents]) -> str:

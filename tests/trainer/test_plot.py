@@ -1,5 +1,9 @@
 import json
+import os
+import warnings
+from xml.etree import ElementTree
 
+import matplotlib as mpl
 import pytest
 from matplotlib.image import imread
 
@@ -95,3 +99,65 @@ def test_unusable_metrics(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         plot_runs([tmp_path], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
+
+
+# Integers that float64 does not hold, that no float holds, and that Python does not read; and what is no number at all.
+ODD = [
+    '{"step": 1, "reward_mean": 0.5, "constructor": 1, "__proto__": 2.0, "entropy": 1e300}',
+    '{"step": 2, "reward_mean": 1e308, "accuracy": -1e308, "entropy": null, "ref_kl": NaN, "approx_kl": 1e999}',
+    f'{{"step": 3, "reward_mean": {10**400}, "accuracy": "high", "entropy": [1], "ref_kl": true}}',
+    f'{{"step": 9007199254740991, "reward_mean": {"9" * 5000}, "entropy": -1e300}}',
+    *(f'{{"step": {step}, "reward_mean": 1.0}}' for step in (2**53, 10**20, 10**400, "9" * 5000)),
+]
+
+
+def test_what_can_be_drawn_of_odd_numbers_is_drawn(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in ODD))
+    told = []
+    rows = read_metrics(tmp_path, told.append)
+    assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
+        {"step": 1, "reward_mean": 0.5, "constructor": 1, "__proto__": 2.0, "entropy": 1e300},
+        {"step": 2}, {"step": 3}, {"step": 2**53 - 1, "entropy": -1e300},
+    ]  # fmt: skip
+    place = tmp_path / "metrics.jsonl"
+    assert told == [
+        f"4 lines of {place} are left out: their steps are 2^53 or more in size",
+        f"6 numbers of {place} are left out: they are not finite, or larger than 1e+300 in size",
+    ]
+    with warnings.catch_warnings(record=True, action="always") as shown:
+        plot_runs([tmp_path], tmp_path / "curve.png")
+    assert [str(warning.message) for warning in shown] == told
+
+
+def test_names_of_runs_are_texts(tmp_path, monkeypatch):
+    monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")  # texts as texts
+    runs = [write_run(tmp_path / name, 1, ["entropy"]) for name in ("$\\frac{x$", "a^b_$5$", "_run", "line\x07")]
+    plot_runs(runs, tmp_path / "all.svg")
+    plot_runs(runs[:1], tmp_path / "one.svg")
+    shown = [text for text in svg_texts(tmp_path / "all.svg") if text.startswith(str(tmp_path))]
+    assert shown == [str(run).replace("\x07", "\\x07") for run in runs]
+    assert "$\\frac{x$" in svg_texts(tmp_path / "one.svg")
+
+
+def svg_texts(picture) -> list[str]:
+    found = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(text.itertext()) for text in found]
+
+
+def test_a_picture_is_written_through_no_link(tmp_path):
+    run, mine = write_run(tmp_path / "run", 1, ["entropy"]), tmp_path / "mine.txt"
+    mine.write_text("mine")
+    for name in ("curve.png", "curve.png.incomplete"):
+        os.symlink(mine, run / name)
+    assert main(["plot", str(run)]) == 0
+    assert mine.read_text() == "mine"
+    assert sorted(path.name for path in run.iterdir()) == ["curve.png", "metrics.jsonl"]
+    assert imread(run / "curve.png").std() > 0.01
+
+
+def test_a_folder_in_the_place_of_a_picture_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 1, ["entropy"])
+    (run / "curve.png").mkdir()
+    assert main(["plot", str(run)]) == 1
+    assert f"{run / 'curve.png'} is a folder, and a file is to be written there" in capsys.readouterr().err
+    assert [*(run / "curve.png").iterdir()] == []

@@ -152,6 +152,22 @@ def test_two_runs_are_beside_each_other(run, tmp_path):
     assert [len(cell.all(".text")) for cell in first.all(".sample")] == [1, 0] * 3  # the other run has none
 
 
+# Names that every object of JavaScript has; the last steps and the largest numbers that are drawn.
+def test_odd_names_and_numbers_are_drawn(run, tmp_path):
+    steps, names = (2**53 - 2, 2**53 - 1), ("constructor", "__proto__", "toString")
+    odd = write_run(tmp_path / "odd", [], [{"step": step, **dict.fromkeys(names, 1.0)} for step in steps])
+    large = write_run(tmp_path / "large", [], [{"step": step, "x": (-1) ** step * 1e300} for step in steps])
+    write_view([odd, large], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "", tmp_path)
+    assert [x.text for x in page.all("figcaption")] == ["__proto__1", "constructor1", "toString1", "x\u22121.00e+300"]
+    lines = [path.attributes["d"] for figure in page.all("figure") for path in figure.all("path")]
+    assert len(lines) == 4
+    assert "NaN" not in "".join(lines)
+    write_view([run], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", "by=constructor", tmp_path)
+    assert [text.text for text in page.one("#groups").all(".text")] == [f"answer {i}" for i in range(5)]
+
+
 @pytest.mark.slow  # alone: a busy machine is slower
 def test_a_thousand_samples_open_within_a_second(tmp_path):
     lengths, total = torch.full((1000,), 256, dtype=torch.int32), 256_000

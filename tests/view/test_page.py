@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlft_fast.cli import main
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
+from tests.trainer.test_plot import ODD
 from tests.trainer.test_tokens import columns_of_samples
 from tests.trainer.toy import toy_config
 
@@ -189,6 +191,42 @@ def test_damaged_samples_are_counted(tmp_path):
     assert [x["completion"] for x in page.data["samples-0-1"]] == ["answer", None, "z"]
     assert page.data["samples-0-1"][2]["parts"] == {"p": None, "q": None}
     assert page.data["samples-0-2"][0] == dict.fromkeys(odd.keys() - {"step"}) | {"finish_reason": None, "parts": {}}
+
+
+def test_what_a_script_can_hold_of_odd_numbers_is_in_the_page(tmp_path):
+    parts = {"constructor": 1.0, "__proto__": 10**400, "b": 1e308}
+    samples = [sample(2**53 - 1, parts=parts, reward=-1e308, weight_version=10**20), sample(2**53), sample(10**400)]
+    run = write_run(tmp_path / "run", samples, ODD)
+    page = page_of(run)
+    (shown,) = page.data["data"]["runs"]
+    assert shown["series"] == {
+        "reward_mean": [[1], [0.5]], "constructor": [[1], [1.0]], "__proto__": [[1], [2.0]],
+        "entropy": [[1, 2**53 - 1], [1e300, -1e300]],
+    }  # fmt: skip
+    assert [note.partition(" of ")[0] for note in shown["notes"]] == ["4 lines", "6 numbers", "2 damaged lines"]
+    (found,) = page.data[f"samples-0-{2**53 - 1}"][:1]
+    assert found["parts"] == {"constructor": 1.0, "__proto__": None, "b": None}
+    assert (found["reward"], found["weight_version"]) == (None, None)
+
+
+def test_a_page_is_written_through_no_link(tmp_path):
+    run, mine = write_run(tmp_path / "run"), tmp_path / "mine.html"
+    mine.write_text("mine")
+    for name in ("view.html", "view.html.incomplete"):
+        os.symlink(mine, run / name)
+    page_of(run)
+    assert mine.read_text() == "mine"
+    assert not (run / "view.html").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["view.html", "view.html.incomplete"])
+def test_a_folder_in_the_place_of_a_page_is_named(name, tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / name).mkdir()
+    assert main(["view", str(run)]) == 1
+    assert (
+        f"{run / name} is a folder, and a file is to be written there: move the folder away" in capsys.readouterr().err
+    )
 
 
 def test_without_samples_the_page_says_so(tmp_path):
