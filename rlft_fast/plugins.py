@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlft_fast.files import require_no_utf16
+
 PLUGIN_PREFIX = f"{__name__}.file_"
 """Names of modules that were loaded from a user's file begin with it."""
 
@@ -172,10 +174,13 @@ def _require_own_siblings(path: Path) -> None:
     """Raises ValueError if an import of the file would find the module of another user's folder in place of its own."""
     try:
         source = path.read_bytes()
+        require_no_utf16(source)
         compile(source, path, "exec", dont_inherit=True)
         nodes = [*ast.walk(ast.parse(source))]
     except SyntaxError as error:
         raise ValueError(f"{path}, line {error.lineno} is no Python: {error.msg}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no Python: {error}") from error
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     users = {*_searched, Path.cwd()}

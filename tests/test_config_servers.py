@@ -114,7 +114,10 @@ def test_a_file_of_servers(tmp_path):
 FILES = {
     "large": (b"http://a\n" * 10**6, "it has 9000000 bytes, and may have 1048576"),
     "one line": (b"http://" + b"a" * 10**6, r"line 1 of .*: .* has 1000007 characters, got '.{100,200}$"),
-    "UTF-16": ("http://a".encode("utf-16"), "codec can't decode"),
+    "UTF-16": (
+        "http://a".encode("utf-16"),
+        r"neither a URL nor a file .*: it is a text in UTF-16 or UTF-32: save it in UTF-8",
+    ),
     "empty": (b"# none\n", "names no server"),
     "wrong": (b"http://a\nhttp://b:0\n", r"line 2 of .*: .*port must lie in 1 to 65535, got 'http://b:0'"),
     "password": (f"http://u:{SECRET}@b\n".encode(), r"line 1 of .*no name and password.*, got 'http://\*\*\*@b'"),

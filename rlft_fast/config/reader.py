@@ -50,10 +50,16 @@ _Loader.yaml_implicit_resolvers = {}  # in place of those of YAML 1.1
 for _name, (_pattern, _first) in _PLAIN.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int",
-    lambda _, node: int(node.value.replace("_", ""), 16 if node.value.startswith("0x") else 10),
-)
+
+
+def _integer(_: _Loader, node: yaml.ScalarNode) -> int | str:
+    try:
+        return int(node.value.replace("_", ""), 16 if node.value.startswith("0x") else 10)
+    except ValueError:  # more digits than Python reads
+        return node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def read_file(text: str, model: type[Section]) -> Any:

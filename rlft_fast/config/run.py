@@ -374,7 +374,7 @@ class Config(Section):
             values = read_file(read_text(Path(path)), cls)
         except RecursionError as error:
             raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {without_password(str(error))}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")

@@ -84,7 +84,7 @@ def server_urls(servers: Sequence[str]) -> list[str]:
         try:
             if (size := Path(entry).stat().st_size) > _LONGEST_FILE:
                 raise OSError(f"it has {size} bytes, and may have {_LONGEST_FILE}")
-            lines = read_text(Path(entry), "utf-8-sig").splitlines()
+            lines = read_text(Path(entry)).splitlines()
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"rollout.servers has {without_password(entry)!r}, neither a URL nor a file that can be read: {error}"

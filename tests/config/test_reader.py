@@ -103,6 +103,15 @@ def test_what_is_no_number_is_refused(key, text, tmp_path):
         loaded(tmp_path, yaml.safe_dump(MINIMAL), {key: text})
 
 
+def test_an_integer_with_more_digits_than_python_reads_is_refused(tmp_path):
+    digits = "9" * 5000
+    for text, overrides in ((f"seed: {digits}\n", {}), ("", {"seed": digits})):
+        with pytest.raises(
+            ConfigError, match=r"^seed: Unable to parse input string as an integer, .*, got '9{1,100}\.\.\.9+'$"
+        ):
+            loaded(tmp_path, yaml.safe_dump(MINIMAL) + text, overrides)
+
+
 def test_minutes_of_a_clock_are_no_number_in_a_file(tmp_path):
     with pytest.raises(ConfigError, match="got '1:30'"):
         loaded(tmp_path, yaml.safe_dump(MINIMAL) + "timeout_minutes: 1:30\n")

@@ -44,6 +44,13 @@ def test_load_from_relative_path(reward_file, monkeypatch):
     assert load_reward("my_rewards.py:half")(["a"], [""], [[]]) == [0.5]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_a_file_in_utf_16_is_named(encoding, reward_file):
+    reward_file.write_text(SOURCE, encoding=encoding)
+    with pytest.raises(ValueError, match=rf"^{reward_file} is no Python: it .* UTF-16.*: save it in UTF-8$"):
+        load_reward(f"{reward_file}:half")
+
+
 @pytest.fixture
 def no_folders_of_others(monkeypatch):
     """Python does not look for modules in the working directory, as under the command rlft-fast."""

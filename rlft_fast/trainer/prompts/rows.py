@@ -31,8 +31,8 @@ def _read(source: str) -> list[Row]:
     if path.is_dir():
         return _read_dataset(path)
     try:
-        text = read_text(path, "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"cannot read the data {source}: {error} (expected JSON lines in UTF-8, or a folder written by "
             "datasets.save_to_disk)"
