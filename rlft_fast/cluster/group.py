@@ -20,6 +20,7 @@ from rlft_fast.config import Config
 from rlft_fast.data import Batch
 from rlft_fast.errors import RunError
 from rlft_fast.plugins import PLUGIN_PREFIX
+from rlft_fast.world import RAISED_BY
 
 _WAIT_FOR_OTHERS_S = 5.0  # after the first failure: errors that all ranks raise together leave the group alive
 _LINE_BYTES = 800  # that are read for a line of a worker's last words
@@ -239,8 +240,7 @@ class WorkerGroup:
         deaths = [failure for failure in failures.values() if isinstance(failure, WorkerError)]
         if waiting or deaths:  # others wait for the failed one in a collective
             self.close()
-        # A worker that gave up because of another one says so, and not why.
-        first = min(failures, key=lambda rank: ("another process" in str(failures[rank]), rank))
+        first = min(failures, key=lambda rank: (hasattr(failures[rank], RAISED_BY), rank))  # the cause itself
         failure = deaths[0] if deaths else failures[first]
         if not deaths:
             failure.add_note(f"raised by worker {first} of {self.name}")

@@ -185,7 +185,7 @@ class Rollout:
 
     def _require_finite(self, groups: Sequence[Sequence[Completion]]) -> None:
         finite = all(math.isfinite(x) for group in groups for completion in group for x in completion.logprobs)
-        if self.world.any_rank(not finite):
+        if self.world.any_rank(not finite):  # on all, in the same words
             raise NonFiniteLogitsError("the policy's logits are not finite")
 
     def _together_or_leave(self, sample: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -197,17 +197,9 @@ class Rollout:
     def _together(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Calls the function on all ranks; returns its result, or an error if it raised on any rank."""
         try:
-            result, failure = function(), None
-        except Exception as error:
-            result, failure = None, error
-        is_refused = isinstance(failure, RequestError)
-        flags = {"failed_max": failure is not None, "refused_max": is_refused}
-        found = self.world.all_reduce({name: torch.tensor(float(flag)) for name, flag in flags.items()})
-        if not found["failed_max"]:
-            return result, None
-        if found["refused_max"] and not is_refused:
-            failure = RequestError("the generator of another process refuses its prompts, and says why")
-        return None, failure or RuntimeError("it failed in another process, which says why")
+            return self.world.together(function, RequestError, Exception), None
+        except Exception as failure:
+            return None, failure
 
 
 def gather_requests(

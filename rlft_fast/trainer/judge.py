@@ -80,18 +80,21 @@ class Judge:
         Raises:
             RewardError: a function failed, here or in another process.
         """
-        failure: RewardError | LeftEarlyError | None = None
-        scored: list[Parts] = []
         started = time.perf_counter()
+
+        def score() -> list[Parts]:
+            try:
+                with STOP.alone():
+                    return self._score_own(prompts, own)
+            finally:
+                self.seconds = time.perf_counter() - started
+
         try:
-            with STOP.alone():
-                scored = self._score_own(prompts, own)
-        except (RewardError, LeftEarlyError) as error:
-            failure = error
-        self.seconds = time.perf_counter() - started
+            scored = self.world.together(score, LeftEarlyError, RewardError)
+        except (RewardError, LeftEarlyError):
+            STOP.leave_together(self.world)
+            raise
         STOP.leave_together(self.world)
-        if self.world.any_rank(failure is not None):  # all or none: nobody waits for a rank that has given up
-            raise failure or RewardError("the reward function failed in another process, which says why")
         weights = self.functions.weights
         # The model scores every sample: without a function's part, its score is the reward.
         nothing = None if self.model is None else 0.0

@@ -9,13 +9,14 @@ open there. The number of processes changes a run by rounding alone.
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlft_fast.config import Config
-from rlft_fast.data import Batch, Samples
+from rlft_fast.data import Samples
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.trainer.collector import Collector
@@ -129,7 +130,8 @@ class PPOTrainer:
         with self.phases.timed("logprobs"):
             batch = self.learner.infer(build_batch(taught, prompts.token_ids, greedy))
         metrics = rollout_metrics(samples, batch, len(with_signal))
-        batch = self._with_advantages(batch, self._seed(step))
+        prepare = partial(self.objective.prepare, batch, self._seed(step))
+        batch = self.world.together(prepare, AdvantageError)
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
         if self.config.algorithm.mask_truncated:
             stopped = taught.stopped_B.nonzero().squeeze(1)
@@ -164,17 +166,6 @@ class PPOTrainer:
         if not self.config.algorithm.skip_equal_groups:
             return samples
         return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
-
-    def _with_advantages(self, batch: Batch, seed: int) -> Batch:
-        """The batch with advantages; a failure on one rank is raised on all, so that no rank updates alone."""
-        failure: AdvantageError | None = None
-        try:
-            batch = self.objective.prepare(batch, seed)
-        except AdvantageError as error:
-            failure = error
-        if self.world.any_rank(failure is not None):
-            raise failure or AdvantageError("the advantage failed in another process, which says why")
-        return batch
 
     def _token_columns(self, experience: Experience, outputs: Mapping[Output, Tensor]) -> dict[str, Tensor] | None:
         """What `StepResult.tokens` holds; the outputs are of the first optimizer step."""

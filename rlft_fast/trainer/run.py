@@ -325,14 +325,7 @@ class Run:
 
 def by_first(world: World, action: Callable[[], object]) -> None:
     """Does something on the first process; where that is refused, no process goes on."""
-    failure: Exception | None = None
-    try:
-        if world.is_first:
-            action()
-    except (ValueError, OSError) as error:
-        failure = error
-    if world.any_rank(failure is not None):
-        raise failure or ValueError("output_dir cannot be used, as the first process says")
+    world.together(lambda: world.is_first and action(), ValueError, OSError)
 
 
 def _three_digits(value: float | None) -> str:

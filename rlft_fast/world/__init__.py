@@ -14,9 +14,10 @@ from rlft_fast.world.process_group import (
     leaving_process_group,
 )
 from rlft_fast.world.stopping import STOP, LeftEarlyError, write_at_once
-from rlft_fast.world.world import World, accumulate, collective_timeout, forked_rng
+from rlft_fast.world.world import RAISED_BY, World, accumulate, collective_timeout, forked_rng
 
 __all__ = [
+    "RAISED_BY",
     "STOP",
     "LeftEarlyError",
     "World",

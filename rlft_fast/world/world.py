@@ -3,15 +3,20 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+
+RAISED_BY = "raised_by_rank"
+"""Attribute of an error that `World.together` has raised for another rank: the number of this rank."""
 
 
 def own_device() -> torch.device:
@@ -78,6 +83,43 @@ class World:
         """Whether the flag is set on any rank."""
         return bool(self.all_reduce({"flag_max": torch.tensor(float(flag))})["flag_max"])
 
+    def together(self, function: Callable[[], T], *errors: type[Exception]) -> T:
+        """Calls a function on every rank. If it fails on one rank, every rank raises, so that no rank goes on alone.
+
+        All ranks raise an error of the same class. Ranks that have not failed with it say where it was raised.
+
+        Args:
+            function: runs without collectives: another rank may have failed before one.
+            errors: what the function may raise. The class that comes first goes before the others, then the lowest
+                rank; in place of `Exception`, other ranks raise a RuntimeError.
+
+        Returns:
+            This rank's own result.
+        """
+        try:
+            result = function()
+        except errors as error:
+            self.any_rank(True)
+            self._raise_first(error, errors)
+        if self.any_rank(False):
+            self._raise_first(None, errors)
+        return result
+
+    def _raise_first(self, own: Exception | None, errors: tuple[type[Exception], ...]) -> NoReturn:
+        number = next((i for i, kind in enumerate(errors) if isinstance(own, kind)), None)
+        outcomes = self._all_gather_json([number, str(own) or type(own).__name__])
+        kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(outcomes) if kind is not None)
+        if own is not None and rank == self.rank:
+            raise own
+        error = (RuntimeError if errors[kind] is Exception else errors[kind])(f"rank {rank}: {outcomes[rank][1]}")
+        setattr(error, RAISED_BY, rank)
+        raise error from own
+
+    def _all_gather_json(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
+        own = torch.tensor(list(json.dumps(value, sort_keys=True).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather_ragged(own.to(self.device))]
+
     def all_gather_ragged(self, tensor: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
         """Gathers every rank's tensor on every rank, in rank order.
 
@@ -110,9 +152,7 @@ class World:
         """
         if self.size == 1:
             return
-        own = torch.tensor(list(json.dumps(dict(values), sort_keys=True).encode()), dtype=torch.uint8)
-        gathered = self.all_gather_ragged(own.to(self.device))
-        first, *others = (json.loads(bytes(part.tolist())) for part in gathered)
+        first, *others = self._all_gather_json(dict(values))
         differences = [
             f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank 0"
             for rank, other in enumerate(others, start=1)

@@ -61,8 +61,6 @@ def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, w
     narrow, wide = sampled_among(4), sampled_among(6)
     assert_same((narrow.of_rows([0]) if rank == 0 else wide.of_rows([1])).gather(world), mixed(narrow, wide))
     assert_same((narrow if rank == 0 else SAMPLES.select(torch.arange(0))).gather(world), narrow)
-    assert world.any_rank(rank == 1)
-    assert not world.any_rank(False)
 
 
 def sampled_among(width: int) -> Samples:
@@ -101,11 +99,6 @@ def test_samples_in_another_order_are_the_same_when_gathered():
 def test_tokens_as_lists():
     assert SAMPLES.token_ids() == [completion.token_ids for _, completion in ANSWERS]
     assert SAMPLES.token_ids(range(3, 5)) == [[4], [4, 4]]
-
-
-def test_any_rank_alone():
-    assert World().any_rank(True)
-    assert not World().any_rank(False)
 
 
 def test_build_batch_leaves_out_samples_without_a_reward():

@@ -89,8 +89,12 @@ def export_hf(
         failure = failure or attempt(publish, temporary, output, replaced)
         if failure is not None:
             attempt(_clear, temporary)
-    if engine.world.any_rank(failure is not None):
-        raise CheckpointError(f"could not export to {output}: {failure or 'the first process says why'}") from failure
+
+    def fail() -> None:
+        if failure is not None:
+            raise CheckpointError(f"could not export to {output}: {failure}") from failure
+
+    engine.world.together(fail, CheckpointError)
 
 
 def _attempt(world: World, function: Callable[..., None], *args: Any) -> Exception | None:
