@@ -71,6 +71,13 @@ class LogprobHead(nn.Module):
             return hidden, None
         return torch.cat([hidden, self.lora_scale * linear(hidden, self.lora_A)], dim=-1), self.lora_B
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(*, V) raw logits. An adapter adds its own product: a copy of W for every decoded token would cost more."""
+        logits = linear(hidden, self.weight, self.bias)
+        if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
+            return logits
+        return logits + linear(self.lora_scale * linear(hidden, self.lora_A), self.lora_B)
+
     def forward(
         self,
         hidden: Tensor,
@@ -111,9 +118,10 @@ class LogprobHead(nn.Module):
         Raises:
             ValueError: shapes, devices or option values do not fit each other.
         """
-        hidden, adapter = self._adapted(hidden.to(self.weight.dtype))
+        hidden = hidden.to(self.weight.dtype)
         if target is None:
-            return linear(hidden, _joined(self.weight, adapter), self.bias)
+            return self._logits(hidden)
+        hidden, adapter = self._adapted(hidden)
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.reshape(()).expand(target.shape)
         _check_rows(hidden, target, temperature, per_token, support)
