@@ -5,6 +5,9 @@ dispatch    how a call's arguments reach the workers, and how their results come
 workers     the roles: actor, rollout and reference; critic; reference alone; reward model
 remote      what a trainer holds in place of engines, rollout and checkpoints
 generators  vLLM servers that generate for a run, and replacements of servers that die
+head        the head of the cluster, which is watched, and how to end without it
+resources   what a run asks for is compared with what a cluster has
+sendable    what cannot be sent to workers is named
 buffers     tensors travel as buffers, not as pickles
 
 A cluster is trusted: Ray unpickles what its processes send. Ray listens on loopback unless it is told otherwise.
@@ -13,7 +16,10 @@ A cluster is trusted: Ray unpickles what its processes send. Ray listens on loop
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, Dispatch, register
 from rlft_fast.cluster.generators import Generators
 from rlft_fast.cluster.group import WorkerError, WorkerGroup, connect
+from rlft_fast.cluster.head import HEAD, HeadLostError
 from rlft_fast.cluster.remote import RemoteCheckpoints, RemoteEngine, RemoteRollout
+from rlft_fast.cluster.resources import num_cpus, parts_of, require_connected, require_own_machine
+from rlft_fast.cluster.sendable import require_sendable
 from rlft_fast.cluster.workers import (
     ActorRolloutRefWorker,
     ColocatedWorker,
@@ -25,6 +31,7 @@ from rlft_fast.cluster.workers import (
 
 __all__ = [
     "DP_COMPUTE_PROTO",
+    "HEAD",
     "ONE_TO_ALL",
     "RANK_ZERO",
     "ActorRolloutRefWorker",
@@ -32,6 +39,7 @@ __all__ = [
     "CriticWorker",
     "Dispatch",
     "Generators",
+    "HeadLostError",
     "ReferenceWorker",
     "RemoteCheckpoints",
     "RemoteEngine",
@@ -41,5 +49,10 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "connect",
+    "num_cpus",
+    "parts_of",
     "register",
+    "require_connected",
+    "require_own_machine",
+    "require_sendable",
 ]

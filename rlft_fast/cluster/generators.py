@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.cluster.group import WorkerError, last_words, require_resources
+from rlft_fast.cluster.group import WorkerError, last_words
+from rlft_fast.cluster.head import Leaving, end_actors
+from rlft_fast.cluster.resources import require_connected
 from rlft_fast.config import TOKEN_VARIABLE, Config
 from rlft_fast.rollout import VLLMServer, server_command, server_environment
 from rlft_fast.world import end_with_parent
@@ -47,7 +49,7 @@ class Generators:
         self._urls: list[str | None] = []
         self._has_run = False  # so the configuration is sound, and a start that fails is tried again
         self._failures = 0  # to start, in a row
-        require_resources("generators", self.sizes.num_workers, self.sizes.gpus, self.sizes.cpus)
+        require_connected({"generators": self.sizes})
         for place in range(self.sizes.num_workers):
             self._actors.append(None)
             self._starting.append(None)
@@ -136,8 +138,7 @@ class Generators:
         with contextlib.suppress(Exception):  # it may be dead, or the cluster gone
             if is_running:  # otherwise the actor is busy, and its server ends with it
                 ray.get(actor.stop.remote(), timeout=10)
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
+        end_actors([actor])
 
 
 def _now() -> str:
@@ -145,7 +146,7 @@ def _now() -> str:
     return f"{datetime.now():%H:%M:%S}"
 
 
-class _Host:
+class _Host(Leaving):
     """A Ray actor with a server beside it, which ends with the actor."""
 
     def __init__(self) -> None:

@@ -1,25 +1,26 @@
 """`WorkerGroup`: worker processes that form one world, whose methods a driver calls as if they were one worker."""
 
+import atexit
 import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 from rlft_fast.cluster.buffers import send_tensors_as_buffers
 from rlft_fast.cluster.dispatch import Dispatch, Registered, Split, registered_methods, split_batch, split_rows
+from rlft_fast.cluster.head import HEAD, Leaving, end_actors, keep_drivers
+from rlft_fast.cluster.resources import require_connected
+from rlft_fast.cluster.sendable import require_ray, require_sendable, send_user_files
 from rlft_fast.cluster.workers import Worker
-from rlft_fast.config import Config
+from rlft_fast.config import Config, WorkersConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import RunError
-from rlft_fast.plugins import PLUGIN_PREFIX
 from rlft_fast.world import RAISED_BY
 
 _WAIT_FOR_OTHERS_S = 5.0  # after the first failure: errors that all ranks raise together leave the group alive
@@ -41,8 +42,8 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
         ModuleNotFoundError: Ray is not installed.
         ValueError: there is no cluster at the address.
     """
-    if find_spec("ray") is None:
-        raise ModuleNotFoundError("Ray is not installed: pip install ray", name="ray")
+    require_ray()
+    keep_drivers()
     import ray
 
     if not ray.is_initialized():
@@ -56,10 +57,11 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address or 'this machine'}: {error}") from error
+        if not (address or "").startswith("ray://"):  # such a driver is a client of the cluster, not a part of it
+            HEAD.watch(ray.get_runtime_context().gcs_address, is_own=address is None)
+            atexit.register(HEAD.end_own_processes)  # runs before Ray's own hook
     send_tensors_as_buffers()
-    for name, module in [*sys.modules.items()]:
-        if name.startswith(PLUGIN_PREFIX):  # functions of a user's file, which workers have not loaded
-            ray.cloudpickle.register_pickle_by_value(module)
+    send_user_files()
 
 
 def _require_reachable(address: str | None) -> None:
@@ -122,7 +124,7 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._logs: list[tuple[str, str]] = []  # node and file of each worker's error output
         self._placement: Any = None
-        require_resources(f"workers of {self.name}", num_workers, gpus, cpus)
+        require_connected({self.name: WorkersConfig(num_workers=num_workers, gpus=gpus, cpus=cpus)})
         try:
             self._start(worker_class, config, gpus, cpus, start_timeout_s)
         except BaseException:
@@ -144,14 +146,12 @@ class WorkerGroup:
         """Ends the workers at once, and frees their resources."""
         import ray
 
-        for actor in self._actors:
-            with contextlib.suppress(Exception):  # it may be dead, or the cluster gone
-                ray.kill(actor)
+        end_actors(self._actors)
         self._actors = []
-        if self._placement is not None:
+        if self._placement is not None and HEAD.answers():
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(self._placement)
-            self._placement = None
+        self._placement = None
 
     def pids(self) -> list[int]:
         """The process ids of the workers, on their own machines."""
@@ -189,18 +189,27 @@ class WorkerGroup:
             for rank, node in enumerate(nodes)
         ]  # fmt: skip
         pairs = zip(self._actors, environments, strict=True)
-        self._gather([actor.join.remote(worker_class, config, environment) for actor, environment in pairs])
+        self._gather([self._send(actor.join, worker_class, config, environment) for actor, environment in pairs])
 
     def _call(self, name: str, how: Registered, *args: Any) -> Any:
         if not self._actors:
             raise WorkerError(f"{self.name}: the group has ended; make a new one, and load the newest checkpoint")
         if how.dispatch is Dispatch.RANK_ZERO:
-            return self._gather([self._actors[0].call.remote(name, args)])[0]
+            return self._gather([self._send(self._actors[0].call, name, args)])[0]
         if how.dispatch is Dispatch.ONE_TO_ALL:
-            return self._gather([actor.call.remote(name, args) for actor in self._actors])
+            return self._gather([self._send(actor.call, name, args) for actor in self._actors])
         split = self._split(how, args)
         calls = zip(self._actors, split.arguments, strict=True)
-        return split.join(self._gather([actor.call.remote(name, own) for actor, own in calls]))
+        return split.join(self._gather([self._send(actor.call, name, own) for actor, own in calls]))
+
+    def _send(self, method: Any, *args: Any) -> Any:
+        """Calls a method of an actor. Ray itself would refuse an argument with pages of text."""
+        try:
+            return method.remote(*args)
+        except Exception:
+            for argument in args:
+                require_sendable(f"an argument of {self.name}", argument)
+            raise
 
     def _split(self, how: Registered, args: tuple[Any, ...]) -> Split:
         if not isinstance(args[0], Batch):
@@ -233,6 +242,10 @@ class WorkerGroup:
                     failures[rank] = error.cause if isinstance(error.cause, Exception) else error
                 except ray.exceptions.RayError as error:
                     failures[rank] = self._death(rank, error)
+            if HEAD.has_lost_workers():
+                failures[min(waiting.values(), default=0)] = WorkerError(
+                    f"{HEAD.loss}. Workers of {self.name} are gone"
+                )
             if failures and deadline is None:
                 deadline = time.monotonic() + _WAIT_FOR_OTHERS_S
         if not failures:
@@ -257,31 +270,6 @@ class WorkerGroup:
         return WorkerError(f"worker {rank} of {self.name} died: {reason}{said}")
 
 
-def require_resources(what: str, number: int, gpus: int, cpus: int) -> None:
-    """Refuses more processes than the cluster has resources for.
-
-    Args:
-        what: the processes, in the message.
-        number: of processes.
-        gpus: GPUs of each.
-        cpus: logical CPUs of each.
-
-    Raises:
-        ValueError: there are too few resources, or there is no cluster.
-    """
-    import ray
-
-    if not ray.is_initialized():
-        raise ValueError("there is no Ray cluster yet: call rlft_fast.cluster.connect() before making a group")
-    have = ray.cluster_resources()
-    for name, each in (("CPU", cpus), ("GPU", gpus)):
-        if each * number > have.get(name, 0):
-            raise ValueError(
-                f"{number} {what} need {each * number} {name}s, but the cluster has {have.get(name, 0):g}: lower the "
-                "number of workers, or add machines"
-            )
-
-
 def last_words(path: Path, num_lines: int = 5) -> str:
     """The last lines of a worker's error output, without Ray's own lines."""
     try:
@@ -295,7 +283,7 @@ def last_words(path: Path, num_lines: int = 5) -> str:
     )
 
 
-class _Host:
+class _Host(Leaving):
     """The process of a worker. It joins its group's world before the worker is made."""
 
     def __init__(self, rank: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlft_fast.cluster import require_own_machine, require_sendable
 from rlft_fast.config import Config
 from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
@@ -49,6 +50,12 @@ def load_inputs(config: Config, world: World) -> Inputs:
     checks = Checks()
     checks.run(lambda: require_equal_shares(config, world.size))
     objective = checks.run(lambda: make_objective(config))
+    if (cluster := config.cluster) is not None:
+        if cluster.address is None:
+            checks.run(lambda: require_own_machine(cluster))
+        if objective is not None:
+            name = f"policy loss {config.algorithm.policy_loss}"
+            checks.run(lambda: require_sendable(name, objective.policy_loss.loss))
     evaluation_judge = judge = prompts = held_out = None
     if (tokenizer := checks.run(lambda: load_tokenizer(config.model))) is not None:
         evaluation_judge = checks.run(lambda: Judge.for_evaluation(config, tokenizer, world))

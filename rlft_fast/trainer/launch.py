@@ -37,6 +37,7 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
             Logits that are not finite save nothing.
         DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
         WorkerError: workers on a cluster died, again and again; the newest checkpoint is as it was.
+        HeadLostError: the head of the cluster is gone; a checkpoint holds the last complete step, if the workers lived.
         Interrupted: SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped it; likewise. It is a KeyboardInterrupt.
         KeyboardInterrupt: a second Ctrl-C stopped it at once; the newest checkpoint is as it was.
     """

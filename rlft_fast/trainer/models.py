@@ -20,6 +20,9 @@ from rlft_fast.cluster import (
     Worker,
     WorkerGroup,
     connect,
+    num_cpus,
+    parts_of,
+    require_connected,
 )
 from rlft_fast.config import Config, WorkersConfig, run_roles, server_urls
 from rlft_fast.engine import (
@@ -104,8 +107,9 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
     config, cluster = _with_absolute_paths(config).for_device(world.device.type), config.cluster
     roles = {"reward": RewardModelWorker, "critic": CriticWorker, "reference": ReferenceWorker}
     own = {name: part for name in roles if (part := getattr(cluster, name)) is not None}
-    parts = [cluster.actor, *own.values()] + ([] if cluster.generators is None else [cluster.generators])
-    connect(cluster.address, None if cluster.address else sum(part.num_workers * part.cpus for part in parts))
+    parts = parts_of(cluster)
+    connect(cluster.address, None if cluster.address else num_cpus(parts))
+    require_connected(parts)
     with contextlib.ExitStack() as stack:
         servers = None
         if cluster.generators is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlft_fast.cluster import WorkerError
+from rlft_fast.cluster import HEAD, HeadLostError, WorkerError
 from rlft_fast.engine import CheckpointError, remove_export
 from rlft_fast.errors import Interrupted, RunError, StepError
 from rlft_fast.models import name_some
@@ -120,7 +120,10 @@ class Run:
     def _start_again(self, loss: WorkerError) -> None:
         """New workers, and the state of the newest checkpoint."""
         self.log.message(f"warning: {loss}. Starting new workers")
-        self.trainer.restart()
+        try:
+            self.trainer.restart()
+        except ValueError as error:
+            raise RunError(f"{loss}; new workers cannot start: {error}") from error
         self.checkpoints = self.trainer.models.checkpoints(self.checkpoints.directory)
         self._begin(self.checkpoints.load(self.trainer.models.trained))
         self.log.message(f"new workers continue after step {self.progress.step}")
@@ -129,7 +132,7 @@ class Run:
 
     def _run_interruptibly(self) -> dict[str, Any]:
         num_losses, loss = 0, None
-        with self.log, STOP.listening(self._announce_stop):
+        with self.log, STOP.listening(self._announce_stop), HEAD.listening(self._announce_loss):
             while True:
                 saved_before = self.checkpoints.latest()
                 try:
@@ -138,6 +141,9 @@ class Run:
                     with self.checkpoints:
                         return self._run_or_save()
                 except WorkerError as error:
+                    if not HEAD.answers():
+                        self.log.message(f"the workers are lost, too: {self._saved()}")
+                    HEAD.require()
                     num_losses = 1 if self.checkpoints.latest() != saved_before else num_losses + 1
                     if num_losses > _MAX_LOSSES:
                         raise
@@ -146,7 +152,7 @@ class Run:
     def _run_or_save(self) -> dict[str, Any]:
         try:
             return self._run()
-        except Interrupted:  # only where the models are as the last step left them
+        except (Interrupted, HeadLostError):  # only where the models are as the last step left them
             self._save()
             self.log.message(f"stopped after step {self.progress.step}: {self._saved()}")
             raise
@@ -304,6 +310,10 @@ class Run:
             warnings.warn(f"{path.name} cannot be drawn: {error} (rlft-fast plot {self.directory})", stacklevel=2)
 
     # ---- signals ------------------------------------------------------------------------------------------------
+
+    def _announce_loss(self, loss: HeadLostError) -> None:
+        self.log.announce(f"{loss}. The run stops after this step, then saves")
+        STOP.reason = loss
 
     def _announce_stop(self, number: int) -> None:
         """What the first signal leads to."""

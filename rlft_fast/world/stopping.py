@@ -36,11 +36,13 @@ class StopRequest:
 
     Attributes:
         signal: number of the first signal; 0 before the first signal.
+        reason: why a process that trains alone has to stop without a signal; None: it has not.
         can_leave: whether leaving now would lose only the step under way; the same on all ranks.
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self.reason: Exception | None = None
         self.can_leave = False
         self._is_alone = False
         self._notify: Callable[[int], None] = lambda number: None
@@ -58,7 +60,7 @@ class StopRequest:
         Raises:
             KeyboardInterrupt: Ctrl-C after the first signal.
         """
-        self.signal, self.can_leave, self._notify = 0, False, notify
+        self.signal, self.reason, self.can_leave, self._notify = 0, None, False, notify
         is_main = threading.current_thread() is threading.main_thread()
         heard = [
             number
@@ -84,10 +86,17 @@ class StopRequest:
             raise _Leave
 
     def raise_if_asked(self, world: World) -> None:
-        """Raises `Interrupted` on all ranks if any rank has a signal. Every rank must call it."""
+        """Raises `Interrupted` on all ranks if any rank has a signal. Every rank must call it.
+
+        Raises:
+            Interrupted: there is a signal.
+            Exception: the `reason`.
+        """
         numbers = world.all_reduce({"signal_max": torch.tensor(float(self.signal))})
         if number := int(numbers["signal_max"]):
             raise Interrupted(number)
+        if self.reason is not None:
+            raise self.reason
 
     def leave_together(self, world: World) -> None:
         """`raise_if_asked`, but only if the step can be left. Every rank must call it."""

@@ -73,6 +73,6 @@ def test_a_group_before_a_cluster_is_refused():
 
 
 def test_without_ray(monkeypatch):
-    monkeypatch.setattr("rlft_fast.cluster.group.find_spec", lambda name: None)
+    monkeypatch.setattr("rlft_fast.cluster.sendable.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install ray"):
         connect()

@@ -22,6 +22,7 @@ from rlft_fast.cluster import (
     WorkerGroup,
     connect,
     register,
+    require_sendable,
 )
 from rlft_fast.data import Batch, Share
 from rlft_fast.engine import FSDPEngine
@@ -151,9 +152,9 @@ def test_a_killed_worker_is_named_within_ten_seconds(config):
 
 
 def test_what_the_cluster_cannot_give_is_refused(config):
-    with pytest.raises(ValueError, match="need 8 CPUs, but the cluster has 5"):
+    with pytest.raises(ValueError, match="ActorRolloutRefWorker 8 CPUs, and the cluster has 5 CPUs"):
         WorkerGroup(ActorRolloutRefWorker, config, 8)
-    with pytest.raises(ValueError, match="need 1 GPUs, but the cluster has 0"):
+    with pytest.raises(ValueError, match="ActorRolloutRefWorker 1 GPU, and the cluster has 0 GPUs"):
         WorkerGroup(ActorRolloutRefWorker, config, 1, gpus=1)
 
 
@@ -166,6 +167,20 @@ def test_the_example_runs(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"]
     assert (tmp_path / "run" / "hf" / "config.json").exists()
+
+
+def test_what_cannot_be_sent_is_named(actor, tmp_path):
+    (tmp_path / "locked.py").write_text(
+        "import threading\nLOCK = threading.Lock()\n"
+        "def scale():\n    with LOCK:\n        return 1.0\n"
+        "def own(logprob_T, advantage_T):\n    return -advantage_T * logprob_T * scale()\n"
+    )
+    own = load_function("policy loss", f"{tmp_path}/locked.py:own")
+    message = "policy loss cannot be sent to the workers on Ray: scale -> LOCK is of type lock, which cannot be pickled"
+    with pytest.raises(ValueError, match=message):
+        require_sendable("policy loss", own)
+    with pytest.raises(ValueError, match=r"\[1\] -> loss -> scale -> LOCK is of type lock"):
+        actor.update_actor(make_batch(3), PolicyLoss(loss=own))
 
 
 def test_a_loss_from_a_file_reaches_the_workers(config, tmp_path):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -105,6 +106,29 @@ def test_a_run_outlives_its_workers(tiny_model, tmp_path):
         output
     )
     same_runs(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_saves_and_ends_when_its_cluster_loses_the_head(tiny_model, tmp_path):
+    values = toy_values(tiny_model("llama"), tmp_path, steps=10_000, **GRPO, checkpoint={"every": 0})
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen(
+        [*ALONE, "train", str(write(tmp_path, values)), *WORKERS], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as run:  # fmt: skip
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, run)
+        processes = psutil.Process(run.pid).children(recursive=True)
+        next(process for process in processes if process.name().startswith("gcs_server")).kill()
+        output, errors = run.communicate(timeout=50)  # Ray itself would end the driver after 60 s
+    assert run.returncode == 1
+    error = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert re.fullmatch(
+        r"error: the head of the Ray cluster at 127\.0\.0\.1:\d+ does not answer: its process .*", *error
+    )
+    steps = [row["step"] for row in read_lines(metrics)]
+    assert f"stopped after step {steps[-1]}: step {steps[-1]} is saved" in output
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{steps[-1]:08d}"]
+    _, left = psutil.wait_procs(processes, timeout=5)
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def workers_of(run: subprocess.Popen) -> list[int]:

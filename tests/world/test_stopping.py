@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
-from rlft_fast.world import STOP, write_at_once
+import pytest
+
+from rlft_fast.world import STOP, World, write_at_once
 
 
 def stopped_while_printing(notify: Callable[[TextIO], None]) -> list[str]:
@@ -52,3 +54,13 @@ def test_a_thread_listens_to_no_signal():
     before = signal.getsignal(signal.SIGINT)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(listen).result()
+
+
+def test_a_reason_stops_a_process_without_a_signal():
+    with STOP.listening(print):
+        STOP.raise_if_asked(World())
+        STOP.reason = ValueError("the head is gone")
+        with pytest.raises(ValueError, match="the head is gone"):
+            STOP.raise_if_asked(World())
+    with STOP.listening(print):
+        STOP.raise_if_asked(World())
