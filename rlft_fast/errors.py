@@ -108,3 +108,31 @@ def printable(text: object) -> str:
     Control characters could move the cursor or recolor the screen. Marks of direction could reorder the text.
     """
     return "".join(x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode() for x in str(text))
+
+
+def brief(value: object, most: int = 500) -> str:
+    """The text of an exception or another value for a message, on one line. A long text loses its middle.
+
+    Args:
+        value: exceptions of templates and libraries may have megabytes.
+        most: most characters.
+    """
+    text = str(value)
+    if len(text) > most:
+        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return " ".join(text.split())
+
+
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Raises a panic of a library in Rust as a ValueError: its own class is no Exception, and has no public name.
+
+    Raises:
+        ValueError: the library panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library panicked: {error}") from error

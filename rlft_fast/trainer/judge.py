@@ -14,6 +14,7 @@ from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config
 from rlft_fast.data import Batch, Samples
 from rlft_fast.engine import FSDPEngine
+from rlft_fast.errors import brief, without_panics
 from rlft_fast.models import load_tokenizer, split_stop
 from rlft_fast.rewards import (
     IsolatedReward,
@@ -27,7 +28,7 @@ from rlft_fast.rewards import (
     weighted_sum,
 )
 from rlft_fast.trainer.experience import with_rewards
-from rlft_fast.trainer.prompts import Conversation, Prompts
+from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import STOP, LeftEarlyError, World
 
 _ANSWER = "an answer of 6 words, 1.5"  # to find in a rendered text
@@ -177,6 +178,7 @@ class RewardModelReader:
     def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.path = path
         self.tokenizer = load_tokenizer(path)
+        self.limits = Limits(memory=False)
         self.has_same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         template = self.tokenizer.chat_template  # a model without one has learned from the policy's
         self.has_same_template = self.has_same_tokens and template in (None, tokenizer.chat_template)
@@ -191,12 +193,13 @@ class RewardModelReader:
                 f"{where} chat template, but has none: put the template that it was trained with into its folder, as "
                 "chat_template.jinja, or choose another model"
             )
+        limits = Limits()
         for row in _rows_of_each_shape(prompts):
             try:
-                text = prompts.conversations[row].render(self.tokenizer, _ANSWER)
+                text = prompts.conversations[row].render(self.tokenizer, limits, _ANSWER)
                 failure = None if _ANSWER in text else "it drops the answer"
             except Exception as error:  # a template is code of the model's
-                failure = str(error)
+                failure = brief(error)
             if failure is not None:
                 raise ValueError(
                     f"{where} chat template, which cannot be applied to row {row} (counted from 0) of {what}: {failure}"
@@ -222,16 +225,20 @@ class RewardModelReader:
         ]
 
     def _sequence(self, conversation: Conversation | None, asked: str, answer: str) -> list[int]:
-        if conversation is None:
-            return self.tokenizer.encode(asked + answer)
+        what = "tokenizer"
         try:
-            text = conversation.render(self.tokenizer, answer)
-        except Exception as error:  # a template is code of the model's
+            with without_panics():
+                if conversation is None:
+                    return self.tokenizer.encode(asked + answer)
+                what = "chat template"
+                text = conversation.render(self.tokenizer, self.limits, answer)
+                what = "tokenizer"
+                return self.tokenizer.encode(text, add_special_tokens=False)  # as apply_chat_template does
+        except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
             raise RewardError(
-                f"the chat template of the reward model in {self.path} cannot be applied to the answer "
-                f"{answer[:80]!r} to the prompt {asked[:80]!r}: {error}"
+                f"the {what} of the reward model in {self.path} cannot be applied to the answer {answer[:80]!r} to the "
+                f"prompt {asked[:80]!r}: {brief(error)}"
             ) from error
-        return self.tokenizer.encode(text, add_special_tokens=False)  # as apply_chat_template does
 
 
 def _rows_of_each_shape(prompts: Prompts) -> list[int]:

@@ -3,21 +3,15 @@
 import inspect
 import json
 import re
-import signal
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rlft_fast.config import DataConfig
-
-_TEMPLATE_SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
+from rlft_fast.trainer.prompts.limits import Limits
+from rlft_fast.trainer.prompts.messages import Message, render, words_of
 
 _SYSTEM = ("system", "developer")  # roles whose messages come from the developer
-
-Message = dict[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -59,26 +53,33 @@ class Conversation:
             return self.messages[:-1], self.messages[-1] | {"content": answer}
         return self.messages, {"role": "assistant", "content": answer}
 
-    def render(self, tokenizer: Tokenizer, answer: str | None = None) -> str:
+    def render(self, tokenizer: Tokenizer, limits: Limits, answer: str | None = None) -> str:
         """The conversation as a model with this tokenizer reads it.
+
+        The parts of a content are joined for a template that reads texts alone.
 
         Args:
             tokenizer: has the template.
+            limits: of the template.
             answer: a whole answer; None: the text ends where an answer begins, or goes on.
 
         Raises:
-            Exception: the template fails, refuses the conversation, or takes too long. A template is code of the
-                model's and may raise any error.
+            Exception: the template fails, refuses the conversation, or takes too much time or memory. A template is
+                code of the model's and may raise any error.
         """
         messages, begun = self.messages, answer is None and self.is_begun
         if answer is not None:
             asked, message = self.split(answer)
             messages = [*asked, message]
-        with _at_most(_TEMPLATE_SECONDS):
+
+        def template(messages: list[Message]) -> str:
             return tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=answer is None and not begun,
                 continue_final_message=begun, **self.variables,
             )  # fmt: skip
+
+        with limits.one():
+            return render(template, messages)
 
 
 class Rendered(NamedTuple):
@@ -92,7 +93,7 @@ class Rendered(NamedTuple):
 
 
 def render_row(
-    prompt: str | list[Message], columns: Mapping[str, Any], config: DataConfig, tokenizer: Tokenizer
+    prompt: str | list[Message], columns: Mapping[str, Any], config: DataConfig, tokenizer: Tokenizer, limits: Limits
 ) -> Rendered:
     """The prompt of a row in the chat template, which opens an answer, or continues the assistant's last message.
 
@@ -104,6 +105,7 @@ def render_row(
             before those of the configuration. Each may be JSON text.
         config: has the system prompt, and variables of the template.
         tokenizer: has the template.
+        limits: of the template.
 
     Raises:
         Exception: see `Conversation.render`, or the template does not read a variable that it is given.
@@ -118,7 +120,7 @@ def render_row(
     conversation, last = Conversation(messages, tools, variables), messages[-1]
     if conversation.is_begun and last.get("tool_calls"):
         raise ValueError("its last message calls a tool: the result of the tool must follow")
-    text = conversation.render(tokenizer)
+    text = conversation.render(tokenizer, limits)
     return Rendered(text, _end_of(text, last["content"]) if conversation.is_begun else "", conversation)
 
 
@@ -158,34 +160,8 @@ def _require_read(tokenizer: Tokenizer, tools: list[Any] | None, variables: Mapp
 
 def _end_of(text: str, content: str | list[Any]) -> str:
     """The content as it stands at the end of the text; templates may strip it."""
-    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    words = "".join(parts)
+    words = words_of(content)
     for end in (words, words.rstrip(), words.strip()):
         if text.endswith(end):
             return end
     raise ValueError("it cannot continue the assistant's last message: its text does not end with the message's words")
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError once the main thread has computed for `seconds`.
-
-    In another thread nothing is limited, because Python handles signals in the main thread alone. One long call of C
-    code is not interrupted.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    started = time.thread_time()
-
-    def stop(number: int, frame: Any) -> None:
-        if time.thread_time() - started > seconds:  # the timer counts all threads
-            raise TimeoutError(f"it takes more than {seconds} seconds of CPU time")
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again, if an error is swallowed
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

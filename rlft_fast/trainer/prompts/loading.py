@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from rlft_fast.config import DataConfig
-from rlft_fast.trainer.prompts.chat import Conversation, Message, Rendered, Tokenizer, render_row, without_nulls
+from rlft_fast.errors import brief, without_panics
+from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
+from rlft_fast.trainer.prompts.limits import Limits
+from rlft_fast.trainer.prompts.messages import Message, find_mistake
 from rlft_fast.trainer.prompts.rows import Row, read_rows
 
 T = TypeVar("T")
@@ -108,10 +111,10 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     start = _start_of_texts(tokenizer)
     texts: list[str] = []
     token_ids: list[list[int]] = []
-    continued, conversations = {}, {}
+    continued, conversations, limits = {}, {}, Limits()
     for i, row in enumerate(rows):
         is_text = isinstance(row[column], str) and not config.chat
-        read = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name)
+        read = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name, limits)
         text, words, conversation = read
         if len(text) > _MOST_CHARACTERS * max_prompt_tokens:  # tokenizing megabytes would take minutes
             raise ValueError(
@@ -171,7 +174,7 @@ def _check_rows(rows: list[Row], column: str, name: str) -> None:
     if other := [i for i, row in enumerate(rows) if not _is_prompt(row[column])]:
         raise ValueError(
             f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
-            f"and content or tool_calls, for example {rows[other[0]][column]!r}"
+            f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
         )
     in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}
     beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=column)))}
@@ -182,17 +185,19 @@ def _check_rows(rows: list[Row], column: str, name: str) -> None:
                 f"{name}: {_name_rows([*media])} have images, videos or audio {where} (row {first} has "
                 f"{media[first]!r}), which do not reach the model: leave these rows out"
             )
+    chats = {i: without_nulls(row[column]) for i, row in enumerate(rows) if isinstance(row[column], list)}
+    if mistakes := {i: mistake for i, chat in chats.items() if (mistake := find_mistake(chat)) is not None}:
+        first = min(mistakes)
+        raise ValueError(
+            f"{name}: {_name_rows([*mistakes])} have messages in their {column!r} that cannot be used: of row {first}, "
+            f"{mistakes[first]}"
+        )
 
 
 def _is_prompt(value: Any) -> bool:
     if not isinstance(value, list):
         return isinstance(value, str)
-    return all(
-        isinstance(message, dict)
-        and "role" in message
-        and (message.get("content") is not None or message.get("tool_calls"))
-        for message in value
-    )
+    return all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def _media(prompt: str | list[dict[str, Any]]) -> str | None:
@@ -212,16 +217,18 @@ def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
     return [key for key, value in values.items() if value and key != but]
 
 
-def _rendered(number: int, row: Row, column: str, config: DataConfig, tokenizer: Tokenizer, name: str) -> Rendered:
+def _rendered(
+    number: int, row: Row, column: str, config: DataConfig, tokenizer: Tokenizer, name: str, limits: Limits
+) -> Rendered:
     """A row's prompt in the chat template."""
     prompt = row[column]
     try:
-        return render_row(prompt, row, config, tokenizer)
+        return render_row(prompt, row, config, tokenizer, limits)
     except Exception as error:  # a template is code of the model's: it may divide by 0, or loop without end
         instead = " (data.chat: false sends texts without a template)" if isinstance(prompt, str) else ""
         raise ValueError(
             f"{name}: the tokenizer's chat template cannot be applied to row {number} (counted from 0): "
-            f"{error}{instead}"
+            f"{brief(error)}{instead}"
         ) from error
 
 
@@ -233,12 +240,19 @@ def _start_of_texts(tokenizer: Tokenizer) -> list[int]:
 
 def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, start: list[int]) -> list[int]:
     """The tokens of a text after `start`, of which the text may have a part, and without an end token."""
+    shown = brief(repr(text))
     try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        with without_panics():
+            ids = tokenizer.encode(text, add_special_tokens=False)
     except TypeError as error:  # half of a pair such as \ud83d\ude00, which JSON can name
-        raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {text!r}") from error
+        raise ValueError(f"{name}: row {row} (counted from 0) is no text that can be tokenized: {shown}") from error
+    except Exception as error:  # tokenizers has no error of its own
+        raise ValueError(
+            f"{name}: row {row} (counted from 0) cannot be tokenized ({brief(error)}): correct tokenizer.json of the "
+            f"model, or leave the row out: {shown}"
+        ) from error
     if not ids:
-        raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {text!r}")
+        raise ValueError(f"{name}: row {row} (counted from 0) becomes no token, as the model reads it: {shown}")
     missing = next(n for n in range(len(start) + 1) if ids[: len(start) - n] == start[n:])
     return start[:missing] + ids
 

@@ -1,6 +1,8 @@
 """Conversations become the text and the tokens that plain transformers makes of them."""
 
 import json
+import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.prompts import Prompts, load_prompts
+from rlft_fast.trainer.prompts import Prompts, limits, load_prompts
 from tests.trainer.toy import write_rows
 
 STORED = Path(trl.__file__).parent / "chat_templates"  # templates of well-known models
@@ -74,6 +76,102 @@ def test_keys_of_tools_and_parts_that_hold_null_are_missing_too(tmp_path, tokeni
     texts = load(tmp_path / "arrow", tokenizer, template, *rows, arrow=True).texts
     assert texts == load(tmp_path, tokenizer, template, *rows).texts
     assert [text.count("null") for text in texts] == [0, 1]  # the second row has no tools
+
+
+# ---- what a message may hold ----------------------------------------------------------------------------------------
+
+
+def parts(*texts: str) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+# A template would write all of these as Python does, or drop them.
+@pytest.mark.parametrize(
+    ("message", "mistake"),
+    [
+        *(({"content": x}, f"message 1 has the content {x}, expected a text, or a list of") for x in (5, 0.5, True)),
+        ({"content": {"text": "hi"}}, "message 1 has the content {'text': 'hi'}, expected a text, or a list of"),
+        ({"content": ["hi"]}, "message 1 has the content ['hi'], expected a text, or a list of parts"),
+        ({"content": [parts("hi")]}, "message 1 has the content [[{'type': 'text', 'text': 'hi'}]], expected a text"),
+        ({"content": [{"type": "text", "text": 5}]}, "message 1 has the content [{'type': 'text', 'text': 5}], expect"),
+        ({"content": [{"type": "text", "text": None}]}, "message 1 has the content [{'type': 'text'}], expected a"),
+        ({"content": None}, "message 1 has the content null, expected a text"),
+        ({"content": []}, "message 1 has the content [], expected a text"),
+        ({"content": " "}, "message 1 has the content ' ', which has no words: leave the row out"),
+        ({"content": parts("")}, "message 1 has the content [{'type': 'text', 'text': ''}], which has no words"),
+        ({"content": 9999 * "a", "role": None}, "message 1 has the role None, expected a text such as 'user'"),
+        *(({"content": "hi", "role": role}, f"message 1 has the role {role!r}, expected a text") for role in (5, "")),
+        ({"tool_calls": "add", "role": "assistant"}, "message 1 has the tool_calls 'add', expected a list of mappings"),
+        ({"content": 4, "role": "tool"}, "message 1 has the content 4, expected a text"),
+        ({"content": 10**6 * [5]}, "message 1 has the content [5, 5, "),
+    ],
+)
+def test_messages_that_no_template_can_be_given(message, mistake, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"rows 1 \(counted from 0\) have messages in their 'prompt'") as error:
+        load(tmp_path, tokenizer, ECHO, {"prompt": [USER]}, {"prompt": [USER, {"role": "user"} | message]})
+    assert str(error.value).startswith(str(tmp_path / "data"))
+    assert f"of row 1, {mistake}" in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+# qwen2_5 adds texts, qwen3 drops lists, lfm2 writes JSON, gemma strips, and ECHO writes what it gets.
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "lfm2", "gemma", "phi3", "llama3_1", ECHO])
+def test_parts_are_joined_for_a_template_of_texts(template, tmp_path, tokenizer):
+    chats = [[USER, {"role": "assistant", "content": content}, USER | {"content": content}] for content in
+             (parts("2 + ", "2"), "2 + 2")]  # fmt: skip
+    (text,) = load(tmp_path, tokenizer, template, {"prompt": chats[0]}).texts
+    assert text == tokenizer.apply_chat_template(chats[1], tokenize=False, add_generation_prompt=True)
+    assert text.count("2 + 2") == 3
+
+
+# gemma3 strips each part. The others write texts, too, but for smolvlm and llava_next, which drop a text.
+@pytest.mark.parametrize("template", ["gemma3", "qwen2_5_vl", "glm4moe", "smolvlm", "llava_next"])
+def test_a_template_that_reads_parts_gets_them(template, tmp_path, tokenizer):
+    chats = [[USER | {"content": parts("2 +", " 2")}], [USER | {"content": parts(USER["content"])}]]
+    prompts = load(tmp_path, tokenizer, template, {"prompt": chats[0]}, {"prompt": [USER]}, {"prompt": "2 + 2?"})
+    plain = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    assert prompts.texts == [plain[0], plain[1], plain[1]]
+    assert all(found in text for found, text in zip(["2 +", "2 + 2?"], plain, strict=True))
+
+
+# llama3_1 writes results of tools as JSON, ECHO as Python does.
+def test_results_of_tools_may_be_mappings(tmp_path, tokenizer):
+    row = {"prompt": [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT | {"content": {"sum": "4"}}]}
+    assert '\n\n{"sum": "4"}<|eot_id|>' in load(tmp_path, tokenizer, "llama3_1", row).texts[0]
+    with pytest.raises(ValueError, match=r"it writes the content {'sum': '4'} of message 2 as a literal: give a text"):
+        load(tmp_path, tokenizer, ECHO, row)
+
+
+# ---- what a template may take ---------------------------------------------------------------------------------------
+
+
+# The first two are single operations.
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", "it takes more than 0.3 seconds of CPU time"),
+        ("{{ ('a' * 10 ** 10) | length }}", "it takes more than 2 GiB of memory"),
+        ("{{ raise_exception('x' * 10000000) }}", r"xxx \.\.\. xxx"),
+    ],
+)
+def test_a_template_without_end(template, message, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(limits, "SECONDS", 0.3)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ValueError, match=r"cannot be applied to row 0 \(counted from 0\): ") as error:
+        load(tmp_path, tokenizer, template, {"prompt": "hi"})
+    assert re.search(message, str(error.value))
+    assert len(str(error.value)) < 1000
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_the_time_of_all_conversations_is_limited(tmp_path, tokenizer, monkeypatch):
+    slow = "{% for i in range(200) %}{% for j in range(999) %}{% endfor %}{% endfor %}hi"  # well below 1.5 s each
+    monkeypatch.setattr(limits, "_FREE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "_MEAN_SECONDS", 0.001)
+    with pytest.raises(ValueError, match=r"row \d+ .*: it has taken .* of CPU time for \d+ conv.* may take 1 ms for"):
+        load(tmp_path, tokenizer, slow, *[{"prompt": "hi"}] * 500)
+    monkeypatch.setattr(limits, "_FREE_SECONDS", 100.0)
+    assert len(load(tmp_path, tokenizer, slow, *[{"prompt": "hi"}] * 9)) == 9
 
 
 # ---- the assistant's last message -----------------------------------------------------------------------------------

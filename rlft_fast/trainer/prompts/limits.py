@@ -1,0 +1,92 @@
+"""What a chat template may take. A template is code of the model's, and may loop or grow without end."""
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SECONDS = 1.5  # of CPU time for one conversation; templates take milliseconds
+_FREE_SECONDS, _MEAN_SECONDS = 10.0, 0.02  # for all conversations, and for each of them
+_MEMORY = 2 << 30  # bytes
+
+
+class Limits:
+    """Limits of one chat template, over all conversations that it is applied to.
+
+    Args:
+        memory: whether memory is limited. The limit holds for all threads of the process, so it is for the time before
+            a run starts: a thread that writes a checkpoint would meet it.
+    """
+
+    def __init__(self, *, memory: bool = True) -> None:
+        self.memory = memory
+        self.seconds = 0.0
+        self.num_conversations = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """The template is applied to one more conversation inside.
+
+        In other threads than the main thread nothing is limited, because Python handles signals in the main thread
+        alone.
+
+        Raises:
+            TimeoutError: the conversation takes too long, or the mean of all conversations does.
+            MemoryError: the conversation takes too much memory.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        started = time.thread_time()
+        with _at_most(SECONDS), _memory_limited(_MEMORY if self.memory else None):
+            yield
+        self.seconds += time.thread_time() - started
+        self.num_conversations += 1
+        if self.seconds > _FREE_SECONDS + _MEAN_SECONDS * self.num_conversations:
+            raise TimeoutError(
+                f"it has taken {self.seconds:.0f} seconds of CPU time for {self.num_conversations} conversations, and "
+                f"may take {1000 * _MEAN_SECONDS:.0f} ms for each of many"
+            )
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError once the main thread has computed for `seconds`.
+
+    Most calls of C code are interrupted, too: a power of integers, for example.
+    """
+    started = time.thread_time()
+
+    def stop(number: int, frame: Any) -> None:
+        if time.thread_time() - started > seconds:  # the timer counts all threads
+            raise TimeoutError(f"it takes more than {seconds} seconds of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again, if an error is swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _memory_limited(num_bytes: int | None) -> Iterator[None]:
+    """Raises MemoryError where the process would take `num_bytes` more than it has; None: nothing is limited."""
+    if num_bytes is None or not (own := Path("/proc/self/statm")).is_file():  # systems other than Linux have none
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(own.read_text().split()[0]) * resource.getpagesize() + num_bytes
+    finite = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {num_bytes >> 30} GiB of memory") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
