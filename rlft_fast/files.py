@@ -62,6 +62,11 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary.replace(path)
 
 
+def is_apple_double(path: str | Path) -> bool:
+    """Whether macOS has written a file: on disks of other systems, it keeps the attributes of NAME in ``._NAME``."""
+    return Path(path).name.startswith("._")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a small file durably."""
     path.parent.mkdir(parents=True, exist_ok=True)

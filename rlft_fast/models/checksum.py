@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlft_fast.files import is_apple_double
+
 
 def model_checksum(folder: str | Path) -> str:
     """CRC-32 of config.json and of the name, dtype, shape and first row of every tensor, as hexadecimal digits.
@@ -18,7 +20,7 @@ def model_checksum(folder: str | Path) -> str:
     """
     try:
         checksum = zlib.crc32((Path(folder) / "config.json").read_bytes())
-        for path in sorted(Path(folder).glob("*.safetensors")):
+        for path in sorted(path for path in Path(folder).glob("*.safetensors") if not is_apple_double(path)):
             with safe_open(path, "pt") as file:
                 for name in sorted(file.keys()):
                     stored = file.get_slice(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config, ConfigError, changed_settings, fixed_settings
-from rlft_fast.files import TEMPORARY, write_text
+from rlft_fast.files import TEMPORARY, is_apple_double, write_text
 from rlft_fast.models import model_checksum
 from rlft_fast.trainer.lock import NAME as LOCK
 from rlft_fast.trainer.prompts import Prompts
@@ -82,7 +82,8 @@ def _place(path: str | Path, output: Path) -> str | None:
 def require_claimable(output: Path) -> None:
     """Raises ValueError for a folder that holds files and is not the folder of a run."""
     own = (LOCK, MARKER + TEMPORARY)
-    names = sorted(path.name for path in output.iterdir() if path.name not in own) if output.is_dir() else []
+    found = [path.name for path in output.iterdir()] if output.is_dir() else []
+    names = sorted(name for name in found if name not in own and not is_apple_double(name))
     if names and not is_run(output):
         shown = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
         raise ValueError(f"output_dir {output} is not the folder of a run, and holds {shown}: name another folder")

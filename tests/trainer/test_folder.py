@@ -98,7 +98,7 @@ def test_files_where_the_run_writes_are_refused(model, tmp_path, capsys):
 
 def test_a_folder_that_is_no_run_is_refused(model, tmp_path, capsys):
     (tmp_path / "run" / "hf").mkdir(parents=True)
-    for name in ("hf/notes.txt", "thesis.tex", "config.yaml"):
+    for name in ("hf/notes.txt", "thesis.tex", "config.yaml", "._thesis.tex"):  # the last one is of macOS
         (tmp_path / "run" / name).write_text("mine")
     config = config_file(model, tmp_path)
     before = written(tmp_path)

@@ -17,7 +17,7 @@ from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.files import REPLACED, TEMPORARY, fsync, one_at_a_time, publish, write_text
+from rlft_fast.files import REPLACED, TEMPORARY, fsync, is_apple_double, one_at_a_time, publish, write_text
 from rlft_fast.models import (
     PolicyModel,
     ValueModel,
@@ -171,7 +171,7 @@ def _copy_model_files(source: Path, target: Path) -> None:
     write_text(target / _OWN_FILES, "{}\n")
     copied = [path for path in source.iterdir() if _is(path, _COPIED) and not _is(path, (*_LEFT_OUT, _OWN_FILES))]
     for path in (*copied, *(source / _CHAT_TEMPLATES).glob("*.jinja")):
-        if path.is_file():
+        if path.is_file() and not is_apple_double(path):
             copy = target / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)

@@ -32,6 +32,7 @@ from rlft_fast.world import World, collective_timeout
 
 T = TypeVar("T")
 _BYTES_PER_GB = 1_000_000_000
+_REMOVED = "was removed while it was read"
 _NAME = re.compile(r"step_(\d{8,})(" + re.escape(REPLACED) + ")?")
 
 
@@ -230,6 +231,9 @@ class CheckpointManager:
             problem = self._find_damage(folder)
             if problem is None:
                 return self._load(folder, engines)
+            if problem == _REMOVED:
+                problems.append(f"checkpoint {folder} {_REMOVED}")
+                continue
             problems.append(f"checkpoint {folder} is damaged: {problem}")
             self._damaged.add(name)
             if self.world.is_first:
@@ -239,20 +243,28 @@ class CheckpointManager:
         return None
 
     def _find_damage(self, folder: Path) -> str | None:
-        """Describes the damage of a checkpoint, or None. Each rank reads its share; all ranks get the same answer."""
+        """Describes the damage of a checkpoint, or None. All ranks get the same answer.
+
+        A run that goes on may remove the checkpoint meanwhile, which renames the folder: the answer is then `_REMOVED`.
+        """
 
         def find() -> str | None:
-            try:
-                files = read_manifest(folder, _step(folder))["files"]
-                share = list(files.items())[self.world.rank :: self.world.size]
-                if problem := find_extra(folder, files) or find_damage(folder, dict(share)):
-                    return problem
-                read_state(folder)
-            except ValueError as error:
-                return str(error)
-            return None
+            problem = self._damage_of_share(folder)
+            return problem if problem is None or folder.is_dir() else _REMOVED
 
         return next((problem for problem in self._together(find) if problem is not None), None)
+
+    def _damage_of_share(self, folder: Path) -> str | None:
+        """What this rank finds: each rank reads its share of the files."""
+        try:
+            files = read_manifest(folder, _step(folder))["files"]
+            share = list(files.items())[self.world.rank :: self.world.size]
+            if problem := find_extra(folder, files) or find_damage(folder, dict(share)):
+                return problem
+            read_state(folder)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _load(self, folder: Path, engines: Mapping[str, FSDPEngine]) -> dict[str, Any]:
         manifest = read_manifest(folder, _step(folder))

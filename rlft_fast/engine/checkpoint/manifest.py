@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.files import write_text
+from rlft_fast.files import is_apple_double, write_text
 
 FILE_NAME = "manifest.json"
 STATE_NAME = "state.json"
@@ -176,7 +176,8 @@ def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
 
 def find_extra(folder: Path, files: Mapping[str, Any]) -> str | None:
     """Describes a file of weights that the manifest does not name, or None: loading would read the file, too."""
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.safetensors")))
+    paths = (path for path in sorted(folder.rglob("*.safetensors")) if not is_apple_double(path))
+    found = (path.relative_to(folder).as_posix() for path in paths)
     extra = next((name for name in found if name not in files), None)
     return extra and f"{extra} is not in {FILE_NAME}: remove it"
 

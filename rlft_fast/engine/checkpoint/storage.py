@@ -21,9 +21,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from rlft_fast.files import fsync
+from rlft_fast.files import fsync, is_apple_double
 from rlft_fast.models import local_part
 from rlft_fast.world import World
 
@@ -122,4 +123,17 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, world: World) -> N
     """Fills tensors of any sharding, in place, from the parts of any number of processes. Every rank must call it."""
     with warnings.catch_warnings():  # DCP warns about loading in a single process
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1)
+        dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=world.size == 1)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """DCP's reader, without the files that macOS adds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.fs = _Files()
+
+
+class _Files(FileSystem):
+    def ls(self, path: Any) -> list[str]:
+        return [name for name in super().ls(path) if not is_apple_double(name)]

@@ -119,6 +119,17 @@ def test_damaged_one_is_left_out_by_name(kind, tiny_model, tmp_path):
     reference.assert_equal(state_of(engines), expected)
 
 
+def test_files_of_macos_are_no_weights(tiny_model, tmp_path):
+    engines = {"actor": make_engine(tiny_model("llama"))}
+    folder = CheckpointManager(tmp_path).save(1, engines, {"step": 1})
+    expected = state_of(engines)
+    engines["actor"].train_step(random_batch(), policy_loss())
+    for path in [folder, *folder.rglob("*")]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7Mac OS X")
+    assert CheckpointManager(tmp_path).load(engines) == {"step": 1}
+    reference.assert_equal(state_of(engines), expected)
+
+
 @pytest.mark.parametrize("kind", ["no-manifest", "no-models", "another-step"])
 def test_a_folder_that_its_manifest_does_not_confirm_is_not_the_newest(kind, tiny_model, tmp_path):
     engines, manager = {"actor": make_engine(tiny_model("llama"))}, CheckpointManager(tmp_path)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine, export_hf, export_run, remove_export
+from rlft_fast.engine.checkpoint import manager
 from rlft_fast.models import load_tokenizer
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
@@ -142,8 +144,11 @@ def test_what_is_copied(tiny_model, tmp_path):
     templates = path / "additional_chat_templates"
     templates.mkdir()
     (templates / "rag.jinja").write_text("{{ messages }}")
+    for name in ("config.json", "model.safetensors", "additional_chat_templates/rag.jinja"):
+        (path / name).with_name(f"._{Path(name).name}").write_bytes(b"Mac OS X")
     export_hf(make_engine(path), tmp_path / "hf")
     assert names(tmp_path / "hf") == sorted([".export.json", templates.name, *names(tiny_model("llama")), *other])
+    assert names(tmp_path / "hf" / templates.name) == ["rag.jinja"]
     assert load_tokenizer(tmp_path / "hf").get_chat_template("rag") == "{{ messages }}"
     assert (tmp_path / "hf" / "tekken.json").read_text() == "tekken.json"
 
@@ -268,6 +273,24 @@ def test_a_run_that_goes_on_can_be_exported(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "_load", overtaken)
     exported = AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run"))
     reference.assert_equal(dict(exported.named_parameters()), reference.weights(engine))
+
+
+def test_a_checkpoint_that_a_run_removes_is_not_called_damaged(tiny_model, tmp_path, monkeypatch):
+    engine, folder = make_run(tiny_model("llama"), tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    find_damage = manager.find_damage
+
+    def overtaken(checkpoint, files):
+        if checkpoint.name == "step_00000001":
+            CheckpointManager(folder, max_num=1).save(2, {"actor": engine}, {})
+        return find_damage(checkpoint, files)
+
+    monkeypatch.setattr(manager, "find_damage", overtaken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_run(tmp_path / "run")
+        monkeypatch.setattr(manager, "find_damage", lambda checkpoint, files: shutil.rmtree(checkpoint) or "gone")
+        with pytest.raises(CheckpointError, match="step_00000002 was removed while it was read"):
+            CheckpointManager(folder).load({"actor": engine})
 
 
 def test_a_link_to_another_disk_stays(tiny_model, tmp_path):
