@@ -94,8 +94,6 @@ class _FusedFunction:
             return self.own.apply(
                 hidden_ND, weight_VD, bias_V, targets_N, temperature, chunk_size, softcap, logit_scale, outputs
             )
-        weight_VD = weight_VD.to(hidden_ND.dtype)  # they differ under cast_lm_head_to_fp32
-        bias_V = None if bias_V is None else bias_V.to(hidden_ND.dtype)
         result = linear_logprob(
             hidden_ND, weight_VD, targets_N, bias_V=bias_V, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, return_entropy="entropy" in outputs, return_top1="is_top1" in outputs,

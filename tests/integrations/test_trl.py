@@ -27,7 +27,9 @@ from trl import (
 )
 from trl.trainer import utils
 
+from benchmarks.ops.problems import make_inputs
 from rlft_fast.integrations.trl import disable, enable
+from tests.support.numerics import assert_no_further_from_truth
 from tests.support.tiny_models import IMAGE_TOKEN_ID, PAD_TOKEN_ID
 
 LEARNING_RATE = 0.02
@@ -222,6 +224,29 @@ def test_every_result_of_the_function(num_rows, autocast, softcap):
         assert ours.dtype == theirs.dtype
         if ours.dtype != torch.bool or not autocast:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_wide_head_are_no_further_from_float64_than_trls(hidden_dtype):
+    """In TRL's default, bfloat16 autocast over float32 weights."""
+    hidden, weight, targets, _ = make_inputs(40, 32, 500)
+    inputs = [hidden.to(hidden_dtype), weight, torch.linspace(-1, 1, 500).bfloat16().float()]
+    upstream = torch.linspace(-1, 1, 40)
+    results = []
+    for fused in (False, True):
+        if fused:
+            enable()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            logprob = utils._ChunkedLogProbFunction.apply(*leaves, targets, 1.0, 16, None, 1.0, ("log_probs",))[0]
+        results.append(torch.autograd.grad((logprob * upstream).sum(), leaves))
+    disable()
+    exact = [x.bfloat16().double().requires_grad_() for x in inputs]
+    log_p = torch.nn.functional.linear(*exact).log_softmax(-1)
+    loss = (log_p.gather(-1, targets[:, None])[:, 0] * upstream).sum()
+    for theirs, ours, truth in zip(*results, torch.autograd.grad(loss, exact), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert_no_further_from_truth(ours, theirs, truth)
 
 
 def test_a_head_in_float32_of_a_narrow_model():

@@ -107,8 +107,8 @@ def softcap_or_0(softcap: float | None) -> float:
 
 def check_adapter(hidden: Tensor, weight: Tensor, adapter: Tensor) -> None:
     """Raises TypeError or ValueError unless an adapter's columns fit beside a frozen weight's."""
-    if adapter.dtype != weight.dtype:
-        raise TypeError(f"adapter_VE and weight_VD must share a dtype, got {adapter.dtype} and {weight.dtype}")
+    if not (adapter.is_floating_point() and weight.is_floating_point()):
+        raise TypeError(f"adapter_VE and weight_VD must be floating point, got {adapter.dtype} and {weight.dtype}")
     if adapter.device != weight.device:
         raise ValueError(f"adapter_VE is on {adapter.device} but weight_VD is on {weight.device}; move them together")
     shapes = [tuple(x.shape) for x in (hidden, weight, adapter)]
@@ -188,10 +188,15 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 def _check_dtypes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     if target.dtype != torch.int64:
         raise TypeError(f"target_T must hold int64 vocabulary ids, got {target.dtype}")
-    if hidden.dtype != weight.dtype or hidden.dtype not in (*_DTYPES, torch.float64):
+    allowed = (*_DTYPES, torch.float64)
+    if hidden.dtype not in allowed or weight.dtype not in allowed:
         raise TypeError(
-            f"hidden_TD and weight_VD must share one of float32, bfloat16, float16; "
-            f"got {hidden.dtype} and {weight.dtype}"
+            f"hidden_TD and weight_VD must be float32, bfloat16 or float16, got {hidden.dtype} and {weight.dtype}"
+        )
+    if weight.dtype == torch.float64 and hidden.dtype != torch.float64:
+        raise TypeError(
+            f"weight_VD is float64 but hidden_TD is {hidden.dtype}, which would be multiplied in its own dtype: pass "
+            "hidden_TD in float64, or a float32 weight"
         )
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias_V must be floating point, got {bias.dtype}")

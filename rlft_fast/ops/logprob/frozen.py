@@ -37,9 +37,12 @@ class Frozen(Way):
         logprob = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
         jacobian = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if has_odds(problem) and _enough_rows(problem, limit := odds_limit(problem, workspace_mib)):
-            compute = partial(_odds_chunk, problem, operand(problem.weight_VD), odds_memory(problem, limit))
+            compute = partial(
+                _odds_chunk, problem, operand(problem.weight_VD, problem.dtype), odds_memory(problem, limit)
+            )
         else:
-            limit, columns = tile_shape(problem.num_active, hidden, workspace_mib * 4 // Tile.bytes_per_logit(hidden))
+            logits_mib = workspace_mib * 4 // Tile.bytes_per_logit(problem.operand_dtype)
+            limit, columns = tile_shape(problem.num_active, hidden, logits_mib)
             compute = partial(_tiles_chunk, problem, columns)
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
             index = problem.active_index[chunk]
@@ -88,7 +91,7 @@ def _tiles_chunk(problem: Problem, columns: int, rows: Rows) -> tuple[Tensor, Te
             sums.maximum, sums.excess, sums.target_logit, sum_others, slope, others_RD, exp_z,
         )  # fmt: skip
         multiply(exp_z, weight_tile, out=others_RD, accumulate=True)
-    target_RD = problem.weight_VD[rows.target_R.clamp(0, problem.vocab - 1)].to(torch.float32)
+    target_RD = operand(problem.weight_VD[rows.target_R.clamp(0, problem.vocab - 1)], problem.dtype).to(torch.float32)
     grad_rows = target_RD.mul_((slope * sum_others).unsqueeze(1)).sub_(others_RD).div_(1 + sums.excess.unsqueeze(1))
     return sums.finish(problem.group, problem.vocab).logprob, grad_rows
 

@@ -64,15 +64,19 @@ def linear_logprob(
 
     ``z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature``,
     ``logprob = z[target] - logsumexp(z)``, ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Statistics are float32
-    whatever the input dtype, and both results are differentiable in hidden, weight, bias and adapter. Under autocast
-    the inputs are cast as ``torch.nn.functional.linear`` casts them. Float32 inputs are multiplied in float32 even
-    where torch's flags allow TF32; ``backend="reference"`` follows the flags.
+    whatever the input dtype, and both results are differentiable in hidden, weight, bias and adapter.
+
+    The weight is rounded to the dtype of the hidden states, and under autocast both are rounded to autocast's dtype.
+    They are rounded tile by tile, and no copy of the weight is made. The bias is added in float32. Each gradient has
+    the dtype of its input and is rounded to no other: a float32 weight gets a float32 gradient. Float32 operands are
+    multiplied in float32 even where torch's flags allow TF32; ``backend="reference"`` follows the flags.
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16 (float64: in plain PyTorch).
-        weight_VD: (V, D) projection, same dtype and device as ``hidden_TD``. If it needs no gradient, forward and
-            backward together cost two GEMMs instead of four; three with an entropy or another statistic,
-            ``threshold_T`` or ``vocab_group``. With ``adapter_VE`` it is (V, D - E).
+        weight_VD: (V, D) projection on the device of ``hidden_TD``; float32, bfloat16 or float16, also another one than
+            the hidden states have. If it needs no gradient, forward and backward together cost two GEMMs instead of
+            four; three with an entropy or another statistic, ``threshold_T`` or ``vocab_group``. With ``adapter_VE`` it
+            is (V, D - E).
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0 and cost nothing. An id outside the
             vocabulary raises on the CPU; on a device, which would have to be waited for, its row gives nan, and raises
             with the environment variable ``RLFT_FAST_DEBUG=1``. Under ``torch.compile`` its row gives nan.
@@ -89,7 +93,7 @@ def linear_logprob(
         adapter_VE: (V, E) trained columns beside a ``weight_VD`` that needs no gradient, as a low-rank adapter has
             them. The last E columns of ``hidden_TD`` multiply them. The gradient of the other columns is not computed:
             forward and backward together cost 3 + E / D GEMMs. The projection is copied once, with the adapter beside
-            it.
+            it, in the dtype in which they are multiplied.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
         vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
@@ -110,17 +114,16 @@ def linear_logprob(
 
     Raises:
         ValueError: shapes, devices or option values that do not fit.
-        TypeError: unsupported or mixed dtypes, no tensors, or no process group.
+        TypeError: unsupported dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     if adapter_VE is not None:
         check_tensors(adapter_VE=adapter_VE)
-    hidden_TD, weight_VD, bias_V, adapter_VE = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VE)
-    weight_VD = _joined(hidden_TD, weight_VD, adapter_VE)
+    dtype = compute_dtype(hidden_TD)
     problem = Problem(
-        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        hidden_TD, _joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T, cast(Any, active_index), bias_V,
         inverse_temperature(temperature, hidden_TD.device), threshold_T, adapter_VE, softcap_or_0(softcap), logit_scale,
-        backend, _group_name(vocab_group), workspace_mib, ignore_index,
+        backend, _group_name(vocab_group), workspace_mib, dtype, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
     if return_mean_logits and threshold_T is not None:
@@ -139,8 +142,9 @@ def linear_logprob(
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob(
-            hidden_TD, weight_VD, target_T, bias_V=bias_V, temperature=temperature, softcap=softcap,
-            logit_scale=logit_scale, ignore_index=ignore_index, threshold_T=threshold_T, return_entropy=return_entropy,
+            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, dtype), target_T, bias_V=bias_V,
+            temperature=temperature, softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
+            threshold_T=threshold_T, return_entropy=return_entropy,
             return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
             return_mean_logits=return_mean_logits,
         )  # fmt: skip
@@ -213,17 +217,16 @@ def linear_logprob_loss(
 
     Raises:
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
-        TypeError: unsupported or mixed dtypes, no tensors, or no process group.
+        TypeError: unsupported dtypes, no tensors, or no process group.
     """
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
     if adapter_VE is not None:
         check_tensors(adapter_VE=adapter_VE)
-    hidden_TD, weight_VD, bias_V, adapter_VE = autocast_inputs(hidden_TD, weight_VD, bias_V, adapter_VE)
-    weight_VD = _joined(hidden_TD, weight_VD, adapter_VE)
+    dtype = compute_dtype(hidden_TD)
     problem = Problem(
-        hidden_TD, weight_VD, target_T, cast(Any, active_index), bias_V,
+        hidden_TD, _joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T, cast(Any, active_index), bias_V,
         inverse_temperature(temperature, hidden_TD.device), None, adapter_VE, softcap_or_0(softcap), logit_scale,
-        backend, _group_name(vocab_group), workspace_mib, ignore_index,
+        backend, _group_name(vocab_group), workspace_mib, dtype, ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature)
     check_per_token(per_token, target_T)
@@ -231,8 +234,9 @@ def linear_logprob_loss(
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob_loss(
-            hidden_TD, weight_VD, target_T, loss_fn, *per_token, bias_V=bias_V, temperature=temperature,
-            softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
+            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, dtype), target_T, loss_fn, *per_token,
+            bias_V=bias_V, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+            ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
     problem, shards = _localize(problem, vocab_group)
     handle = hold(loss_fn)
@@ -247,24 +251,23 @@ def linear_logprob_loss(
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
-def autocast_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Casts them as autocast, where it is on, casts the inputs of a linear layer."""
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of a product with the hidden states: their own or, where autocast is on, a linear layer's."""
     device = hidden.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias, adapter
-    dtype = torch.get_autocast_dtype(device)
-    bias, adapter = (None if x is None else x.to(dtype) for x in (bias, adapter))
-    return hidden.to(dtype), weight.to(dtype), bias, adapter
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+        return hidden.dtype
+    return torch.get_autocast_dtype(device)
 
 
-def _joined(hidden: Tensor, weight: Tensor, adapter: Tensor | None) -> Tensor:
-    """The whole projection."""
+def _joined(hidden: Tensor, weight: Tensor, adapter: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The whole projection, copied in the dtype that is multiplied where an adapter is beside it."""
     if adapter is None:
         return weight
     check_adapter(hidden, weight, adapter)
-    return torch.cat([weight, adapter], dim=-1)
+    joined = weight.new_empty(weight.shape[0], hidden.shape[1], dtype=dtype)
+    joined[:, : weight.shape[1]] = weight.detach()
+    joined[:, weight.shape[1] :] = adapter.detach()
+    return joined
 
 
 def _group_name(group: ProcessGroup | None) -> str:
@@ -285,15 +288,13 @@ def _with_backend(problem: Problem, kind: str) -> Problem:
     """The problem with the backend that runs in place of the one that was asked for."""
     hidden = problem.hidden_TD
     shape = (hidden.shape[0], hidden.shape[1], _SHARDED_VOCAB if problem.group else problem.vocab)
-    backend = resolve_backend(problem.backend, hidden.device, hidden.dtype, kind, shape, bool(problem.group))
+    backend = resolve_backend(problem.backend, hidden.device, problem.dtype, kind, shape, bool(problem.group))
     return replace(problem, backend=backend)
 
 
 def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:
     """The problem with its active tokens found, and targets as rows of this rank's weight; and all ranks' [V, D, T]."""
-    check_no_tangent(problem.hidden_TD, problem.weight_VD, problem.bias_V)
-    if problem.adapter_VE is not None:  # which gets the gradient, not the weight that was made of it
-        problem = replace(problem, weight_VD=problem.weight_VD.detach())
+    check_no_tangent(problem.hidden_TD, problem.trained, problem.bias_V)
     target_T, ignore_index = problem.target_T, problem.ignore_index
     active_index = problem.active_index
     if active_index is None:

@@ -5,6 +5,7 @@ Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -34,6 +35,7 @@ from rlft_fast.ops.logprob.tiles import (
     multiply,
     operand,
     padded_columns,
+    rounded_columns,
     rounded_rows,
     row_chunks,
     thread_tile_columns,
@@ -107,12 +109,13 @@ class _ThreadTiles:
         num_logits = min(limit, num_rows) * problem.vocab
         self.logits = in_huge_pages(problem.hidden_TD.new_empty(num_logits, dtype=torch.float32))
         self.sums = grads.accumulators(in_float=True)
+        self.rounding = {"weight_dtype": problem.dtype} if problem.casts_weight else {}
 
     def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
         sums = Sums.of_nothing(rows, return_entropy)
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_stats_(
-                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit
+                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.rounding
             )
         return sums.finish(self.problem.group, self.problem.vocab)
 
@@ -125,7 +128,7 @@ class _ThreadTiles:
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_grad_(
                 *self._arguments(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-                grad_rows, *self.sums, chunk.rows.start > 0,
+                grad_rows, *self.sums, chunk.rows.start > 0, **self.rounding,
             )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.problem.group)
@@ -148,10 +151,9 @@ class _LargeGemms:
 
     def __init__(self, problem: Problem, grads: Gradients, widest: int, workspace_mib: int) -> None:
         self.problem, self.grads = problem, grads
-        self.weight = operand(problem.weight_VD)
         hidden, num_rows, device_type = problem.hidden_TD, problem.num_active, problem.device_type
-        distance = padded_columns(problem.vocab)
-        limit, group_limit = group_limits(hidden.shape[1], widest, self.weight.dtype, device_type, workspace_mib)
+        distance, dtype = padded_columns(problem.vocab), problem.operand_dtype
+        limit, group_limit = group_limits(hidden.shape[1], widest, dtype, device_type, workspace_mib)
         self.groups = [
             [
                 _Chunk(slice(group.start + rows.start, group.start + rows.stop), rows)
@@ -159,10 +161,10 @@ class _LargeGemms:
             ]
             for group in row_chunks(num_rows, group_limit, device_type)
         ]
-        memory = hidden.new_empty(min(group_limit, num_rows), distance, dtype=self.weight.dtype)
+        memory = hidden.new_empty(min(group_limit, num_rows), distance, dtype=dtype)
         self.grad_logits = memory[:, : problem.vocab]
         self.logits = None  # results replace them
-        if self.weight.dtype != torch.float32:
+        if dtype != torch.float32:
             memory = hidden.new_empty(min(limit, num_rows), distance, dtype=torch.float32)
             self.logits = memory[:, : problem.vocab]
         self.unseen = hidden.new_empty(min(group_limit, num_rows), dtype=torch.bool)
@@ -171,7 +173,8 @@ class _LargeGemms:
     def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
         sums = Sums.of_nothing(rows, return_entropy)
         logits, _ = self._memory(chunk)
-        multiply(rows.hidden_RD, self.weight.T, out=logits)
+        for tile, weight, _ in self._tiles():
+            multiply(rows.hidden_RD, weight.T, out=logits[:, tile])
         self.problem.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
         return sums.finish(self.problem.group, self.problem.vocab)
 
@@ -184,13 +187,14 @@ class _LargeGemms:
         torch.logical_not(seen_rows(d_logprob, d_entropy), out=self.unseen[chunk.in_group])
 
     def finish(self, group: list[_Chunk], index: Tensor) -> None:
-        hidden_RD = operand(self.problem.hidden_TD[index])
+        hidden_RD = operand(self.problem.hidden_TD[index], self.problem.dtype)
         hidden_RD.masked_fill_(self.unseen[: len(index)].unsqueeze(1), 0)  # 0 * nan, as in _ThreadTiles
         grad_logits = self.grad_logits[: group[-1].in_group.stop]
         if self.grads.hidden.numel():
-            dtype = torch.float32 if self.problem.group else self.grads.hidden.dtype  # shards are added in float32
-            grad_rows = torch.empty_like(hidden_RD, dtype=dtype)
-            multiply(grad_logits, self.weight, out=grad_rows)
+            in_float = self.problem.group or self.problem.casts_weight  # shards and tiles are added in float32
+            grad_rows = torch.empty_like(hidden_RD, dtype=torch.float32 if in_float else self.grads.hidden.dtype)
+            for tile, weight, _ in self._tiles():
+                multiply(grad_logits[:, tile], weight, out=grad_rows, accumulate=tile.start > 0)
             self.grads.set_hidden(index, grad_rows, self.problem.group)
         weight_sum, bias_sum = self.sums
         accumulate = group[0].rows.start > 0
@@ -205,6 +209,11 @@ class _LargeGemms:
         """(logits, dlogits) of a chunk."""
         grad_logits = self.grad_logits[chunk.in_group]
         return (grad_logits if self.logits is None else self.logits[: len(grad_logits)]), grad_logits
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """The weight at once, or cut into tiles where it is rounded to another dtype."""
+        columns = max(self.problem.vocab, 1)
+        return self.problem.tiles(rounded_columns(columns, self.grad_logits) if self.problem.casts_weight else columns)
 
     def _tile(self, logits: Tensor, rows: Rows) -> tuple[Any, ...]:
         return (
@@ -226,7 +235,7 @@ class _FromOdds:
 
     def __init__(self, problem: Problem, grads: Gradients, widest: int, workspace_mib: int) -> None:
         self.problem, self.grads = problem, grads
-        self.weight = operand(problem.weight_VD)
+        self.weight = operand(problem.weight_VD, problem.dtype)
         limit = odds_limit(problem, workspace_mib)
         self.groups = [[_Chunk(rows, rows)] for rows in row_chunks(problem.num_active, limit, problem.device_type)]
         self.memory = odds_memory(problem, limit)
@@ -345,7 +354,7 @@ def _divide(problem: Problem, grads: Gradients, widest: int) -> _ThreadTiles | _
     workspace_mib = problem.workspace_mib
     if workspace_mib is None:
         num_rows, dim = problem.hidden_TD.shape
-        workspace_mib = default_workspace_mib(num_rows, dim, widest, problem.hidden_TD.dtype, problem.device_type)
+        workspace_mib = default_workspace_mib(num_rows, dim, widest, problem.dtype, problem.device_type)
     check_row_fits(widest, workspace_mib)
     if has_odds(problem):
         return _FromOdds(problem, grads, widest, workspace_mib)

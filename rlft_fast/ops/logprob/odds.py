@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.statistics import Rows
-from rlft_fast.ops.logprob.tiles import multiply, operand_dtype, padded_columns, rounded_rows
+from rlft_fast.ops.logprob.tiles import multiply, padded_columns, rounded_rows
 from rlft_fast.ops.logprob.ways import seen_rows
 
 
@@ -45,17 +45,18 @@ def has_odds(problem: Problem) -> bool:
     """Whether there is a kernel that writes them.
 
     Float16 has not the range that odds need. The kernel of float32 is for CPUs: it would spill registers on some GPUs.
+    The kernels read the weight as it is, so that a weight of another dtype goes tile by tile through the vendor's GEMM.
     """
     dtype = torch.bfloat16 if problem.device_type == "cuda" else torch.float32
     return (
         problem.backend == "triton" and problem.is_plain and not problem.group and problem.vocab > 0
-        and operand_dtype(problem.hidden_TD) == dtype
+        and problem.operand_dtype == dtype and not problem.casts_weight
     )  # fmt: skip
 
 
 def odds_limit(problem: Problem, workspace_mib: int) -> int:
     """Most rows whose odds fit the workspace, beside their float32 dhidden."""
-    columns = padded_columns(problem.vocab) * operand_dtype(problem.hidden_TD).itemsize
+    columns = padded_columns(problem.vocab) * problem.operand_dtype.itemsize
     row_bytes = columns + 4 * problem.hidden_TD.shape[1]
     return rounded_rows(workspace_mib * 2**20 // row_bytes, problem.device_type)
 
@@ -63,7 +64,7 @@ def odds_limit(problem: Problem, workspace_mib: int) -> int:
 def odds_memory(problem: Problem, limit: int) -> Tensor:
     """For the odds of at most ``limit`` rows."""
     num_rows, like = min(limit, problem.num_active), problem.hidden_TD
-    memory = like.new_empty(num_rows, padded_columns(problem.vocab), dtype=operand_dtype(like))
+    memory = like.new_empty(num_rows, padded_columns(problem.vocab), dtype=problem.operand_dtype)
     return memory[:, : problem.vocab]
 
 

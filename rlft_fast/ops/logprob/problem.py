@@ -15,14 +15,15 @@ from torch import Tensor
 
 from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.logprob.statistics import Rows
-from rlft_fast.ops.logprob.tiles import float_bias, operand
+from rlft_fast.ops.logprob.tiles import float_bias, operand, operand_dtype
 
 # The schema of a problem as the first arguments of an operator: tensors, then numbers and names.
 SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor active_index, Tensor? bias, Tensor inv_temperature, "
-    "Tensor? threshold, Tensor? adapter, float softcap, float scale, str backend, str group, int? workspace_mib"
+    "Tensor? threshold, Tensor? adapter, float softcap, float scale, str backend, str group, int? workspace_mib, "
+    "ScalarType dtype"
 )
-NUM_ARGUMENTS = 13
+NUM_ARGUMENTS = 14
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Problem:
 
     hidden_TD: Tensor
     weight_VD: Tensor
-    """The projection, or this rank's rows of it."""
+    """The projection, or this rank's rows of it, in any dtype: it is rounded to ``dtype`` tile by tile."""
     target_T: Tensor
     """int64 rows of ``weight_VD``."""
     active_index: Tensor
@@ -54,6 +55,8 @@ class Problem:
     group: str
     """Name of the process group whose ranks hold the other rows of the projection; "" where there are none."""
     workspace_mib: int | None
+    dtype: torch.dtype
+    """To which hidden states and weight are rounded before they are multiplied."""
     ignore_index: int = -100
     """Target of tokens that are not active. Operators read ``active_index`` instead."""
 
@@ -75,13 +78,23 @@ class Problem:
         )  # fmt: skip
 
     def scalars(self) -> tuple[Any, ...]:
-        return self.softcap, self.scale, self.backend, self.group, self.workspace_mib
+        return self.softcap, self.scale, self.backend, self.group, self.workspace_mib, self.dtype
 
     # ---- what is computed with ----------------------------------------------------------------------------------
 
     @property
     def vocab(self) -> int:
         return self.weight_VD.shape[0]
+
+    @property
+    def casts_weight(self) -> bool:
+        """Whether the weight is rounded to another dtype, tile by tile, so that no copy of it exists."""
+        return self.weight_VD.dtype != self.dtype
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """Of the matrices that GEMMs multiply."""
+        return operand_dtype(self.dtype, self.device_type)
 
     @property
     def is_plain(self) -> bool:
@@ -122,10 +135,12 @@ class Problem:
         hidden, target = self.hidden_TD, self.target_T
         are_all = index.shape[0] == hidden.shape[0]
         if are_all and not index.is_cuda and torch.equal(index, torch.arange(index.shape[0])):
-            return Rows(operand(hidden).contiguous(), target.contiguous(), self.inv_temperature, self.threshold_T)
+            return Rows(
+                operand(hidden, self.dtype).contiguous(), target.contiguous(), self.inv_temperature, self.threshold_T
+            )
         for_all = self.inv_temperature.shape[0] == 1
         return Rows(
-            operand(hidden[index]).contiguous(), target[index],
+            operand(hidden[index], self.dtype).contiguous(), target[index],
             self.inv_temperature if for_all else self.inv_temperature[index],
             None if self.threshold_T is None else self.threshold_T[index],
         )  # fmt: skip
@@ -135,4 +150,4 @@ class Problem:
         bias = float_bias(self.bias_V)
         for start in range(0, self.vocab, columns):
             tile = slice(start, min(start + columns, self.vocab))
-            yield tile, operand(self.weight_VD[tile]), None if bias is None else bias[tile]
+            yield tile, operand(self.weight_VD[tile], self.dtype), None if bias is None else bias[tile]

@@ -147,7 +147,8 @@ def _in_registers(problem: Problem, kept: Tensor, asked: Asked) -> bool:
 
     Forward and backward agree on it: errors of a GEMM's rounding cancel in p - 1 only if they are the same ones.
     """
-    return problem.backend == "triton" and is_plain(problem, asked) and not kept.numel() and problem.vocab > 0
+    can = problem.backend == "triton" and not problem.casts_weight and problem.vocab > 0
+    return can and is_plain(problem, asked) and not kept.numel()
 
 
 def _workspace_mib(problem: Problem) -> int:
@@ -170,8 +171,8 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
 
 def _add_without_logits(problem: Problem, rows: Rows, sums: Sums) -> None:
     problem.kernels.fused_stats(
-        rows.hidden_RD, operand(problem.weight_VD), rows.target_R, rows.inv_temperature, problem.scale, sums.maximum,
-        sums.excess, sums.target_logit,
+        rows.hidden_RD, operand(problem.weight_VD, problem.dtype), rows.target_R, rows.inv_temperature, problem.scale,
+        sums.maximum, sums.excess, sums.target_logit,
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def _kept_logits(problem: Problem, asked: bool) -> Tensor:
     hidden, workspace_mib = problem.hidden_TD, _workspace_mib(problem)
     columns = min(tile_shape(hidden.shape[0], hidden, workspace_mib)[1], padded_columns(problem.vocab))
     num_tiles = -(-problem.vocab // columns)
-    row_bytes = columns * (4 * num_tiles + Tile.bytes_per_logit(hidden))
+    row_bytes = columns * (4 * num_tiles + Tile.bytes_per_logit(problem.operand_dtype))
     fits = asked and hidden.shape[0] * row_bytes <= workspace_mib * 2**20
     return hidden.new_empty((num_tiles, problem.num_active, columns) if fits else (0,), dtype=torch.float32)
 
@@ -281,7 +282,7 @@ def _add_gradients(
 def _backward_columns(problem: Problem, rows: Rows, in_registers: bool) -> int:
     """Columns of a tile of all rows."""
     beside = 0 if problem.threshold_T is None else THRESHOLD_BYTES_PER_LOGIT
-    logit_bytes = Tile.bytes_per_logit(problem.hidden_TD, has_logits=not in_registers) + beside
+    logit_bytes = Tile.bytes_per_logit(problem.operand_dtype, has_logits=not in_registers) + beside
     column_bytes = logit_bytes * max(rows.target_R.shape[0], 1)
     return rounded_columns(_workspace_mib(problem) * 2**20 // column_bytes, problem.hidden_TD)
 

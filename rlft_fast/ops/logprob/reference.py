@@ -38,6 +38,29 @@ class LinearLogprobLoss(NamedTuple):
 LossFunction = Callable[..., Tensor]
 
 
+class _Rounded(torch.autograd.Function):
+    """Values rounded to a dtype, but kept in float32, and so is their gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0].to(ctx.dtype), None
+
+
+def rounded_inputs(
+    hidden_TD: Tensor, weight_VD: Tensor, adapter_VE: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Hidden states and the whole projection, rounded to a dtype. Their gradients are not rounded to it."""
+    if adapter_VE is not None:
+        weight_VD = torch.cat([weight_VD, adapter_VE], dim=-1)
+    hidden, weight = (x if x.dtype == dtype else _Rounded.apply(x, dtype) for x in (hidden_TD, weight_VD))
+    return hidden, weight
+
+
 def softmax_logits(
     hidden_TD: Tensor,
     weight_VD: Tensor,

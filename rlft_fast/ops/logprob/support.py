@@ -28,7 +28,7 @@ from rlft_fast.ops.logprob.checks import (
     looks_at,
     softcap_or_0,
 )
-from rlft_fast.ops.logprob.linear import autocast_inputs, linear_logprob
+from rlft_fast.ops.logprob.linear import compute_dtype, linear_logprob
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import LinearLogprob, transform_logits
 from rlft_fast.ops.precision import sums_in_float32
@@ -59,8 +59,9 @@ def support_logprob(
 
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
-        weight_VD: (V, D) projection, same dtype and device; with a low-rank adapter, whose rows are gathered, too, both
-            joined: ``torch.cat([weight, adapter], dim=-1)``.
+        weight_VD: (V, D) projection on the same device, of which the gathered rows are rounded as in
+            :func:`linear_logprob`; with a low-rank adapter, whose rows are gathered, too, both joined:
+            ``torch.cat([weight, adapter], dim=-1)``.
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0.
         support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports.
         threshold_T: (T,) smallest logit that sampling kept, after soft-capping, scale, bias and temperature: the z
@@ -83,7 +84,7 @@ def support_logprob(
     Raises:
         ValueError: not one of support and threshold; shapes, devices or option values that do not fit; (on the CPU) ids
             outside the vocabulary or twice in a row; or a workspace too small for one row's support.
-        TypeError: unsupported or mixed dtypes, or no tensors.
+        TypeError: unsupported dtypes, or no tensors.
     """
     if (support_TK is None) == (threshold_T is None):
         got = "neither" if support_TK is None else "both"
@@ -95,10 +96,10 @@ def support_logprob(
             return_sum_prob_squared=return_sum_prob_squared, workspace_mib=workspace_mib,
         )  # fmt: skip
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, support_TK=support_TK)
-    hidden_TD, weight_VD, bias_V, _ = autocast_inputs(hidden_TD, weight_VD, bias_V)
     problem = Problem(
         hidden_TD, weight_VD, target_T, cast(Any, None), bias_V, inverse_temperature(temperature, hidden_TD.device),
-        None, None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, ignore_index,
+        None, None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, compute_dtype(hidden_TD),
+        ignore_index,
     )  # fmt: skip
     check_problem(problem, temperature, support_TK=support_TK)
     if workspace_mib is None:
@@ -115,7 +116,9 @@ def _over_ids(
     target_T = problem.target_T
     active = target_T != problem.ignore_index
     ids_TK = support_TK.clamp(min=0)
-    z = torch.ops.rlft_fast.support_logits(problem.hidden_TD, problem.weight_VD, ids_TK, problem.workspace_mib)
+    z = torch.ops.rlft_fast.support_logits(
+        problem.hidden_TD, problem.weight_VD, ids_TK, problem.workspace_mib, problem.dtype
+    )
     if problem.bias_V is not None:
         z = z + problem.bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
     z, zeros_T2 = _SeenRows.apply(z)
@@ -162,7 +165,8 @@ def _check_support(support: Tensor, problem: Problem) -> None:
         raise ValueError(f"expected support_TK ({hidden.shape[0]}, K) to match hidden_TD, got {tuple(support.shape)}")
     if support.dtype != torch.int64:
         raise TypeError(f"support_TK must hold int64 ids, got {support.dtype}")
-    if (row_bytes := gathered_bytes(support.shape[1], hidden.shape[1], weight.dtype)) > workspace_mib * 2**20:
+    row_bytes = gathered_bytes(support.shape[1], hidden.shape[1], _narrower(weight.dtype, problem.dtype))
+    if row_bytes > workspace_mib * 2**20:
         raise ValueError(
             f"workspace_mib={workspace_mib} cannot hold the weight rows of one support ({support.shape[1]} x "
             f"{hidden.shape[1]} in float32, {row_bytes} bytes): pass at least {-(-row_bytes // 2**20)}"
@@ -190,44 +194,50 @@ def gathered_bytes(num_ids: int, dim: int, dtype: torch.dtype) -> int:
     return num_ids * dim * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
 
 
-def _chunks(weight: Tensor, ids: Tensor, workspace_mib: int) -> list[slice]:
+def _narrower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return min(a, b, key=lambda dtype: dtype.itemsize)
+
+
+def _chunks(weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype) -> list[slice]:
     """Rows whose gathered weight rows fit the workspace."""
-    row_bytes = max(gathered_bytes(ids.shape[1], weight.shape[1], weight.dtype), 1)
+    row_bytes = max(gathered_bytes(ids.shape[1], weight.shape[1], _narrower(weight.dtype, dtype)), 1)
     count = max(workspace_mib * 2**20 // row_bytes, 1)
     return [slice(start, start + count) for start in range(0, ids.shape[0], count)]
 
 
 @torch.library.custom_op("rlft_fast::support_logits", mutates_args=())
-def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int) -> Tensor:
-    """(T, K) float32 dot products of each hidden state with the weight rows of its ids."""
+def _support_logits(hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype) -> Tensor:
+    """(T, K) float32 dot products of each hidden state with the weight rows of its ids, both rounded to ``dtype``."""
     logits = hidden.new_empty(ids.shape, dtype=torch.float32)
-    for rows in _chunks(weight, ids, workspace_mib):
+    for rows in _chunks(weight, ids, workspace_mib, dtype):
+        column = hidden[rows].to(dtype).float().unsqueeze(-1)
         with sums_in_float32(logits):
-            torch.bmm(weight[ids[rows]].float(), hidden[rows].float().unsqueeze(-1), out=logits[rows].unsqueeze(-1))
+            torch.bmm(weight[ids[rows]].to(dtype).float(), column, out=logits[rows].unsqueeze(-1))
     return logits
 
 
 @_support_logits.register_fake
-def _(hidden, weight, ids, workspace_mib):
+def _(hidden, weight, ids, workspace_mib, dtype):
     return hidden.new_empty(ids.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("rlft_fast::support_logits_backward", mutates_args=())
 def _support_logits_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, needs_grad: list[bool]
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor, workspace_mib: int, dtype: torch.dtype,
+    needs_grad: list[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dhidden, dweight), added up in float32 and rounded once; empty where not needed."""
     grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs_grad, torch.float32)
     grad_weight.zero_()
     seen = (grad != 0).any(-1, keepdim=True)
     with torch.autocast(hidden.device.type, enabled=False):  # autocast would narrow the sums
-        for rows in _chunks(weight, ids, workspace_mib):
+        for rows in _chunks(weight, ids, workspace_mib, dtype):
             if needs_grad[0]:
                 with sums_in_float32(grad):
-                    grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].float())
+                    grad_rows = torch.bmm(grad[rows].unsqueeze(1), weight[ids[rows]].to(dtype).float())
                 grad_hidden[rows] = grad_rows.squeeze(1).to(hidden.dtype)
             if needs_grad[1]:
-                hidden_rows = hidden[rows].float().where(seen[rows], 0)  # 0 * nan is nan
+                hidden_rows = hidden[rows].to(dtype).float().where(seen[rows], 0)  # 0 * nan is nan
                 _add_outer_(grad_weight, ids[rows], grad[rows], hidden_rows)
     return grad_hidden, grad_weight.to(weight.dtype)
 
@@ -242,7 +252,7 @@ def _add_outer_(grad_weight: Tensor, ids: Tensor, grad: Tensor, hidden: Tensor) 
 
 
 @_support_logits_backward.register_fake
-def _(grad, hidden, weight, ids, workspace_mib, needs_grad):
+def _(grad, hidden, weight, ids, workspace_mib, dtype, needs_grad):
     return _empty_gradients(hidden, weight, needs_grad, weight.dtype)
 
 
@@ -254,14 +264,15 @@ def _empty_gradients(
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.workspace_mib = inputs
+    *tensors, workspace_mib, dtype = inputs
+    ctx.scalars = workspace_mib, dtype
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad):
     needs_grad = list(ctx.needs_input_grad[:2])
-    grads = torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, ctx.workspace_mib, needs_grad)
-    return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None
+    grads = torch.ops.rlft_fast.support_logits_backward(grad, *ctx.saved_tensors, *ctx.scalars, needs_grad)
+    return *(x if needed else None for x, needed in zip(grads, needs_grad, strict=True)), None, None, None
 
 
 _support_logits.register_autograd(_backward, setup_context=_save)

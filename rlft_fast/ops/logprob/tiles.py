@@ -41,31 +41,34 @@ ROW_MULTIPLE = {"cpu": 16, "cuda": 128}  # of the GEMM's tiles
 # ---- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
-def operand(x: Tensor) -> Tensor:
-    """An operand as the GEMM multiplies it: in float32 on a CPU, which has no fast half-precision GEMM."""
-    return x.to(torch.float32) if x.device.type == "cpu" else x
+def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An operand as the GEMM multiplies it: rounded to ``dtype``, and in `operand_dtype`."""
+    return x.to(dtype).to(operand_dtype(dtype, x.device.type))
 
 
 def float_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(torch.float32).contiguous()
 
 
-def operand_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "cpu" else x.dtype
+def operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """Float32 on a CPU, which has no fast half-precision GEMM."""
+    return torch.float32 if device_type == "cpu" else dtype
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """``out (+)= a @ b``, summed in float32; ``out`` is float32 or of the operands' dtype."""
+    """``out (+)= a @ b``, summed in float32. What is accumulated is float32 or of the operands' dtype."""
     with sums_in_float32(a):
         if out.dtype == a.dtype:
             torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-        elif a.is_cuda:
-            if accumulate:
-                torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-            else:
-                torch.mm(a, b, out_dtype=torch.float32, out=out)
-        else:  # operands of a CPU are float32, so here `out` is narrower than its operands
-            out.copy_(torch.mm(a, b, out=torch.empty(out.shape, dtype=a.dtype)))
+        elif out.dtype != torch.float32:  # rounded once, from a sum in float32
+            assert not accumulate
+            total = torch.empty_like(out, dtype=torch.float32)
+            multiply(a, b, out=total)
+            out.copy_(total)
+        elif accumulate:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
 # ---- how rows and columns are cut ------------------------------------------------------------------------------------
@@ -83,8 +86,8 @@ class Tile:
         self.logits = torch.empty_like(self.results, dtype=torch.float32) if is_narrow else self.results
 
     @staticmethod
-    def bytes_per_logit(like: Tensor, has_logits: bool = True) -> int:
-        dtype = operand_dtype(like)
+    def bytes_per_logit(dtype: torch.dtype, has_logits: bool = True) -> int:
+        """Of operands of that dtype."""
         return dtype.itemsize if dtype == torch.float32 or not has_logits else 4 + dtype.itemsize
 
     def views(self, columns: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """linear_logprob under autograd, autocast and torch.compile."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob import reference
 from tests.ops.logprob.problems import (
-    BF16,
     F32,
     F64,
     WAYS,
@@ -19,7 +17,6 @@ from tests.ops.logprob.problems import (
     each_kernel,
     gradients,
     logprob_of,
-    loss_of,
     loss_problem,
     plain_logprob,
     ppo_clip,
@@ -128,25 +125,6 @@ def test_each_gradient_is_the_same_alone(backend):
     assert torch.equal(only_weight, both[1])
 
 
-@each_backend
-def test_autocast_narrows_the_inputs_and_nothing_else(backend):
-    """As autocast does for a linear layer; logits and statistics stay float32."""
-    hidden, weight, target, _ = make_inputs(20, 64, 300)
-
-    def compute(cast: Callable[[Tensor], Tensor], autocast: bool) -> list[Tensor]:
-        leaves = h, w, b = [x.clone().requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, 300))]
-        with torch.autocast("cpu", BF16, enabled=autocast):
-            out = logprob_of(backend, return_entropy=True)(cast(h), cast(w), target, bias_V=cast(b))
-            fused = loss_of(backend, bias_V=cast(b))
-            loss = fused(cast(h), cast(w), target, lambda logprob, _: logprob.square()).loss
-        return [*out[:2], loss, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum() + loss, leaves)]
-
-    expected = compute(Tensor.bfloat16, autocast=False)
-    for actual, same in zip(compute(Tensor.float, autocast=True), expected, strict=True):
-        assert actual.dtype == F32
-        assert torch.equal(actual, same)
-
-
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
@@ -156,7 +134,7 @@ def flat_problem(
     hidden, weight, target, _ = make_inputs(6, 8, 64)  # V is a multiple of 64: padding columns would hold any value
     index = torch.arange(6)
     tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), threshold, adapter, 0.0, 1.0, "native", "", 64]
+    return [*tensors, torch.ones(1), threshold, adapter, 0.0, 1.0, "native", "", 64, F32]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

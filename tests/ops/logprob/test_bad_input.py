@@ -21,7 +21,8 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W[:0], Y), {}, ValueError, "no rows"),
         ((H, W, Y[:3]), {}, ValueError, r"target_T of shape \(4,\)"),
         ((H, W, Y.int()), {}, TypeError, "int64"),
-        ((H, W.bfloat16(), Y), {}, TypeError, "bfloat16"),
+        ((H, W.double(), Y), {}, TypeError, "weight_VD is float64 .*: pass hidden_TD in float64, or a float32 weight"),
+        ((H, W.long(), Y), {}, TypeError, "must be float32, bfloat16 or float16, got torch.float32 and torch.int64"),
         ((H.int(), W.int(), Y), {}, TypeError, "int32"),
         ((H, W, Y), {"bias_V": torch.zeros(9)}, ValueError, r"bias_V of shape \(10,\)"),
         ((H, W, Y), {"temperature": 0.0}, ValueError, "temperature must be positive"),
@@ -77,9 +78,9 @@ H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int6
         ((H, W[:, :6], Y), {"adapter_VE": W[0]}, ValueError, r"got \(4, 8\), \(10, 6\) and \(8,\)"),
         (
             (H, W[:, :6], Y),
-            {"adapter_VE": W[:, :2].bfloat16()},
+            {"adapter_VE": W[:, :2].long()},
             TypeError,
-            "share a dtype, got torch.bfloat16 and torch.float32",
+            "must be floating point, got torch.int64 and torch.float32",
         ),
         ((H, W[:, :6], Y), {"adapter_VE": 2}, TypeError, "adapter_VE must be a torch.Tensor, got int"),
         (
