@@ -269,16 +269,16 @@ class PolicyModel(nn.Module):
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
         return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
 
-    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int) -> Cache:
+    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int | Tensor) -> Cache:
         """The key-value cache of prompts but for their last tokens, which `generate` runs. Each prompt runs once.
 
         Args:
             prompt_ids: (P, L) left-padded prompts.
             attention_mask: (P, L), 0 at padding.
-            num_samples: sequences per prompt.
+            num_samples: sequences of each prompt, one number or (P,).
 
         Returns:
-            The cache of P * num_samples sequences, in which the samples of a prompt follow each other.
+            The cache of all sequences, in which those of a prompt follow each other.
         """
         cache = DynamicCache(config=self.model.config)
         if prompt_ids.shape[1] > 1:
@@ -287,7 +287,7 @@ class PolicyModel(nn.Module):
                 position_ids=_positions(attention_mask)[:, :-1], use_cache=True,
                 **{_cache_argument(self.backbone.forward): cache},
             )  # fmt: skip
-            cache.batch_repeat_interleave(num_samples)
+            cache.batch_repeat_interleave(cast(int, num_samples))  # torch's own takes a tensor, too
         return cache
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache, **options: Any) -> Tensor:

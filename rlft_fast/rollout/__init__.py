@@ -25,14 +25,17 @@ with needing_train():
     from rlft_fast.rollout.hf import HFGenerator
     from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
     from rlft_fast.rollout.types import (
+        Answers,
         Completion,
         Generator,
+        Request,
         RequestError,
         SampledModel,
         SamplingParams,
         Seeds,
         Span,
         draw_seeds,
+        make_requests,
         sample_seeds,
         with_ties,
     )
@@ -44,10 +47,12 @@ with needing_train():
     )
 
 __all__ = [
+    "Answers",
     "Completion",
     "Generator",
     "HFGenerator",
     "NonFiniteLogitsError",
+    "Request",
     "RequestError",
     "Rollout",
     "RolloutError",
@@ -58,6 +63,7 @@ __all__ = [
     "VLLMServer",
     "build_rollout",
     "draw_seeds",
+    "make_requests",
     "sample_seeds",
     "server_command",
     "server_environment",

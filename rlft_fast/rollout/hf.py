@@ -1,10 +1,10 @@
 """Samples by transformers' ``generate`` with the policy itself. There is no second copy of the weights to load."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice, product
+from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from transformers import (
 
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import PolicyModel, end_token_ids, padded_attention, split_stop
-from rlft_fast.rollout.types import Completion, SamplingParams, Seeds, Span
+from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
 
 _PAD_TOKEN_ID = 0  # any id with an embedding will do; the tokenizer's own padding token may have no embedding
 
@@ -60,23 +60,12 @@ class HFGenerator:
         self.eos_token_ids = end_token_ids(model.model, tokenizer)
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
-    ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
-        prompts_at_once, samples_at_once = max(self.batch_size // params.n, 1), min(self.batch_size, params.n)
-        completions: list[list[Completion]] = [[] for _ in prompts]
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """Samples a completion for each request, see `Generator.generate`. No request is refused."""
         # The stance: compiled blocks would compile again for the cache.
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
-            starts = product(range(0, len(prompts), prompts_at_once), range(0, params.n, samples_at_once))
-            for start, first in starts:
-                part = slice(start, start + prompts_at_once)
-                own = [row[first : first + samples_at_once] for row in seeds[part]]
-                at_once = replace(params, n=len(own[0]))
-                sampled = iter(self._generate(prompts[part], at_once, [*chain.from_iterable(own)]))
-                for row in completions[part]:
-                    row += islice(sampled, at_once.n)
-        return completions
+            batches = _batches(requests, self.batch_size)
+            return [completion for batch in batches for completion in self._generate(batch, params)]
 
     def load(self, weights: WeightStream | None, version: int) -> None:
         """Takes the version alone: the weights are the policy's own."""
@@ -92,23 +81,29 @@ class HFGenerator:
     def close(self) -> None:
         """Does nothing: nothing is held."""
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        """A round ends when a quarter of its rows have ended, and the next round continues the others alone."""
+    def _generate(self, batch: list[list[Request]], params: SamplingParams) -> list[Completion]:
+        """The completions of a batch: groups of requests with equal token ids.
+
+        A round ends when a quarter of its rows have ended, and the next round continues the others alone.
+        """
+        requests = [*chain.from_iterable(batch)]
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         end_ids = [*self.eos_token_ids, *end_ids]
-        prompt_ids, prompt_mask = self._pad(prompts)
-        cache = self.model.prefill(prompt_ids, prompt_mask, params.n)
-        ids, mask = (x.repeat_interleave(params.n, 0) for x in (prompt_ids, prompt_mask))
-        prompt_length, limit = ids.shape[1], ids.shape[1] + params.max_new_tokens
-        uniform_BN = _uniform_numbers(seeds, params.max_new_tokens, ids.device) if params.temperature else None
-        sampled = [_Sampled() for _ in seeds]
+        prompt_ids, prompt_mask = self._pad([group[0].token_ids for group in batch])
+        counts = torch.tensor([*map(len, batch)], device=prompt_ids.device)
+        cache = self.model.prefill(prompt_ids, prompt_mask, counts)
+        ids, mask = (x.repeat_interleave(counts, 0) for x in (prompt_ids, prompt_mask))
+        longest = max(request.max_new_tokens for request in requests)
+        prompt_length, limit = ids.shape[1], ids.shape[1] + longest
+        limit_B = torch.tensor([prompt_length + request.max_new_tokens for request in requests], device=ids.device)
+        seeds = [request.seed for request in requests]
+        uniform_BN = _uniform_numbers(seeds, longest, ids.device) if params.temperature else None
+        sampled = [_Sampled() for _ in requests]
         running = sampled
         while running:
             first = ids.shape[1]
             sampler = _Sampler(params, uniform_BN)
-            ends = _Ends(self.tokenizer, prompt_length, end_ids, stop, torch.zeros_like(ids[:, 0], dtype=torch.bool))
+            ends = _Ends(self.tokenizer, prompt_length, end_ids, stop, limit_B)
             ids = self.model.generate(
                 ids,
                 mask,
@@ -136,10 +131,12 @@ class HFGenerator:
                 break
             left = (~ends.ended_B).nonzero().squeeze(1)
             cache.batch_select_indices(left)
+            limit_B = limit_B[left]
             ids, mask = ids[left], pad(mask[left], (0, ids.shape[1] - first), value=1)
             uniform_BN = None if uniform_BN is None else uniform_BN[left, ids.shape[1] - first :]
             running = [running[row] for row in left.tolist()]
-        return [self._completion(row, end_ids, stop) for row in sampled]
+        rows = zip(sampled, requests, strict=True)
+        return [self._completion(row, request.max_new_tokens, end_ids, stop) for row, request in rows]
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         device = next(self.model.parameters()).device
@@ -148,8 +145,11 @@ class HFGenerator:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         return ids, mask
 
-    def _completion(self, sampled: _Sampled, end_ids: list[int], stop: tuple[str, ...]) -> Completion:
-        tokens, logprobs = sampled.token_ids, sampled.logprobs
+    def _completion(
+        self, sampled: _Sampled, max_new_tokens: int, end_ids: list[int], stop: tuple[str, ...]
+    ) -> Completion:
+        """Other rows of the batch may have had a larger limit."""
+        tokens, logprobs = sampled.token_ids[:max_new_tokens], sampled.logprobs
         ends = [i for i, token in enumerate(tokens) if token in end_ids][:1]
         if stop:
             counts = range(1, len(tokens) + 1)
@@ -161,8 +161,27 @@ class HFGenerator:
         return Completion(tokens[:length], logprobs[:length], reason, (Span(length, self.weight_version),), support)
 
 
+def _batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[list[Request]]]:
+    """Groups of neighbouring requests with equal token ids, in batches of at most so many requests."""
+    batch: list[list[Request]] = []
+    for _, equal in groupby(requests, key=lambda request: [*request.token_ids]):
+        for group in _cut(equal, batch_size):
+            if batch and sum(map(len, batch)) + len(group) > batch_size:
+                yield batch
+                batch = []
+            batch.append(group)
+    if batch:
+        yield batch
+
+
+def _cut(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:
+    rest = iter(requests)
+    while group := [*islice(rest, size)]:
+        yield group
+
+
 class _Ends(StoppingCriteria):
-    """Stops a round when a quarter of its rows have ended: by an end token, or by a stop text in the completion.
+    """Stops a round when a quarter of its rows have ended: by an end token, a stop text in the completion, or a limit.
 
     transformers' own criterion of texts also searches the prompt. Only the last tokens are decoded first: decoding the
     whole row after each token would be quadratic in its length. A stop text that special tokens stretch beyond the last
@@ -173,23 +192,27 @@ class _Ends(StoppingCriteria):
         prompt_length: tokens of each row before its completion.
         end_ids: end tokens.
         stop: stop texts.
-        ended_B: (B,) bool on the rows' device; turns true where a row has ended.
+        limit_B: (B,) most tokens of each row, prompt and padding included, on the rows' device.
+
+    Attributes:
+        ended_B: (B,) bool, whether a row has ended.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_length: int, end_ids: list[int], stop: tuple[str, ...],
-        ended_B: Tensor,
+        limit_B: Tensor,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
         self.prompt_length = prompt_length
-        self.end_ids = torch.tensor(end_ids, dtype=torch.int64, device=ended_B.device)
+        self.end_ids = torch.tensor(end_ids, dtype=torch.int64, device=limit_B.device)
         self.stop = stop
         # A token has at least one byte; 8 tokens of context.
         self.span = 8 + max((len(text.encode()) for text in stop), default=0)
-        self.ended_B = ended_B
+        self.limit_B = limit_B
+        self.ended_B = torch.zeros_like(limit_B, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:  # pyrefly: ignore
-        self.ended_B |= torch.isin(input_ids[:, -1], self.end_ids)
+        self.ended_B |= torch.isin(input_ids[:, -1], self.end_ids) | (self.limit_B <= input_ids.shape[1])
         if self.stop:
             rows = zip(input_ids[:, self.prompt_length :].tolist(), self.ended_B.tolist(), strict=True)
             ended = [has_ended or self._has_text(row) for row, has_ended in rows]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,17 @@ from rlft_fast.data import Samples, flat
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError, StepError
 from rlft_fast.rollout.columns import to_samples
-from rlft_fast.rollout.types import Completion, Generator, RequestError, SamplingParams, Seeds, draw_seeds
+from rlft_fast.rollout.types import (
+    Answers,
+    Completion,
+    Generator,
+    Request,
+    RequestError,
+    SamplingParams,
+    Seeds,
+    draw_seeds,
+    make_requests,
+)
 from rlft_fast.world import STOP, World
 
 T = TypeVar("T")
@@ -89,30 +100,46 @@ class Rollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
     ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each of this rank's prompts, see `Generator.generate`.
+        """Samples ``params.n`` completions of each of this rank's prompts. All ranks must call it together.
 
-        Without ``seeds``, torch's random state gives them.
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            seeds: each sample is drawn from its own seed; None: torch's random state gives seeds.
 
         Raises:
-            RequestError: the generator of a rank refuses its prompts, before it samples; raised on all ranks.
+            RequestError: the generator of a rank refuses a prompt; raised on all ranks.
+            RolloutError: see `answer`.
+        """
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        answers = self.answer(make_requests(prompts, params, seeds), params)
+        completions = iter(self.world.together(partial(_without_refusals, answers), RequestError))
+        return [[*islice(completions, params.n)] for _ in prompts]
+
+    def answer(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """Samples a completion for each of this rank's requests, see `Generator.generate`.
+
+        All ranks must call it together.
+
+        Raises:
+            RequestError: the generator of a rank can take no request; raised on all ranks.
             RolloutError: the generator failed (a generator with its own weights: twice), or the policy's logits are not
                 finite; raised on all ranks.
         """
-        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
-        sample = partial(self._generate, prompts, params, seeds)
-        groups, failure = self._together_or_leave(sample)
+        sample = partial(self._answer, requests, params)
+        answers, failure = self._together_or_leave(sample)
         if failure is not None and not isinstance(failure, RequestError):
             self._restart(failure)
-            groups, failure = self._together_or_leave(sample)
+            answers, failure = self._together_or_leave(sample)
             if failure is not None:
                 raise RolloutError(
                     f"{self.generator.name} failed, was started again, and failed again: {failure}"
                 ) from failure
         if failure is not None:
             raise failure
-        assert groups is not None
-        self._require_finite(groups)
-        return groups
+        assert answers is not None
+        self._require_finite(answers)
+        return answers
 
     def samples(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None) -> Samples:
         """The completions of `generate` as columns; ``row_B`` counts this rank's prompts."""
@@ -173,18 +200,17 @@ class Rollout:
             raise RuntimeError(f"{len(different)} weights were not received as they were sent, {different[0]} is one")
         return received
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
-    ) -> list[list[Completion]]:
-        shared, shared_seeds, start = gather_requests(prompts, seeds, self.group_size, self.world)
+    def _answer(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        shared, start = gather_requests(requests, self.group_size, self.world)
         with self.sampling(), STOP.alone() if self.group_size == 1 else nullcontext():
             started = time.perf_counter()
-            groups = self.generator.generate(shared, params, shared_seeds)
+            answers = self.generator.generate(shared, params)
             self.seconds = time.perf_counter() - started
-        return groups[start : start + len(prompts)]
+        return answers[start : start + len(requests)]
 
-    def _require_finite(self, groups: Sequence[Sequence[Completion]]) -> None:
-        finite = all(math.isfinite(x) for group in groups for completion in group for x in completion.logprobs)
+    def _require_finite(self, answers: Answers) -> None:
+        completions = (answer for answer in answers if isinstance(answer, Completion))
+        finite = all(math.isfinite(x) for completion in completions for x in completion.logprobs)
         if self.world.any_rank(not finite):  # on all, in the same words
             raise NonFiniteLogitsError("the policy's logits are not finite")
 
@@ -202,28 +228,37 @@ class Rollout:
             return None, failure
 
 
-def gather_requests(
-    prompts: Sequence[Sequence[int]], seeds: Seeds, group_size: int, world: World
-) -> tuple[Sequence[Sequence[int]], Seeds, int]:
+def _without_refusals(answers: Answers) -> list[Completion]:
+    for answer in answers:
+        if isinstance(answer, RequestError):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Completion)]
+
+
+def gather_requests(requests: Sequence[Request], group_size: int, world: World) -> tuple[Sequence[Request], int]:
     """The requests of this rank's group, in rank order, and the place of this rank's own. All ranks must call it.
 
     Args:
-        prompts: this rank's own.
-        seeds: one per sample, equally many for each prompt of all ranks.
+        requests: this rank's own. `Request.row` counts the rows of the group afterwards.
         group_size: neighbouring ranks that share requests; 1: none.
         world: all ranks.
     """
     if group_size == 1:
-        return prompts, seeds, 0
-    every_prompt, every_seed = _gather_lists(prompts, world), _gather_lists(seeds, world)
+        return requests, 0
+    every_prompt = _gather_lists([request.token_ids for request in requests], world)
+    numbers = [(request.row, request.seed, request.max_new_tokens) for request in requests]
+    every_number = _gather_lists(numbers, world)
     first = world.rank // group_size * group_size
-    members = range(first, first + group_size)
-    start = sum(len(every_prompt[rank]) for rank in range(first, world.rank))
-    return (
-        [prompt for rank in members for prompt in every_prompt[rank]],
-        [own for rank in members for own in every_seed[rank]],
-        start,
-    )
+    shared: list[Request] = []
+    start = num_rows = 0
+    for rank in range(first, first + group_size):
+        if rank == world.rank:
+            start = len(shared)
+        before = num_rows
+        for token_ids, (row, seed, max_new_tokens) in zip(every_prompt[rank], every_number[rank], strict=True):
+            num_rows = max(num_rows, before + row + 1)
+            shared.append(Request(row=before + row, token_ids=token_ids, seed=seed, max_new_tokens=max_new_tokens))
+    return shared, start
 
 
 def _gather_lists(own: Sequence[Sequence[int]], world: World) -> list[list[list[int]]]:

@@ -16,8 +16,8 @@ class SamplingParams:
     """How completions are sampled.
 
     Args:
-        n: completions per prompt.
-        max_new_tokens: most tokens of a completion.
+        n: completions per prompt, see `make_requests`.
+        max_new_tokens: most tokens of a completion, see `make_requests`.
         temperature: 0 is greedy.
         top_k: sample among this many most likely tokens; None: among all tokens.
         top_p: of the `top_k` tokens keep the fewest whose probabilities, relative to the `top_k`, add up to this.
@@ -113,6 +113,47 @@ def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One completion to be sampled.
+
+    Args:
+        row: number of the prompt. Requests of one row go to one server, which then has the prompt's prefix.
+        token_ids: to be continued.
+        seed: decides every draw, in [0, 2^63).
+        max_new_tokens: most tokens of the completion.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    seed: int
+    max_new_tokens: int
+
+
+def make_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds) -> list[Request]:
+    """``params.n`` requests for each prompt, one behind the other; `Request.row` counts the prompts.
+
+    Args:
+        prompts: token ids.
+        params: how many completions of how many tokens.
+        seeds: of each completion.
+
+    Raises:
+        ValueError: there are more or fewer seeds than completions.
+    """
+    if [*map(len, seeds)] != [params.n] * len(prompts):
+        raise ValueError(f"expected {params.n} seeds for each of {len(prompts)} prompts, got {[*map(len, seeds)]}")
+    return [
+        Request(row=row, token_ids=prompt, seed=seed, max_new_tokens=params.max_new_tokens)
+        for row, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+        for seed in own
+    ]
+
+
+Answers = list["Completion | RequestError"]
+"""For each request its completion, or the error that refuses it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampledModel:
     """The model that a generator samples from, without its weights.
 
@@ -152,21 +193,15 @@ class Generator(Protocol):
         """
         ...
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
-    ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt.
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """Samples a completion for each request. A request that the generator cannot take is refused alone.
 
         Args:
-            prompts: token ids.
-            params: how to sample.
-            seeds: each sample is drawn from its own seed.
-
-        Returns:
-            For each prompt its completions.
+            requests: those of equal token ids, one behind the other, share a prefill.
+            params: how to sample; each request has its own limit of tokens.
 
         Raises:
-            RequestError: the generator cannot take a prompt.
+            RequestError: the generator cannot take any request.
         """
         ...
 

@@ -23,8 +23,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
-from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds
-from rlft_fast.rollout.vllm_requests import check_request, completion_of, device_options, vllm_requests
+from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
+from rlft_fast.rollout.vllm_requests import (
+    answer_fitting,
+    completion_of,
+    device_options,
+    require_version,
+    vllm_requests,
+)
 from rlft_fast.world import World, ensure_process_group, forked_rng
 
 _VERSIONS = "0.30 to 0.33; the tests run with 0.32"
@@ -150,16 +156,16 @@ class VLLMGenerator:
         self.weight_version: int | None = None
         self._is_renewed = False  # since the last request
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
-    ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
-        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.weight_version is not None)
-        assert self.weight_version is not None
-        self._begin()
-        requests = vllm_requests(prompts, params, seeds, self.model, self.tokenizer)
-        outputs = iter(self.llm.generate(*requests, use_tqdm=False))
-        return [[completion_of(next(outputs).outputs[0], self.weight_version) for _ in own] for own in seeds]
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """Samples a completion for each request, see `Generator.generate`."""
+        version = require_version(self.weight_version)
+
+        def sample(fitting: list[Request]) -> Iterator[Completion]:
+            self._begin()
+            asked = vllm_requests(fitting, params, self.model, self.tokenizer)
+            return (completion_of(x.outputs[0], version) for x in self.llm.generate(*asked, use_tqdm=False))
+
+        return answer_fitting(requests, self.max_sequence_tokens, sample)
 
     def load(self, weights: WeightStream | None, version: int) -> None:
         """Takes over the policy's weights. Memory for the key-value cache comes with the next request.

@@ -1,7 +1,7 @@
 """vLLM's form of requests, and completions from vLLM's outputs."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,31 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import VLLMConfig
 from rlft_fast.models import split_stop
-from rlft_fast.rollout.types import Completion, RequestError, SampledModel, SamplingParams, Seeds, Span, with_ties
+from rlft_fast.rollout.types import (
+    Answers,
+    Completion,
+    Request,
+    RequestError,
+    SampledModel,
+    SamplingParams,
+    Span,
+    with_ties,
+)
 
 
 def vllm_requests(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds, model: SampledModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Any], list[Any]]:  # fmt: skip
-    """One request per sample, with its own seed: vLLM's prompts, and vLLM's sampling parameters.
+    requests: Sequence[Request], params: SamplingParams, model: SampledModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], list[Any]]:
+    """The requests as vLLM's prompts, and vLLM's sampling parameters.
 
-    Samples of one prompt share its blocks of the prefix cache.
+    Requests of one prompt share its blocks of the prefix cache.
     """
     import vllm
 
     fields = request_fields(params, model, *split_stop(params.stop, tokenizer))
-    samples = [(prompt, seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
-    return [{"prompt_token_ids": list(prompt)} for prompt, _ in samples], [
-        vllm.SamplingParams(**fields, max_tokens=params.max_new_tokens, seed=seed, flat_logprobs=True)
-        for _, seed in samples
+    return [{"prompt_token_ids": [*request.token_ids]} for request in requests], [
+        vllm.SamplingParams(**fields, max_tokens=request.max_new_tokens, seed=request.seed, flat_logprobs=True)
+        for request in requests
     ]
 
 
@@ -76,28 +83,41 @@ def device_options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_tokens: int, has_weights: bool
-) -> None:
-    """Refuses requests that vLLM cannot answer.
+def answer_fitting(
+    requests: Sequence[Request], max_sequence_tokens: int, sample: Callable[[list[Request]], Iterable[Completion]]
+) -> Answers:
+    """Has vLLM sample the requests that it can answer, and refuses the others.
 
     Args:
-        prompts: token ids.
-        max_new_tokens: most tokens of a completion.
+        requests: to be answered.
         max_sequence_tokens: most tokens of a sequence that vLLM was started for.
-        has_weights: whether there was a sync.
+        sample: samples a completion for each request.
+    """
+    refusals = [_refusal(request, max_sequence_tokens) for request in requests]
+    fitting = [request for request, refusal in zip(requests, refusals, strict=True) if refusal is None]
+    completions = iter(sample(fitting) if fitting else ())
+    return [next(completions) if refusal is None else refusal for refusal in refusals]
+
+
+def _refusal(request: Request, max_sequence_tokens: int) -> RequestError | None:
+    longest = len(request.token_ids) + request.max_new_tokens
+    if longest <= max_sequence_tokens:
+        return None
+    return RequestError(
+        f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
+        "rollout.max_prompt_tokens or rollout.max_new_tokens"
+    )
+
+
+def require_version(weight_version: int | None) -> int:
+    """The version of vLLM's weights.
 
     Raises:
-        RequestError: a prompt leaves no room for `max_new_tokens`, or there are no weights.
+        RequestError: there are no weights.
     """
-    if not has_weights:
+    if weight_version is None:
         raise RequestError("vLLM has no weights yet: call sync() before generate()")
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    if longest > max_sequence_tokens:
-        raise RequestError(
-            f"a prompt and its completion may have {longest} tokens, vLLM was started for {max_sequence_tokens}: raise "
-            "rollout.max_prompt_tokens or rollout.max_new_tokens"
-        )
+    return weight_version
 
 
 def completion_of(sample: Any, weight_version: int) -> Completion:

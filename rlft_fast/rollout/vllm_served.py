@@ -11,7 +11,7 @@ import hashlib
 import resource
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,9 +26,9 @@ from rlft_fast.engine import WeightStream
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.nccl_sender import NCCLSender
 from rlft_fast.rollout.scheduling import Patience, ServerError, ServerPool, from_place_of
-from rlft_fast.rollout.types import Completion, SampledModel, SamplingParams, Seeds
+from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
 from rlft_fast.rollout.vllm_answers import CUT_OFF, AnswerError, Asked, Part, read_part
-from rlft_fast.rollout.vllm_requests import check_request, completion_of, request_fields
+from rlft_fast.rollout.vllm_requests import answer_fitting, completion_of, request_fields, require_version
 from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_environment, weight_backend
 from rlft_fast.rollout.weight_sender import send_weights
 from rlft_fast.world import World
@@ -105,25 +105,20 @@ class ServedVLLM:
                 raise ServerError(f"no server took the weights: {failures[0]}")
         self.weight_version = version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds
-    ) -> list[list[Completion]]:
-        """Samples ``params.n`` completions of each prompt, see `Generator.generate`."""
-        check_request(prompts, params.max_new_tokens, self.max_sequence_tokens, self.weight_version is not None)
-        assert self.weight_version is not None
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        """Samples a completion for each request, see `Generator.generate`."""
+        version = require_version(self.weight_version)
         end_ids, texts = split_stop(params.stop, self.tokenizer)
         fields = request_fields(params, self.model, end_ids, texts)
-        samples = [
-            _Sample(list(prompt), row, seed, params.max_new_tokens, can_continue=not texts)
-            for row, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
-            for seed in own
-        ]
-        if samples:
+
+        def sample(fitting: list[Request]) -> Iterator[Completion]:
+            samples = [_Sample(request, can_continue=not texts) for request in fitting]
             if not self.live:  # since the last load
                 self.live = self._having_weights()
             _run_beside(lambda: self._sample_all(samples, fields))
-        found = iter(samples)
-        return [[next(found).completion(self.weight_version) for _ in own] for own in seeds]
+            return (own.completion(version) for own in samples)
+
+        return answer_fitting(requests, self.max_sequence_tokens, sample)
 
     def checksums(self) -> dict[str, str]:
         """The checksum of each weight as the servers received it."""
@@ -222,7 +217,7 @@ class ServedVLLM:
                 async with asyncio.TaskGroup() as tasks:
                     for sample in samples:
                         ask = partial(self._ask, session, sample, fields)
-                        tasks.create_task(pool.complete(sample.row, ask))
+                        tasks.create_task(pool.complete(sample.request.row, ask))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
             finally:
@@ -254,11 +249,11 @@ class ServedVLLM:
         """Asks once. Returns after how many seconds to ask again, if the server is busy."""
         assert self.weight_version is not None
         num_before = len(sample.token_ids)
-        rest = {"max_tokens": sample.max_new_tokens - num_before, "seed": sample.seed_from_here()}
+        rest = {"max_tokens": sample.request.max_new_tokens - num_before, "seed": sample.seed_from_here()}
         asked = Asked(rest["max_tokens"], self.model.vocab_size, fields["logprobs"], self._label(self.weight_version))
         body = {
             "model": server.model_name,
-            "token_ids": sample.prompt + sample.token_ids,
+            "token_ids": [*sample.request.token_ids, *sample.token_ids],
             "stream": True,
             "sampling_params": fields | rest,
         }
@@ -309,10 +304,7 @@ class ServedVLLM:
 class _Sample:
     """A completion that is being sampled."""
 
-    prompt: list[int]
-    row: int
-    seed: int
-    max_new_tokens: int
+    request: Request
     can_continue: bool
     """Whether a server can go on from tokens: a stop text that begins in them would not be seen."""
     token_ids: list[int] = field(default_factory=list)
@@ -334,8 +326,8 @@ class _Sample:
     def seed_from_here(self) -> int:
         """The sample's own seed, or where tokens are there already, a function of it and of their number."""
         if not self.token_ids:
-            return self.seed
-        digest = hashlib.sha256(f"{self.seed}:{len(self.token_ids)}".encode()).digest()
+            return self.request.seed
+        digest = hashlib.sha256(f"{self.request.seed}:{len(self.token_ids)}".encode()).digest()
         return int.from_bytes(digest[:8]) >> 1
 
     def restart_unless_it_can_continue(self) -> None:

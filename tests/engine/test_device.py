@@ -20,6 +20,7 @@ from rlft_fast.trainer import train
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
 from tests.support.devices import DEVICE, on_device, requires_gpu
+from tests.support.rollouts import completions_of
 from tests.trainer.toy import read_lines, toy_config
 
 pytestmark = on_device
@@ -94,7 +95,8 @@ def test_what_is_generated_is_as_likely_as_the_engine_says(config, bound, tiny_m
     params = SamplingParams(n=2, max_new_tokens=12)
     torch.manual_seed(3)
     seeds = draw_seeds(len(PROMPTS), params.n)
-    groups = HFGenerator(engine.model, load_tokenizer(path), batch_size=3).generate(PROMPTS, params, seeds)
+    generator = HFGenerator(engine.model, load_tokenizer(path), batch_size=3)
+    groups = completions_of(generator, PROMPTS, params, seeds)
     completions = [each for group in groups for each in group]
     batch = Batch.from_samples([ids for ids in PROMPTS for _ in range(2)], [each.token_ids for each in completions])
     logprob_T = engine.infer(batch, ("logprob",))["logprob"].cpu()

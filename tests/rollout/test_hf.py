@@ -29,6 +29,7 @@ from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import (
     Completion,
     HFGenerator,
+    Request,
     Rollout,
     RolloutError,
     SamplingParams,
@@ -40,6 +41,7 @@ from rlft_fast.rollout.hf import _Ends, draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
+from tests.support.rollouts import completions_of
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
@@ -52,7 +54,7 @@ def make_generator(path: Path, batch_size: int = 64) -> HFGenerator:
 
 
 def draw_samples(generator: HFGenerator, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-    return generator.generate(prompts, params, draw_seeds(len(prompts), params.n))
+    return completions_of(generator, prompts, params)
 
 
 def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
@@ -124,12 +126,12 @@ def test_batch_size_changes_nothing(tiny_model, name, batch_size):
 @pytest.mark.parametrize("batch_size", [2, 4, 6, 13])
 def test_no_more_completions_than_the_batch_size_run_at_once(tiny_model, batch_size):
     params, seeds = SamplingParams(n=6, max_new_tokens=3), draw_seeds(len(PROMPTS), 6)
-    whole = make_generator(tiny_model("llama")).generate(PROMPTS, params, seeds)
+    whole = completions_of(make_generator(tiny_model("llama")), PROMPTS, params, seeds)
     generator, rows = make_generator(tiny_model("llama"), batch_size), []
     generator.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    found = generator.generate(PROMPTS, params, seeds)
+    found = completions_of(generator, PROMPTS, params, seeds)
     assert max(rows) == min(batch_size // 6 * 6 or batch_size, 6 * len(PROMPTS))
     assert [[x.token_ids for x in group] for group in found] == [[x.token_ids for x in group] for group in whole]
 
@@ -331,14 +333,31 @@ def test_a_sample_depends_on_its_own_seed_alone(tiny_model, params):
     sampling = SamplingParams(n=3, max_new_tokens=8, **params)
     seeds = sample_seeds(seed=5, step=2, rows=range(len(PROMPTS)), num_samples=3)
     assert len({seed for own in seeds for seed in own}) == 3 * len(PROMPTS)
-    together = make_generator(tiny_model("llama")).generate(PROMPTS, sampling, seeds)
+    together = completions_of(make_generator(tiny_model("llama")), PROMPTS, sampling, seeds)
     one = replace(sampling, n=1)
     for i, prompt in enumerate(PROMPTS):
         for number in range(3):
             torch.manual_seed(number)
-            ((alone,),) = make_generator(tiny_model("llama"), 1).generate([prompt], one, [[seeds[i][number]]])
+            ((alone,),) = completions_of(make_generator(tiny_model("llama"), 1), [prompt], one, [[seeds[i][number]]])
             assert alone.token_ids == together[i][number].token_ids
             assert alone.logprobs == pytest.approx(together[i][number].logprobs, abs=1e-5)
+
+
+def test_requests_of_unequal_numbers_and_limits_are_those_of_each_alone(tiny_model):
+    """Three of one prompt and one of another, in one batch; a request ends at its own limit."""
+    generator, params = make_generator(tiny_model("llama")), SamplingParams(temperature=1.0)
+    generator.eos_token_ids = []
+    prompts, limits = [PROMPTS[2]] * 3 + [PROMPTS[0]], (2, 5, 8, 7)
+    requests = [
+        Request(row=0, token_ids=prompt, seed=seed, max_new_tokens=limit)
+        for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    together = generator.generate(requests, params)
+    assert [len(completion.token_ids) for completion in together] == [*limits]
+    for request, completion in zip(requests, together, strict=True):
+        (alone,) = generator.generate([request], params)
+        assert (alone.token_ids, alone.finish_reason) == (completion.token_ids, "length")
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def test_seeds_are_those_of_their_place():
@@ -353,9 +372,9 @@ def test_a_support_ends_with_its_completion(tiny_model):
     generator = make_generator(tiny_model("llama"))
     params = SamplingParams(n=20, max_new_tokens=8, top_k=3)
     seeds = draw_seeds(1, params.n)
-    free = [sample.token_ids for sample in generator.generate(PROMPTS[3:4], params, seeds)[0]]
+    free = [sample.token_ids for sample in completions_of(generator, PROMPTS[3:4], params, seeds)[0]]
     generator.eos_token_ids = [next(token for token in free[0] if any(token not in ids for ids in free))]
-    ended = generator.generate(PROMPTS[3:4], params, seeds)[0]
+    ended = completions_of(generator, PROMPTS[3:4], params, seeds)[0]
     assert {sample.finish_reason for sample in ended} == {"stop", "length"}
     for sample in ended:
         assert sample.support.shape == (len(sample.token_ids), 3)
@@ -382,14 +401,14 @@ def test_ended_rows_leave_the_batch(tiny_model, name):
     generator = make_generator(tiny_model(name), 80)
     params = SamplingParams(n=16, max_new_tokens=24, top_k=8)
     seeds = [[16 * prompt + number for number in range(16)] for prompt in range(len(PROMPTS))]
-    free = [*chain.from_iterable(generator.generate(PROMPTS, params, seeds))]
+    free = [*chain.from_iterable(completions_of(generator, PROMPTS, params, seeds))]
     counts = Counter(chain.from_iterable(sample.token_ids for sample in free))
     generator.eos_token_ids = [*generator.eos_token_ids, *counts.most_common(1)[0][:1]]
     num_rows: list[int] = []
     generator.model.backbone.register_forward_pre_hook(
         lambda _, args, inputs: num_rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
-    ended = [*chain.from_iterable(generator.generate(PROMPTS, params, seeds))]
+    ended = [*chain.from_iterable(completions_of(generator, PROMPTS, params, seeds))]
     for sample, before in zip(ended, free, strict=True):
         length = len(sample.token_ids)
         assert sample.token_ids == before.token_ids[:length]
@@ -423,7 +442,7 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
     text = tokenizer.encode("never; so stop")
     # The prompt has the text, too.
     rows = torch.tensor([[*text, *range(60, 100), *text, 65], [*text, *range(40, 80), *text[:-1], 65, 65]])
-    criteria = _Ends(tokenizer, len(text), [], ("nonsense", "so stop"), torch.zeros(2, dtype=torch.bool))
+    criteria = _Ends(tokenizer, len(text), [], ("nonsense", "so stop"), torch.tensor([999, 999]))
     ended = []
     for length in range(len(text) + 1, rows.shape[1] + 1):
         criteria(rows[:, :length], torch.empty(0))

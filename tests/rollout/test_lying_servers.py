@@ -16,6 +16,7 @@ from rlft_fast.rollout.vllm_served import ServedVLLM
 from rlft_fast.rollout.vllm_server import VLLMServer
 from rlft_fast.world import World
 from tests.rollout.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
+from tests.support.rollouts import completions_of
 from tests.support.tiny_models import save_tokenizer
 
 pytest.importorskip("aiohttp", reason="servers are asked with aiohttp: pip install aiohttp")
@@ -60,7 +61,7 @@ def sample(tokenizer: Any, *urls: str) -> list[list[int]]:
         world=World.current(),
     )  # fmt: skip
     generator.load(WeightStream(lambda: iter(()), {}, 1024, MODEL.device), 1)
-    groups = generator.generate([[1, 2], [3]], PARAMS, SEEDS)
+    groups = completions_of(generator, [[1, 2], [3]], PARAMS, SEEDS)
     assert all(len(one.logprobs) == 4 for group in groups for one in group)
     return [one.token_ids for group in groups for one in group]
 

@@ -7,44 +7,54 @@ import pytest
 import torch
 
 from rlft_fast.engine import WeightStream
-from rlft_fast.rollout import Completion, RequestError, Rollout, RolloutError, SamplingParams
+from rlft_fast.rollout import Answers, Completion, Request, RequestError, Rollout, RolloutError, SamplingParams
 from rlft_fast.rollout.together import gather_requests
-from rlft_fast.rollout.vllm_requests import check_request
+from rlft_fast.rollout.vllm_requests import answer_fitting, require_version
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 
 
+def requests_of(token_ids: list[list[int]], rows: list[int], seeds: list[int], max_new_tokens: int) -> list[Request]:
+    columns = zip(token_ids, rows, seeds, strict=True)
+    return [Request(token_ids=ids, row=row, seed=seed, max_new_tokens=max_new_tokens) for ids, row, seed in columns]
+
+
 def shared(rank: int) -> None:
+    """Groups of two ranks: each rank's own requests, and those of both, whose rows count through the group."""
     world = World.current()
-    prompts, seeds = [[[1], [2, 3]], []][rank], [[[4, 6], [5, 7]], []][rank]
-    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 3]], [[4, 6], [5, 7]], [0, 2][rank])
-    prompts, seeds = [[[1]], [[2, 2], [3]]][rank], [[[7]], [[8], [9]]][rank]
-    assert gather_requests(prompts, seeds, 2, world) == ([[1], [2, 2], [3]], [[7], [8], [9]], [0, 1][rank])
-    assert gather_requests(prompts, seeds, 1, world) == (prompts, seeds, 0)
+    whole = requests_of([[1], [1], [2, 3]], [0, 0, 1], [4, 6, 5], 7)
+    assert gather_requests([whole, []][rank], 2, world) == (whole, [0, 3][rank])
+    own = [requests_of([[1]], [0], [7], 3), requests_of([[2, 2], [3]], [0, 1], [8, 9], 4)][rank]
+    together = [*requests_of([[1]], [0], [7], 3), *requests_of([[2, 2], [3]], [1, 2], [8, 9], 4)]
+    assert gather_requests(own, 2, world) == (together, [0, 1][rank])
+    assert gather_requests(own, 1, world) == (own, 0)
     check_refusals(rank, world)
     check_failures(rank, world)
 
 
 class Refusing:
-    """Refuses as vLLM's generators do, and samples nothing."""
+    """Refuses as vLLM's generators do, and samples the token 5."""
 
     name = "vLLM"
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: object) -> list:
-        check_request(prompts, params.max_new_tokens, 16, has_weights=True)
-        return [[] for _ in prompts]
+    def generate(self, requests: list[Request], params: SamplingParams) -> Answers:
+        return answer_fitting(requests, 16, lambda fitting: [Completion([5], [-1.0], "stop") for _ in fitting])
 
 
 def check_refusals(rank: int, world: World) -> None:
-    """If one rank must refuse a request, all ranks refuse it without a restart, and then all go on together."""
+    """A long request is refused alone, and fails the prompts of all ranks without a restart; then all go on."""
     rollout, params = Rollout(Refusing, world), SamplingParams(max_new_tokens=6)
     fitting, long = [[1] * 10], [[1] * 11]
-    assert rollout.generate([fitting, []][rank], params) == [[[]], []][rank]
+    sampled = [[Completion([5], [-1.0], "stop")]]
+    assert rollout.generate([fitting, []][rank], params) == [sampled, []][rank]
+    answers = rollout.answer(requests_of([*fitting, *long, *fitting], [0, 1, 2], [0, 0, 0], 6), params)
+    assert [answers[0], answers[2]] == sampled[0] * 2
+    assert isinstance(answers[1], RequestError)
     with pytest.raises(RequestError, match=f"^{'rank 1: ' * (rank == 0)}.*may have 17 tokens, vLLM was started for 16"):
         rollout.generate([fitting, long][rank], params)
-    assert rollout.generate(fitting, params) == [[]]
+    assert rollout.generate(fitting, params) == sampled
     with pytest.raises(RequestError, match="call sync"):
-        check_request(fitting, 6, 16, has_weights=False)
+        require_version(None)
 
 
 class Failing:
@@ -61,10 +71,10 @@ class Failing:
     def load(self, weights: WeightStream | None, version: int) -> None:
         self.versions.append(version)
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams, seeds: object) -> list:
-        if [7] in prompts and self.fails:
+    def generate(self, requests: list[Request], params: SamplingParams) -> Answers:
+        if self.fails and any(request.token_ids == [7] for request in requests):
             raise MemoryError("no room")
-        return [[Completion([1], [-1.0], "stop")] for _ in prompts]
+        return [Completion([1], [-1.0], "stop") for _ in requests]
 
     def close(self) -> None:
         pass

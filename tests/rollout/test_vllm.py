@@ -31,7 +31,7 @@ from rlft_fast.engine import FSDPEngine, Piece
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout, weight_sender
-from rlft_fast.rollout.types import draw_seeds
+from rlft_fast.rollout.types import draw_seeds, make_requests
 from rlft_fast.rollout.vllm_requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from tests.support.distributed import run_distributed
@@ -179,9 +179,10 @@ def check_logits_that_are_not_finite(engine: FSDPEngine, rollout: Rollout, share
 def check_prefix_is_shared(rollout: Rollout, long_prompt: list[int]) -> None:
     """Samples of a prompt run its full blocks once, also those that start together."""
     generator, params = rollout.generator, SamplingParams(n=4, max_new_tokens=2)
-    requests = vllm_requests([long_prompt], params, draw_seeds(1, 4), generator.model, generator.tokenizer)
+    requests = make_requests([long_prompt], params, draw_seeds(1, 4))
+    asked = vllm_requests(requests, params, generator.model, generator.tokenizer)
     generator.llm.reset_prefix_cache()
-    outputs = generator.llm.generate(*requests, use_tqdm=False)
+    outputs = generator.llm.generate(*asked, use_tqdm=False)
     assert [output.num_cached_tokens for output in outputs] == [0, 192, 192, 192]
 
 

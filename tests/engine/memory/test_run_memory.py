@@ -14,10 +14,10 @@ from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, SamplingParams
-from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer.ppo import PPOTrainer
 from tests.engine.memory.planned import num_bytes, save_model
 from tests.support.memory import peak_allocated_bytes
+from tests.support.rollouts import completions_of
 from tests.support.tiny_models import save_tokenizer
 from tests.trainer.toy import toy_config
 
@@ -108,8 +108,8 @@ def test_what_generate_takes(tmp_path):
     planned = GeneratorMemory(toy_config(path, tmp_path, **changes), model, 1, GIB, "cpu").beside_policy_bytes
     generator = HFGenerator(model, load_tokenizer(path), batch_size=64)
     generator.eos_token_ids = []
-    prompts = [[7] * 64] * 4
-    sample = partial(generator.generate, prompts, SamplingParams(n=4, max_new_tokens=384), draw_seeds(4, 4))
+    prompts = [[7, i] * 32 for i in range(4)]
+    sample = partial(completions_of, generator, prompts, SamplingParams(n=4, max_new_tokens=384))
     measured = peak_allocated_bytes(sample)
     assert measured < planned < 1.25 * measured
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Completion, NonFiniteLogitsError, Rollout, SamplingParams
+from rlft_fast.rollout import Completion, NonFiniteLogitsError, Request, Rollout, SamplingParams
 from rlft_fast.world import World
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
@@ -98,8 +98,8 @@ class Sampling:
     def __init__(self, logprob: float) -> None:
         self.logprob = logprob
 
-    def generate(self, prompts: list[list[int]], *_: object) -> list[list[Completion]]:
-        return [[Completion([1], [self.logprob], "stop")] for _ in prompts]
+    def generate(self, requests: list[Request], *_: object) -> list[Completion]:
+        return [Completion([1], [self.logprob], "stop") for _ in requests]
 
 
 def check_damage_is_seen_by_all(rank: int, engine: FSDPEngine) -> None:
