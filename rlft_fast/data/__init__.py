@@ -4,10 +4,10 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
+    from rlft_fast.data.layout import PackedLayout, plan_batch, share_prompts
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
     from rlft_fast.data.shares import Share, cut_shares, join_outputs
-    from rlft_fast.data.sharing import PackedLayout, plan_batch, share_prompts
 
 __all__ = [
     "IGNORE_INDEX",

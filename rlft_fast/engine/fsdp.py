@@ -33,7 +33,7 @@ from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, co
 from rlft_fast.engine.optimizer import learning_rate_factor
 from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
-from rlft_fast.engine.step import Done, OpenStep, Work
+from rlft_fast.engine.step import MicroBatchOutputs, OpenStep, RankWork
 from rlft_fast.models import ModelInputs
 from rlft_fast.ops import clip_coefficient, grad_norm
 from rlft_fast.world import STOP, accumulate
@@ -86,18 +86,18 @@ class FSDPEngine(EngineState):
         """
         self._check_outputs(outputs)
         work = self._work(_unweighted(batch))
-        done: list[Done] = []
+        done: list[MicroBatchOutputs] = []
         with self.eval_mode():
             try:
                 for micro_batch in work.micro_batches:
                     STOP.leave_together(self.world)
                     inputs = self._inputs(micro_batch)
-                    done.append(Done(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
+                    done.append(MicroBatchOutputs(self._forward(inputs, outputs), micro_batch, inputs.output_index_A))
             finally:
                 reshard(self.model)
         return {name: self._gather(done, name, work) for name in outputs}
 
-    def _gather(self, done: list[Done], name: Output, work: Work) -> Tensor:
+    def _gather(self, done: list[MicroBatchOutputs], name: Output, work: RankWork) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
         own = [prepare_model_outputs(x.outputs[name], x.micro_batch, x.output_index_A) for x in done]
         own_T = sum_over_rows(torch.cat(own), self.sequence_group)
@@ -126,13 +126,13 @@ class FSDPEngine(EngineState):
         scores_T = self.infer(Share(asking, batch.offsets) if is_share else asking, ("score",))["score"]
         return scores_T[asking.loss_mask_T]
 
-    def _work(self, batch: Batch | Share) -> Work:
+    def _work(self, batch: Batch | Share) -> RankWork:
         if isinstance(batch, Share):
             check_batch(batch.batch, self.model.backbone)
-            return Work(batch.micro_batches(), None)
+            return RankWork(batch.micro_batches(), None)
         check_batch(batch, self.model.backbone)
         plan = plan_batch(batch, self.config.max_tokens, self.world.size // self.config.sequence_parallel)
-        return Work(prepare_micro_batches(batch, plan, self._data_rank), (batch, plan))
+        return RankWork(prepare_micro_batches(batch, plan, self._data_rank), (batch, plan))
 
     @property
     def _data_rank(self) -> int:
@@ -286,10 +286,10 @@ class FSDPEngine(EngineState):
 
     def _accumulate_gradients(
         self, micro_batches: list[Batch], loss: Loss, scale: float, is_last: bool
-    ) -> tuple[dict[str, Tensor], list[Done]]:
+    ) -> tuple[dict[str, Tensor], list[MicroBatchOutputs]]:
         """Forward and backward of this rank's micro-batches: its sums of the metrics, and its outputs."""
         totals: dict[str, Tensor] = {}
-        done: list[Done] = []
+        done: list[MicroBatchOutputs] = []
         for i, micro_batch in enumerate(micro_batches):
             STOP.leave_together(self.world)
             ends = is_last and i == len(micro_batches) - 1
@@ -299,7 +299,9 @@ class FSDPEngine(EngineState):
             done.append(results)
         return totals, done
 
-    def _forward_backward(self, micro_batch: Batch, loss: Loss, scale: float) -> tuple[dict[str, Tensor], Done]:
+    def _forward_backward(
+        self, micro_batch: Batch, loss: Loss, scale: float
+    ) -> tuple[dict[str, Tensor], MicroBatchOutputs]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
         names = LOSS_READS[self.head]
@@ -328,7 +330,7 @@ class FSDPEngine(EngineState):
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole)
         metrics["loss"] = total.detach() / self.world.size
         done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
-        return metrics, Done(done, micro_batch, inputs.output_index_A)
+        return metrics, MicroBatchOutputs(done, micro_batch, inputs.output_index_A)
 
     def _step_optimizer(self, norm: Tensor, schedule_step: int) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""

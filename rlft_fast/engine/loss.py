@@ -26,7 +26,9 @@ LOSS_READS: dict[HeadKind, tuple[str, ...]] = {
 
 
 def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
-    """The batch with the weights of its tokens, and the factor on the weighted sum; weights that it has are final.
+    """The batch with the weights of its tokens, and the factor on the weighted sum.
+
+    A batch that has weights is returned unchanged.
 
     A loss may say that it `needs_advantage`. Tokens without an advantage then have weight 0, and the weights of the
     others sum to 1: sums of weighted metrics are means over the tokens that run. The factor makes up for it, so that

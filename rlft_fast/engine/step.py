@@ -12,7 +12,7 @@ from rlft_fast.engine.loss import Output
 from rlft_fast.world import accumulate
 
 
-class Done(NamedTuple):
+class MicroBatchOutputs(NamedTuple):
     """The outputs of a micro-batch by name, (A,) each, and their positions in it."""
 
     outputs: Mapping[str, Tensor]
@@ -20,7 +20,7 @@ class Done(NamedTuple):
     output_index_A: Tensor
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What this rank has to run."""
 
     micro_batches: list[Batch]
@@ -36,7 +36,7 @@ class OpenStep:
     """Holds `train_mode` open."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """This rank's sums of the metrics, on the device."""
-    outputs: list[tuple[dict[Output, Tensor], list[Done], Work]] = field(default_factory=list)
+    outputs: list[tuple[dict[Output, Tensor], list[MicroBatchOutputs], RankWork]] = field(default_factory=list)
     """Outputs that a caller asked for, which are gathered after the step."""
     is_reduced: bool = False
     """Whether the last call reduced its gradients, and with them those of the calls before."""

@@ -14,7 +14,7 @@ from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.trainer.experience import merge_metrics
-from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.folder import dotted
 from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, require_agreement
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.log import sample_records
@@ -108,7 +108,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         raise ValueError("the configuration has no evaluation section: give the held-out prompts as evaluation.path")
     world = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(world), contextlib.ExitStack() as stack:
-        world.require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
+        world.require_agreement("configuration", dict(dotted(config.model_dump(mode="json"))))
         tokenizer = load_tokenizer(config.model)
         judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
         stack.callback(judge.close)

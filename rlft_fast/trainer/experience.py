@@ -136,7 +136,7 @@ def build_batch(scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tenso
 def mini_batch_rows(batch: Batch, config: AlgorithmConfig, seed: int) -> list[np.ndarray]:
     """The sequences of every optimizer step of a rollout: each epoch shuffles the prompts and cuts their samples anew.
 
-    Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.sharing`). No mini-batch is
+    Samples of a prompt stay neighbours, since together they cost less (`rlft_fast.data.layout`). No mini-batch is
     empty: where samples were left out, there may be fewer than configured, or none. A single one is the batch as it is.
     """
     if config.epochs * config.mini_batches == 1:

@@ -165,7 +165,7 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
     found = found if isinstance(found, Mapping) else {}
     settings = found.get("settings", found)  # early versions had them beside the rest
     different = [*changed_settings(settings, identity["settings"], Config)] if isinstance(settings, Mapping) else []
-    before, now = (dict(flat({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
+    before, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
     different += [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
     if different:
         shown = "; ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in different)
@@ -175,10 +175,10 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
         )
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of nested settings."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from dotted(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

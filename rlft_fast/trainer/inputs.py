@@ -13,7 +13,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
-from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.folder import dotted
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
@@ -126,7 +126,7 @@ def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
 def require_agreement(world: World, what: str, *given: Prompts) -> None:
     """Raises ValueError for prompts, `what` in messages, that differ between ranks. All ranks must call it together."""
     for prompts in given:
-        world.require_agreement(what, dict(flat(prompts.description)))
+        world.require_agreement(what, dict(dotted(prompts.description)))
 
 
 def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:

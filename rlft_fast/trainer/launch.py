@@ -33,8 +33,8 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
             that are marked `MayChange`.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
-        RolloutError: the generator failed, and again after a restart; likewise, if it was while it sampled.
-            Logits that are not finite save nothing.
+        RolloutError: the generator failed twice. If it failed while it sampled, a checkpoint holds the last complete
+            step, unless logits were not finite.
         DivergedError: weights are not finite after a step; the checkpoint before it is the newest.
         WorkerError: workers on a cluster died, again and again; the newest checkpoint is as it was.
         HeadLostError: the head of the cluster is gone; a checkpoint holds the last complete step, if the workers lived.
@@ -60,7 +60,7 @@ def _finished(config: Config) -> dict[str, Any] | None:
 
 
 def _same_again(config: Config, summary: dict[str, Any], world: World, *, force: bool) -> dict[str, Any]:
-    """The summary of a finished run, which is said; raises ValueError if this configuration is of another run."""
+    """Logs that the run is finished and returns its summary. Raises ValueError for the configuration of another run."""
     directory = Path(config.output_dir)
     if not force:
         prompts, held_out = load_data(config, load_tokenizer(config.model))

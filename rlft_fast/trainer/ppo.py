@@ -28,7 +28,7 @@ from rlft_fast.trainer.experience import (
     rollout_metrics,
     scored_samples,
 )
-from rlft_fast.trainer.folder import flat, identity_of
+from rlft_fast.trainer.folder import dotted, identity_of
 from rlft_fast.trainer.inputs import check_support, check_tokens, load_inputs, make_objective
 from rlft_fast.trainer.learner import Learner
 from rlft_fast.trainer.log import sample_records
@@ -56,7 +56,7 @@ class PPOTrainer:
 
     def __init__(self, config: Config, world: World | None = None) -> None:
         self.world = world = world or init_distributed(config.timeout_minutes)
-        world.require_agreement("configuration", dict(flat(config.model_dump(mode="json"))))
+        world.require_agreement("configuration", dict(dotted(config.model_dump(mode="json"))))
         self.config = config
         inputs = load_inputs(config, world)
         self.objective, self.tokenizer = inputs.objective, inputs.tokenizer

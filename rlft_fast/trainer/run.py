@@ -28,7 +28,7 @@ from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.trainer.trackers import TrackedRun, Tracker
 from rlft_fast.world import STOP, World
 
-_MAX_LOSSES = 3  # in a row that are made good, without a checkpoint between two of them
+_MAX_LOST = 3  # workers replaced in a row, without a new checkpoint in between
 
 
 class DivergedError(RunError):
@@ -117,13 +117,13 @@ class Run:
         self.trainer.load_state(progress.trainer)
         self.log.rewind(progress.step, progress.log_bytes)
 
-    def _start_again(self, loss: WorkerError) -> None:
+    def _start_again(self, lost: WorkerError) -> None:
         """New workers, and the state of the newest checkpoint."""
-        self.log.message(f"warning: {loss}. Starting new workers")
+        self.log.message(f"warning: {lost}. Starting new workers")
         try:
             self.trainer.restart()
         except ValueError as error:
-            raise RunError(f"{loss}; new workers cannot start: {error}") from error
+            raise RunError(f"{lost}; new workers cannot start: {error}") from error
         self.checkpoints = self.trainer.models.checkpoints(self.checkpoints.directory)
         self._begin(self.checkpoints.load(self.trainer.models.trained))
         self.log.message(f"new workers continue after step {self.progress.step}")
@@ -131,23 +131,23 @@ class Run:
     # ---- the steps ----------------------------------------------------------------------------------------------
 
     def _run_interruptibly(self) -> dict[str, Any]:
-        num_losses, loss = 0, None
+        num_lost, lost = 0, None
         with self.log, STOP.listening(self._announce_stop), HEAD.listening(self._announce_loss):
             while True:
                 saved_before = self.checkpoints.latest()
                 try:
-                    if loss is not None:
-                        self._start_again(loss)
+                    if lost is not None:
+                        self._start_again(lost)
                     with self.checkpoints:
                         return self._run_or_save()
                 except WorkerError as error:
                     if not HEAD.answers():
                         self.log.message(f"the workers are lost, too: {self._saved()}")
                     HEAD.require()
-                    num_losses = 1 if self.checkpoints.latest() != saved_before else num_losses + 1
-                    if num_losses > _MAX_LOSSES:
+                    num_lost = 1 if self.checkpoints.latest() != saved_before else num_lost + 1
+                    if num_lost > _MAX_LOST:
                         raise
-                    loss = error
+                    lost = error
 
     def _run_or_save(self) -> dict[str, Any]:
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.folder import dotted
 
 _PROJECT = "rlft_fast"
 _SECONDS_TO_CONNECT = 20  # less than the time that a run waits for its trackers at its end
@@ -119,7 +119,7 @@ def _mlflow(run: TrackedRun) -> Iterator[Send]:
     if found:
         client.update_run(tracked_id, "RUNNING")
     else:
-        settings = [Param(_mlflow_name(name), str(value)) for name, value in flat(run.config)]
+        settings = [Param(_mlflow_name(name), str(value)) for name, value in dotted(run.config)]
         for start in range(0, len(settings), 100):  # MLflow takes so many at once
             client.log_batch(tracked_id, params=settings[start : start + 100])
 

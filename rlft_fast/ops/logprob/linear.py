@@ -102,8 +102,8 @@ def linear_logprob(
             reduced inside.
         backend: ``"native"`` (compiled), ``"triton"``, ``"reference"`` (plain PyTorch, all logits in memory), or
             ``"auto"`` for the fastest: the compiled one, unless measurements on this kind of GPU say otherwise. On a
-            GPU, backends agree to rounding only. So does Triton with itself where it keeps the logits for backward,
-            where the weight is frozen, and in :func:`linear_logprob_loss`.
+            GPU, backends agree only up to rounding. Triton's own paths also agree only up to rounding: with and without
+            kept logits, with a frozen weight, and in :func:`linear_logprob_loss`.
         workspace_mib: upper bound on the logits held at once, in MiB; None for 64 on the CPU and 256 on a GPU, 1,024
             where Triton computes a frozen head there. Where the logits of all T rows fit they are kept for backward,
             and forward and backward take three GEMMs instead of four (not under ``torch.compile``, nor with

@@ -363,10 +363,10 @@ def _divide(problem: Problem, grads: Gradients, widest: int) -> _ThreadTiles | _
 
 
 def _widest(weight: Tensor, shards: Tensor | None) -> int:
-    """V of the largest shard, which sets the chunks: with its own, each rank would reduce another number of times.
+    """V of the largest shard. It sets the chunks, so that all ranks reduce equally often.
 
-    The host needs it, and waits once: chunks that do not depend on V would break the bound on the workspace, and a
-    number kept from an earlier call be stale on the ranks whose own V did not change.
+    The host waits for it once. Chunks that do not depend on V would break the bound on the workspace. V cannot be
+    cached: a rank whose shard did not change would keep a stale maximum.
     """
     if shards is None:
         return weight.shape[0]

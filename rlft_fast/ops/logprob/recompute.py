@@ -10,16 +10,17 @@ GEMMs make a tile, and one kernel does everything between two GEMMs (``csrc/cpu/
                                    statistics or the gradients: no logit leaves the registers.
     the same, few tokens  3 GEMMs  Where all logits fit the workspace they stay there until backward.
     frozen weight        2 GEMMs   (frozen.py) U = (onehot - P) W is built while the logits are there; backward scales
-                                   its rows. Only of logprob, and of a whole vocabulary: else as above, without the
-                                   GEMM of dW, or with E of its D columns where an adapter of E is trained.
+                                   its rows. This path gives log-probabilities only, of an unsharded vocabulary.
+                                   Otherwise the path with 4 GEMMs runs without dW's GEMM, or with E of its D columns
+                                   where an adapter of E is trained.
     linear_logprob_loss  3 GEMMs   (loss.py) The loss is known per token, so logits become dlogits in place in the
                                    forward; 2 where the weight is frozen.
 
 All four forward passes add the same blocks of columns in the same order. Log-probabilities of the same rows in one call
 are therefore equal bit for bit where the vendor's GEMM gives a row the same bits in chunks and tiles of any size: a
 policy ratio between a no-grad pass and the first gradient pass is then exactly 1. GEMMs of CPUs do so from 16 rows and
-two columns on. With fewer another kernel runs, whose logits were off by one rounding in a third of the calls. GEMMs of
-GPUs may split their sums by the width of a tile.
+two columns on. Below that the vendor runs another kernel; in a third of our calls a logit differed by one rounding.
+GEMMs of GPUs may split their sums by the width of a tile.
 
 Shapes: T packed tokens, A active ones, R rows of one chunk, D hidden, V vocabulary, C columns of one tile, N tiles.
 """

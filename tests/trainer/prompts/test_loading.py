@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.folder import flat
+from rlft_fast.trainer.folder import dotted
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from tests.trainer.toy import write_rows
 
@@ -188,7 +188,7 @@ def test_reasoning_gym_task(tokenizer):
 
 def described(tmp_path, tokenizer, *rows, template: str = TEMPLATE) -> dict:
     tokenizer.chat_template = template
-    return dict(flat(load(write_rows(tmp_path / "data.jsonl", [*rows]), tokenizer, chat=True).description))
+    return dict(dotted(load(write_rows(tmp_path / "data.jsonl", [*rows]), tokenizer, chat=True).description))
 
 
 ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": 2})
@@ -221,7 +221,7 @@ def test_the_time_in_a_template_is_no_other_data(tmp_path, tokenizer):
     assert first.texts != second.texts
     assert first.description == second.description
     other = described(tmp_path, tokenizer, *ROWS, template=clock + ".")
-    before = dict(flat(first.description))
+    before = dict(dotted(first.description))
     assert [name for name in before if before[name] != other[name]] == ["chat_template"]
 
 
