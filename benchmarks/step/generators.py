@@ -1,6 +1,6 @@
 """`python -m benchmarks.step.generators`: many workers ask many servers; writes benchmarks/results/generators.*.
 
-The workers' scheduler is the real one (rlft_fast.rollout.scheduling). The servers are simulated in virtual time: a
+The workers' scheduler is the real one (rlft_fast.rollout.vllm.scheduling). The servers are simulated in virtual time: a
 sample waits for one of the server's places, and then takes the time of a request and the time of its tokens. No model
 runs, and nothing is sent. It takes about a minute.
 """
@@ -24,7 +24,7 @@ from benchmarks.step.host import Work, draw_lengths
 from benchmarks.support.document import fill, table, write_files
 from benchmarks.support.harness import environment, free_memory, fresh_memory, reset_peak, status_bytes
 from benchmarks.support.picture import OURS_COLOR, save
-from rlft_fast.rollout.scheduling import ServerError, ServerPool, from_place_of
+from rlft_fast.rollout.vllm.scheduling import ServerError, ServerPool, from_place_of
 
 ROOT = Path(__file__).parents[2]
 # A vLLM 0.32 server with SmolLM2-135M on one core of an AMD EPYC, by `--measure`: seconds of a request beside its
@@ -157,8 +157,8 @@ def measure() -> None:
     import os
 
     from rlft_fast.rollout import token_from_environment
-    from rlft_fast.rollout.scheduling import ServerPool
-    from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer
+    from rlft_fast.rollout.vllm.scheduling import ServerPool
+    from rlft_fast.rollout.vllm.server import GENERATE, VLLMServer
 
     server = VLLMServer(os.environ["VLLM_URL"], token_from_environment())
     server.check({}, 1)

@@ -25,7 +25,7 @@ def register() -> None:
     with suppress(ImportError):  # an old vLLM, which works without the backend
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        WeightTransferEngineFactory.register_engine(BACKEND, "rlft_fast.rollout.vllm_worker", "SocketWorker")
+        WeightTransferEngineFactory.register_engine(BACKEND, "rlft_fast.rollout.vllm.worker", "SocketWorker")
 
 
 def _end_with_starter() -> None:

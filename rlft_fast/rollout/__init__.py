@@ -5,16 +5,7 @@ together         `Rollout`: a generator on every rank, with the coordination of 
 columns          completions as columns of samples
 build            the rollout that a configuration names
 hf               generates with transformers and the policy itself
-vllm             generates with vLLM inside the training process
-vllm_separate    generates with vLLM in a process beside the training
-vllm_requests    vLLM's form of requests, and completions from its outputs
-vllm_served      generates with vLLM servers, on this machine or on others
-scheduling       which server samples what
-vllm_server      one vLLM server: its start, its guard, its state
-vllm_answers     what servers answer, checked
-weight_sender    sends weights through sockets, once for any number of vLLMs
-nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
-vllm_worker      the receiving side of it, which vLLM's workers import
+vllm             generates with vLLM: in this process, in one beside it, or on servers
 """
 
 from rlft_fast.errors import needing_train
@@ -39,7 +30,7 @@ with needing_train():
         sample_seeds,
         with_ties,
     )
-    from rlft_fast.rollout.vllm_server import (
+    from rlft_fast.rollout.vllm import (
         VLLMServer,
         server_command,
         server_environment,

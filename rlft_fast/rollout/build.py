@@ -13,13 +13,17 @@ from rlft_fast.engine import FSDPEngine, WeightStream
 from rlft_fast.engine.sharding import gathered
 from rlft_fast.models import PolicyModel, end_token_ids, split_stop
 from rlft_fast.rollout.hf import HFGenerator
-from rlft_fast.rollout.scheduling import ServerError
 from rlft_fast.rollout.together import Rollout, RolloutError
 from rlft_fast.rollout.types import Generator, SampledModel
-from rlft_fast.rollout.vllm import ColocatedVLLM, check_vllm
-from rlft_fast.rollout.vllm_separate import SeparateVLLM
-from rlft_fast.rollout.vllm_served import ServedVLLM
-from rlft_fast.rollout.vllm_server import model_fingerprint, weight_backend
+from rlft_fast.rollout.vllm import (
+    ColocatedVLLM,
+    SeparateVLLM,
+    ServedVLLM,
+    ServerError,
+    check_vllm,
+    model_fingerprint,
+    weight_backend,
+)
 
 
 def build_rollout(

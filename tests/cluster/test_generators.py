@@ -22,7 +22,7 @@ from rlft_fast.cluster import Generators, connect
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
 from tests.cluster.test_trainer import ALONE, ROOT, ancestry, wait_for
-from tests.rollout.test_vllm import HEADS, SMALL
+from tests.rollout.vllm.test_generators import HEADS, SMALL
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import read_lines, toy_config, toy_values
 

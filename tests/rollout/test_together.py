@@ -9,7 +9,7 @@ import torch
 from rlft_fast.engine import WeightStream
 from rlft_fast.rollout import Answers, Completion, Request, RequestError, Rollout, RolloutError, SamplingParams
 from rlft_fast.rollout.together import gather_requests
-from rlft_fast.rollout.vllm_requests import answer_fitting, require_version
+from rlft_fast.rollout.vllm.requests import answer_fitting, require_version
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.trainer import train
-from tests.rollout.test_vllm import HEADS, needs_vllm
+from tests.rollout.vllm.test_generators import HEADS, needs_vllm
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.runs.test_resume import assert_same_result, write_config

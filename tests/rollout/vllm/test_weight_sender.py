@@ -15,7 +15,7 @@ import torch
 
 from rlft_fast.engine import Piece
 from rlft_fast.rollout import weight_sender
-from rlft_fast.rollout.weight_sender import TransferError, read_pieces, send_weights
+from rlft_fast.rollout.vllm.weight_sender import TransferError, read_pieces, send_weights
 
 SECRET = "0123456789abcdef"
 END = struct.pack("!I", 0)

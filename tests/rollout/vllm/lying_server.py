@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlft_fast.rollout.weight_sender import read_pieces
+from rlft_fast.rollout.vllm.weight_sender import read_pieces
 
 FINGERPRINT = {"model_type": "llama", "vocab_size": 256}
 FACTS = {

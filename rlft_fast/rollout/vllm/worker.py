@@ -17,9 +17,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlft_fast.engine import PieceJoiner, checksum
 from rlft_fast.integrations.vllm import register
-from rlft_fast.rollout.vllm import renew_packed_weights
-from rlft_fast.rollout.vllm_server import model_fingerprint
-from rlft_fast.rollout.weight_sender import TIMEOUT_S, read_pieces
+from rlft_fast.rollout.vllm.colocated import renew_packed_weights
+from rlft_fast.rollout.vllm.server import model_fingerprint
+from rlft_fast.rollout.vllm.weight_sender import TIMEOUT_S, read_pieces
 
 _IDENTITY = secrets.token_hex(8)  # of this process, by which a server that has two names is recognised
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlft_fast.rollout.nccl_sender import AllServers
-from rlft_fast.rollout.vllm_server import VLLMServer
+from rlft_fast.rollout.vllm.nccl_sender import AllServers
+from rlft_fast.rollout.vllm.server import VLLMServer
 
 
 class Recording(http.server.BaseHTTPRequestHandler):

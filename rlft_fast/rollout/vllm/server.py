@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 from rlft_fast.config import TOKEN_VARIABLE, RolloutConfig, check_server_url
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
-from rlft_fast.rollout.scheduling import Patience, ServerError
-from rlft_fast.rollout.vllm_answers import (
+from rlft_fast.rollout.vllm.answers import (
     MAX_ANSWER_BYTES,
     A,
     AnswerError,
@@ -32,7 +31,8 @@ from rlft_fast.rollout.vllm_answers import (
     WorkersFacts,
     read_answer,
 )
-from rlft_fast.rollout.vllm_requests import device_options
+from rlft_fast.rollout.vllm.requests import device_options
+from rlft_fast.rollout.vllm.scheduling import Patience, ServerError
 
 GENERATE = "/inference/v1/generate"
 _ANSWER_S = 120.0  # of a route that does little
@@ -95,8 +95,8 @@ def server_command(
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm",
         "--enable-prefix-caching", "--stream-interval", str(_CHUNK_TOKENS),
         "--weight-transfer-config", json.dumps({"backend": weight_backend(config)}),
-        "--worker-extension-cls", "rlft_fast.rollout.vllm_worker.WorkerExtension",
-        "--middleware", "rlft_fast.rollout.vllm_server.RequireToken",
+        "--worker-extension-cls", "rlft_fast.rollout.vllm.worker.WorkerExtension",
+        "--middleware", "rlft_fast.rollout.vllm.server.RequireToken",
         "--enable-scale-out", "--disable-uvicorn-access-log", "--disable-fastapi-docs",
         *(part for name, value in options for part in _flag(name, value)),
         *([] if config.stop else ["--skip-tokenizer-init"]),

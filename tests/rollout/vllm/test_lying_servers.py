@@ -11,11 +11,11 @@ from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import SampledModel, SamplingParams
-from rlft_fast.rollout.scheduling import ServerError
-from rlft_fast.rollout.vllm_served import ServedVLLM
-from rlft_fast.rollout.vllm_server import VLLMServer
+from rlft_fast.rollout.vllm.scheduling import ServerError
+from rlft_fast.rollout.vllm.served import ServedVLLM
+from rlft_fast.rollout.vllm.server import VLLMServer
 from rlft_fast.world import World
-from tests.rollout.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
+from tests.rollout.vllm.lying_server import FINGERPRINT, LyingServer, choice, event, honest, token
 from tests.support.rollouts import completions_of
 from tests.support.tiny_models import save_tokenizer
 
@@ -139,7 +139,7 @@ def drip(at_once: bytes, then: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize(("at_once", "then"), [(b"", HEAD), (HEAD, b" " * 100)], ids=["status", "content"])
 def test_an_answer_has_a_time_in_all(start, monkeypatch, at_once, then):
     """Each byte comes before a socket's own timeout; the whole answer would take 4 or 10 s."""
-    monkeypatch.setattr("rlft_fast.rollout.vllm_server._ANSWER_S", 0.4)
+    monkeypatch.setattr("rlft_fast.rollout.vllm.server._ANSWER_S", 0.4)
     server = start({"/weight_info": drip(at_once, then)})
     started = time.monotonic()
     with pytest.raises(ServerError, match=f"the server {server.url} does not answer: no answer within 0.4 s"):

@@ -2,7 +2,7 @@
 
 colocated: one vLLM inside each training process. It takes whole weights from the policy's stream.
 separate: one vLLM in a process beside each training process. It takes weights by vLLM's weight-transfer interface.
-servers: see `vllm_served`.
+servers: see `rlft_fast.rollout.vllm.served`.
 
 A vLLM inside the training process changes settings of the process when it starts: the number of threads, and torch's
 random state. They are restored after the start.
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
-from rlft_fast.rollout.vllm_requests import (
+from rlft_fast.rollout.vllm.requests import (
     answer_fitting,
     completion_of,
     device_options,

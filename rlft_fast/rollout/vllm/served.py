@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import split_stop
-from rlft_fast.rollout.nccl_sender import NCCLSender
-from rlft_fast.rollout.scheduling import Patience, ServerError, ServerPool, from_place_of
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
-from rlft_fast.rollout.vllm_answers import CUT_OFF, AnswerError, Asked, Part, read_part
-from rlft_fast.rollout.vllm_requests import answer_fitting, completion_of, request_fields, require_version
-from rlft_fast.rollout.vllm_server import GENERATE, VLLMServer, token_from_environment, weight_backend
-from rlft_fast.rollout.weight_sender import send_weights
+from rlft_fast.rollout.vllm.answers import CUT_OFF, AnswerError, Asked, Part, read_part
+from rlft_fast.rollout.vllm.nccl_sender import NCCLSender
+from rlft_fast.rollout.vllm.requests import answer_fitting, completion_of, request_fields, require_version
+from rlft_fast.rollout.vllm.scheduling import Patience, ServerError, ServerPool, from_place_of
+from rlft_fast.rollout.vllm.server import GENERATE, VLLMServer, token_from_environment, weight_backend
+from rlft_fast.rollout.vllm.weight_sender import send_weights
 from rlft_fast.world import World
 
 _HEALTH_EVERY_S = 5.0
@@ -43,7 +43,7 @@ class ServedVLLM:
 
     Args:
         model: the policy, without its weights.
-        fingerprint: see `rlft_fast.rollout.vllm_server.model_fingerprint`.
+        fingerprint: see `rlft_fast.rollout.vllm.server.model_fingerprint`.
         tokenizer: finds stop texts' tokens.
         config: of the rollout.
         max_sequence_tokens: most tokens of a sequence, prompt and completion.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rlft_fast.config import RolloutConfig
 from rlft_fast.config.rollout import VLLMConfig
 from rlft_fast.rollout import SampledModel
-from rlft_fast.rollout.vllm import VLLMGenerator, _check_separate_gpus, environment
-from rlft_fast.rollout.vllm_separate import _process_environment
+from rlft_fast.rollout.vllm.colocated import VLLMGenerator, _check_separate_gpus, environment
+from rlft_fast.rollout.vllm.separate import _process_environment
 from rlft_fast.world import World
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlft_fast.rollout.scheduling import ServerError, ServerPool, from_place_of
+from rlft_fast.rollout.vllm.scheduling import ServerError, ServerPool, from_place_of
 
 
 def run(num_servers: int, num_prompts: int, per_prompt: int, limit: int, losses: int, seed: int) -> tuple:

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 
 from rlft_fast.engine import Piece
-from rlft_fast.rollout.vllm_answers import Answer, AnswerError, read_answer
+from rlft_fast.rollout.vllm.answers import Answer, AnswerError, read_answer
 
 _CONNECT_S = 60.0
 _SEND_TIMEOUT_S = 60.0  # of a receiver that takes no byte

@@ -15,8 +15,8 @@ from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import WeightMetadata, WeightStream
 from rlft_fast.integrations.vllm import BACKEND
 from rlft_fast.rollout.types import SampledModel
-from rlft_fast.rollout.vllm import VLLMGenerator, environment, start_llm, transfer_backend
-from rlft_fast.rollout.weight_sender import send_weights
+from rlft_fast.rollout.vllm.colocated import VLLMGenerator, environment, start_llm, transfer_backend
+from rlft_fast.rollout.vllm.weight_sender import send_weights
 from rlft_fast.world import World
 
 
@@ -37,7 +37,7 @@ class SeparateVLLM(VLLMGenerator):
             self.llm = start_llm(
                 model, config, max_sequence_tokens,
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND if self.is_socket else self.backend),
-                enable_sleep_mode=self.sleeps, worker_extension_cls="rlft_fast.rollout.vllm_worker.WorkerExtension",
+                enable_sleep_mode=self.sleeps, worker_extension_cls="rlft_fast.rollout.vllm.worker.WorkerExtension",
             )  # fmt: skip
         _raise_when_it_dies(self.llm.llm_engine.engine_core)
         self.client = _Client(self.llm)

@@ -26,9 +26,11 @@ import yaml
 from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.engine import Piece
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, build_rollout, vllm_served, weight_sender
-from rlft_fast.rollout.nccl_sender import AllServers
-from tests.rollout.test_vllm import HEADS, PROMPTS, SMALL, check_logprobs, make_engine, sample, update
+from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, build_rollout
+from rlft_fast.rollout.vllm import served as served_vllm
+from rlft_fast.rollout.vllm import weight_sender
+from rlft_fast.rollout.vllm.nccl_sender import AllServers
+from tests.rollout.vllm.test_generators import HEADS, PROMPTS, SMALL, check_logprobs, make_engine, sample, update
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import read_lines, toy_values
@@ -200,7 +202,7 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
     engine = make_engine(model)
     rollout = rollout_of(engine, urls)
     rollout.sync()
-    asked, all_events, ask = [], vllm_served._events, rollout.generator._ask
+    asked, all_events, ask = [], served_vllm._events, rollout.generator._ask
     asked_by: dict[asyncio.Task, str] = {}
 
     async def noting(session, one, fields, server) -> None:
@@ -216,7 +218,7 @@ def killed(rank: int, model: Path, urls: tuple[str, ...], pids: tuple[int, ...])
             yield event
 
     rollout.generator._ask = noting
-    vllm_served._events = killing
+    served_vllm._events = killing
     prompts = PROMPTS[:3] + PROMPTS[4:]
     with pytest.warns(UserWarning, match=f"the server {urls[1]} .*; the server is lost until the next new weights"):
         groups = rollout.generate(prompts, SamplingParams(n=32, max_new_tokens=180, temperature=0.7))

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlft_fast.engine import WeightMetadata, WeightStream
-from rlft_fast.rollout.vllm_separate import stream_source
-from rlft_fast.rollout.vllm_server import VLLMServer
+from rlft_fast.rollout.vllm.separate import stream_source
+from rlft_fast.rollout.vllm.server import VLLMServer
 
 
 class AllServers:

@@ -32,7 +32,7 @@ from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout, weight_sender
 from rlft_fast.rollout.types import draw_seeds, make_requests
-from rlft_fast.rollout.vllm_requests import completion_of, vllm_requests
+from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model

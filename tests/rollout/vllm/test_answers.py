@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlft_fast.rollout.scheduling import Patience, ServerError
-from rlft_fast.rollout.vllm_answers import (
+from rlft_fast.rollout.vllm.answers import (
     CUT_OFF,
     AnswerError,
     Asked,
@@ -21,7 +20,8 @@ from rlft_fast.rollout.vllm_answers import (
     read_answer,
     read_part,
 )
-from tests.rollout.lying_server import FACTS, choice, token
+from rlft_fast.rollout.vllm.scheduling import Patience, ServerError
+from tests.rollout.vllm.lying_server import FACTS, choice, token
 
 ASKED = Asked(max_tokens=4, vocab_size=256, num_logprobs=0, weight_version="run:1")
 LIKELY = Asked(max_tokens=4, vocab_size=256, num_logprobs=2, weight_version="run:1")

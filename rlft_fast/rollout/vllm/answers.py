@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlft_fast.rollout.scheduling import ServerError
+from rlft_fast.rollout.vllm.scheduling import ServerError
 
 MAX_ANSWER_BYTES = 2**26  # the checksums of 500,000 weights
 CUT_OFF = -9999.0  # a server's word for a log-probability of -inf, or nan
@@ -55,7 +55,7 @@ class Models(Answer):
 
 
 class Facts(Answer):
-    """See `rlft_fast.rollout.vllm_worker.WorkerExtension.facts`."""
+    """See `rlft_fast.rollout.vllm.worker.WorkerExtension.facts`."""
 
     identity: _Name
     model: dict[str, Any]

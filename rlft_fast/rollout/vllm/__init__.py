@@ -1,0 +1,40 @@
+"""Generators by vLLM.
+
+colocated        vLLM inside the training process
+separate         vLLM in a process beside the training
+served           vLLM servers, on this machine or on others
+scheduling       which server samples what
+server           one vLLM server: its start, its guard, its state
+answers          what servers answer, checked
+requests         vLLM's form of requests, and completions from its outputs
+weight_sender    sends weights through sockets, once for any number of vLLMs
+nccl_sender      sends weights to the GPUs of servers by vLLM's NCCL engine
+worker           the receiving side of weights, which vLLM's workers import
+"""
+
+from rlft_fast.rollout.vllm.colocated import ColocatedVLLM, check_vllm
+from rlft_fast.rollout.vllm.scheduling import ServerError
+from rlft_fast.rollout.vllm.separate import SeparateVLLM
+from rlft_fast.rollout.vllm.served import ServedVLLM
+from rlft_fast.rollout.vllm.server import (
+    VLLMServer,
+    model_fingerprint,
+    server_command,
+    server_environment,
+    token_from_environment,
+    weight_backend,
+)
+
+__all__ = [
+    "ColocatedVLLM",
+    "SeparateVLLM",
+    "ServedVLLM",
+    "ServerError",
+    "VLLMServer",
+    "check_vllm",
+    "model_fingerprint",
+    "server_command",
+    "server_environment",
+    "token_from_environment",
+    "weight_backend",
+]
