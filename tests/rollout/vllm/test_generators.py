@@ -30,8 +30,9 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, Piece
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import PolicyLoss
-from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout, weight_sender
+from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
 from rlft_fast.rollout.types import draw_seeds, make_requests
+from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from tests.support.distributed import run_distributed
