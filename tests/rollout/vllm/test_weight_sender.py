@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlft_fast.engine import Piece
-from rlft_fast.rollout import weight_sender
+from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.weight_sender import TransferError, read_pieces, send_weights
 
 SECRET = "0123456789abcdef"
