@@ -67,7 +67,7 @@ class Checks:
 
     def raise_found(self) -> None:
         """Raises the error that was found, or a ValueError with the messages of all."""
-        found = {str(error): error for error in self.found}
+        found = {text_of(error): error for error in self.found}
         if len(found) == 1:
             raise next(iter(found.values()))
         if found:
@@ -78,7 +78,7 @@ class _MistakesError(ValueError):
     """Several errors at once."""
 
     def __init__(self, found: list[Exception]) -> None:
-        lines = "".join(f"\n{i}. {error}" for i, error in enumerate(found, start=1))
+        lines = "".join(f"\n{i}. {text_of(error)}" for i, error in enumerate(found, start=1))
         super().__init__(f"{len(found)} mistakes:{lines}")
         self.found = found
 
@@ -114,13 +114,26 @@ def brief(value: object, most: int = 500) -> str:
     """The text of an exception or another value for a message, on one line. A long text loses its middle.
 
     Args:
-        value: exceptions of templates and libraries may have megabytes.
+        value: exceptions of templates and libraries may have megabytes, and exceptions of users' functions may raise
+            where their text is made. An exception that says nothing has the name of its class.
         most: most characters.
     """
-    text = str(value)
-    if len(text) > most:
-        text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    return " ".join(text.split())
+    return " ".join(text_of(value, most).split()) or type(value).__name__
+
+
+def text_of(value: object, most: int = 10_000, convert: Callable[[object], str] = str) -> str:
+    """As `brief`, but with the line breaks, and empty where the text is.
+
+    Args:
+        value: see `brief`.
+        most: most characters.
+        convert: `str` or `repr`.
+    """
+    try:
+        text = convert(value)
+    except BaseException as error:  # also of an integer with more digits than Python converts
+        return f"({type(value).__name__} cannot be shown: {convert.__name__}() raises {type(error).__name__})"
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 @contextmanager

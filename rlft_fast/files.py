@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import fcntl
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -155,3 +156,19 @@ def fsync(path: Path) -> None:
 
 def _folders(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_dir())
+
+
+def unfailing_stream(descriptor: int, encoding: str, line_buffering: bool) -> io.TextIOWrapper:
+    """A text stream that escapes characters that its encoding lacks, and drops what the descriptor does not take."""
+    buffer = io.BufferedWriter(_Descriptor(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=line_buffering)
+
+
+class _Descriptor(io.FileIO):
+    """Drops what a closed pipe or a full disk does not take."""
+
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)

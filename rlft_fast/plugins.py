@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlft_fast.errors import brief
 from rlft_fast.files import require_no_utf16
 
 PLUGIN_PREFIX = f"{__name__}.file_"
@@ -57,19 +58,25 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
             edited.
 
     Returns:
-        The function. Errors that the code of the module raises while it loads are passed on unchanged, but for a file
-        that is no Python.
+        The function. Exceptions of the module's code are passed on, but for `SystemExit` and a file that is no Python.
 
     Raises:
         ValueError: the spec has no function name, the file is no Python or would import another module than the one
-            beside it, the module, file or function does not exist, or it is not callable. The message suggests close
-            names.
+            beside it, the module, file or function does not exist, the module calls sys.exit, or the function is not
+            callable. The message suggests close names.
     """
     module_name, _, function_name = spec.rpartition(":")
     is_file = module_name.endswith(".py")
     if not function_name or not (is_file or all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(f"{what} is {spec!r}, expected 'module:function' or 'path/to/file.py:function'")
-    module = _load_file(Path(module_name)) if is_file else _import_module(module_name)
+    try:
+        module = _load_file(Path(module_name)) if is_file else _import_module(module_name)
+    except BaseException as error:
+        if isinstance(error, (Exception, KeyboardInterrupt)):
+            raise
+        raise ValueError(  # sys.exit would end the run without a word
+            f"{what} {spec} cannot be loaded: its code raises {type(error).__name__}: {brief(error)}"
+        ) from error
     function = getattr(module, function_name, None)
     if function is None:
         names = [name for name, value in vars(module).items() if callable(value)]

@@ -3,6 +3,8 @@
 import io
 import sys
 
+from rlft_fast.files import unfailing_stream
+
 
 def keep_streams() -> None:
     """Replaces the process's own streams. Streams that something else has put in their place stay."""
@@ -13,18 +15,7 @@ def keep_streams() -> None:
 
 
 def _kept(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """A stream to the same descriptor. It escapes characters that the encoding lacks, and never fails."""
+    """A stream to the same descriptor that never fails."""
     stream.flush()
-    buffer = io.BufferedWriter(_Descriptor(stream.fileno(), "w", closefd=False))
     shows_lines = stream.line_buffering or stream.write_through  # PYTHONUNBUFFERED
-    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=shows_lines)
-
-
-class _Descriptor(io.FileIO):
-    """Drops what a closed pipe or a full disk does not take."""
-
-    def write(self, data) -> int | None:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
+    return unfailing_stream(stream.fileno(), stream.encoding, shows_lines)

@@ -180,7 +180,7 @@ def _number(answer: Any) -> Decimal | None:
     if isinstance(answer, str):
         return _last_number(answer)
     try:
-        number = Decimal(str(answer))
+        number = Decimal(answer if type(answer) is int else str(answer))  # Python writes at most 4300 digits
     except InvalidOperation:
         return None
     return number if number.is_finite() else None

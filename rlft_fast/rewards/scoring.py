@@ -9,12 +9,13 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from rlft_fast.errors import StepError
+from rlft_fast.errors import StepError, brief, text_of
+from rlft_fast.foreign import ForeignCode
 
 # Called as f(prompts=..., completions=..., completion_ids=..., **columns), once for a batch.
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -68,26 +69,19 @@ def compute_rewards(
     given = {**columns, "prompts": prompts, "completions": completions}
     copies = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}  # one per sample
     copies["completion_ids"] = [[*ids] for ids in completion_ids]
+    call = ForeignCode(f"reward function {name}")
     try:
-        result = function(**copies)
-        if inspect.isawaitable(result):
-            result = _wait(result)
-        if isinstance(result, Iterator):  # its code runs here
-            result = [*result]
-    except (Exception, SystemExit) as error:  # sys.exit in a function must not end the run without a checkpoint
+        with call:
+            return _judged(function(**copies), name, prompts, completions)
+    except RewardError:
+        raise
+    except BaseException as error:  # sys.exit in a function must not end the run without a checkpoint
+        if call.is_interrupted(error):
+            raise
         raise RewardError(
-            f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: {error}"
-            f"{_hint(error, completions)}"
+            f"reward function {name} raised {type(error).__name__} on a batch of {len(prompts)} samples: "
+            f"{brief(error)}{_hint(error, completions)}"
         ) from error
-    values = _as_list(result, name, len(prompts))
-    for i, value in enumerate(values):
-        if not (value is None or value is FAILED or is_reward(value)):
-            raise RewardError(
-                f"reward function {name} returned {value!r} for sample {i} (prompt {_shorten(prompts[i])}, completion "
-                f"{_shorten(completions[i])}), expected a number of at most {LARGEST:g} in size, or None where the "
-                "function does not judge the sample"
-            )
-    return [None if value is None else float(value) for value in values]
 
 
 def check_columns(function: RewardFunction, columns: Collection[str], what: str) -> None:
@@ -154,10 +148,11 @@ def _hint(error: BaseException, completions: Sequence[Text]) -> str:
     """Ending of the message about an error of a function that is written for the other form of completions."""
     if not isinstance(error, (TypeError, AttributeError)) or not completions:
         return ""
+    said = brief(error)
     if isinstance(completions[0], str):
-        is_likely, form, other = re.search("string indices|'str' object", str(error)), "texts", "true gives messages"
+        is_likely, form, other = re.search("string indices|'str' object", said), "texts", "true gives messages"
     else:
-        is_likely, form, other = re.search("'?list'?", str(error)), "lists of messages", "false gives texts"
+        is_likely, form, other = re.search("'?list'?", said), "lists of messages", "false gives texts"
     return f" (completions are {form}; reward.conversational: {other})" if is_likely else ""
 
 
@@ -187,6 +182,19 @@ def as_texts(values: Sequence[Text]) -> list[str]:
     return [value if isinstance(value, str) else value[-1]["content"] for value in values]
 
 
+def _judged(result: Any, name: str, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float | None]:
+    """What a function has returned, as `compute_rewards` returns it. Awaiting, iterating, converting run its code."""
+    values = _as_list(_wait(result) if inspect.isawaitable(result) else result, name, len(prompts))
+    for i, value in enumerate(values):
+        if not (value is None or value is FAILED or is_reward(value)):
+            raise RewardError(
+                f"reward function {name} returned {text_of(value, 200, repr)} for sample {i} "
+                f"(prompt {_shorten(prompts[i])}, completion {_shorten(completions[i])}), expected a number of at most "
+                f"{LARGEST:g} in size, or None where the function does not judge the sample"
+            )
+    return [None if value is None else float(value) for value in values]
+
+
 def _wait(result: Awaitable[Any]) -> Any:
     """What an async function returns. A signal that ends the wait ends the function, too."""
     future = asyncio.run_coroutine_threadsafe(_finish(result), _event_loop())
@@ -207,7 +215,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
     def run() -> None:
         while True:
-            with contextlib.suppress(SystemExit):  # of a function, which `_wait` raises
+            with contextlib.suppress(BaseException):  # sys.exit or KeyboardInterrupt of a function, see `_wait`
                 loop.run_forever()
 
     threading.Thread(target=run, name="rlft_fast rewards", daemon=True).start()

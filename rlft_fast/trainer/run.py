@@ -49,7 +49,7 @@ class Run:
         self.trainer = trainer
         self.world = trainer.world
         self.config = trainer.config
-        self.directory = Path(self.config.output_dir)
+        self.directory = Path(self.config.output_dir).absolute()  # a reward function may change the working directory
         self.checkpoints = trainer.models.checkpoints(self.directory / "checkpoints")
         self.log = RunLog(self.directory, self.config.steps, self.world.rank)
         self.progress = Progress()

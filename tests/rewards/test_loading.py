@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlft_fast.rewards import last_number, load_reward
 
@@ -154,3 +155,17 @@ def test_errors_inside_the_module_are_passed_on(tmp_path, monkeypatch):
     for spec in ("needs_more:f", f"{tmp_path / 'needs_more.py'}:f"):
         with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_installed"):
             load_reward(spec)
+
+
+def test_what_a_file_changes_while_it_loads_is_put_back(reward_file):
+    reward_file.write_text(SOURCE + "import os, torch\ntorch.set_default_dtype(torch.float64)\nos.chdir('/')\n")
+    folder = os.getcwd()
+    with pytest.warns(UserWarning, match="the file of the reward .*: working directory, default dtype, which is put"):
+        load_reward(f"{reward_file}:half")
+    assert (os.getcwd(), torch.tensor(1.0).dtype) == (folder, torch.float32)
+
+
+def test_a_file_that_exits_is_named(reward_file):
+    reward_file.write_text("raise SystemExit('no key')")
+    with pytest.raises(ValueError, match=r"my_rewards.py:half cannot be loaded: its code raises SystemExit: no key"):
+        load_reward(f"{reward_file}:half")

@@ -2,6 +2,7 @@ import asyncio
 import functools
 import math
 import re
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -160,14 +161,9 @@ def test_an_async_function_is_awaited():
     async def fails(**columns):
         raise KeyError("judge")
 
-    def leaves(**columns):
-        raise SystemExit("no key")
-
     assert compute(reward) == [2.0, 5.0]
     with pytest.raises(RewardError, match="fails raised KeyError on a batch of 2 samples: 'judge'"):
         compute(fails)
-    with pytest.raises(RewardError, match="leaves raised SystemExit on a batch of 2 samples: no key"):
-        compute(leaves)
 
 
 def test_async_functions_share_a_loop_wherever_they_are_called():
@@ -190,6 +186,83 @@ def test_async_functions_share_a_loop_wherever_they_are_called():
         compute(leaves)
     assert compute(reward) == [2.0, 5.0]
     assert len(loops) == 1
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise OSError
+
+    __repr__ = __str__
+
+
+class Wrong:
+    """A number, and a series, that raise."""
+
+    def __float__(self):
+        raise asyncio.CancelledError
+
+    __iter__ = item = __float__
+
+
+ENDS = {
+    "CancelledError": asyncio.CancelledError(), "KeyboardInterrupt": KeyboardInterrupt(),
+    "GeneratorExit": GeneratorExit(), "SystemExit: 3": SystemExit(3), "BaseException: b": BaseException("b"),
+    "MuteError: (MuteError cannot be shown": MuteError(), "KeyError: (KeyError cannot be shown": KeyError(MuteError()),
+    "ValueError: xxx": ValueError("x" * 10**7), "ValueError: (ValueError cannot be shown": ValueError(10**5000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ENDS)
+def test_however_a_function_ends_the_step_is_left_with_a_sentence(said):
+    def ends(**columns):
+        raise ENDS[said]
+
+    async def ends_later(**columns):
+        raise ENDS[said]
+
+    kind, _, message = said.partition(": ")
+    for function in (ends, ends_later):
+        with pytest.raises(RewardError) as error:
+            compute(function)
+        assert f"{function.__name__} raised {kind} on a batch of 2 samples: {message}" in str(error.value)
+        assert len(str(error.value)) < 1300
+    assert compute(returning([1.0, None])) == [1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ([1.0, 10**5000], "returned (int cannot be shown: repr() raises ValueError) for sample 1"),
+        ([1.0, MuteError()], "returned (MuteError cannot be shown: repr() raises OSError) for sample 1"),
+        ([1.0, "x" * 10**7], "returned 'xxx"),
+        (Wrong(), "raised CancelledError"),
+        ([Wrong(), 1.0], "raised CancelledError"),
+    ],
+)
+def test_a_result_that_cannot_be_shown_or_read(result, said):
+    with pytest.raises(RewardError) as error:
+        compute(returning(result))
+    assert said in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def test_a_signal_ends_more_than_the_function():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compute(lambda **columns: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_what_a_function_changes_of_the_process_is_put_back():
+    async def doubles(completions, **columns):
+        torch.set_default_dtype(torch.float64)
+        return [1.0] * len(completions)
+
+    with pytest.warns(UserWarning, match="reward function .*doubles changes the process of the run: default dtype"):
+        assert compute(doubles) == [1.0, 1.0]
+    assert torch.tensor(1.0).dtype == torch.float32
 
 
 def test_a_generator_that_raises_is_named():

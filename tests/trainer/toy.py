@@ -78,8 +78,9 @@ def even_share_until_struck(completion_ids: list[list[int]], strike: list[str], 
 def _strike(how: str) -> None:
     if how == "raise":
         raise RuntimeError("the judge does not answer")
-    if how == "die":  # at once, without saving
-        raise KeyboardInterrupt
+    if how == "die":  # at once, without saving, as a second Ctrl-C has it
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     os.kill(os.getpid(), signal.Signals[how])
 
 
