@@ -36,6 +36,18 @@ def read_text(path: Path) -> str:
     return text
 
 
+def expand_user(path: str) -> str:
+    """The path with a home folder in place of ``~`` or ``~user`` at its beginning.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError(f"there is no user {path.partition('/')[0][1:]} with a home folder (./~... names a file)")
+    return expanded
+
+
 def require_no_utf16(content: bytes) -> None:
     """Raises ValueError for the beginning of a file that is a text in UTF-16 or UTF-32, or no text."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -59,8 +71,11 @@ def replacing(path: Path) -> Iterator[Path]:
         if place.is_dir() and not place.is_symlink():
             raise ValueError(f"{place} is a folder, and a file is to be written there: move the folder away")
     temporary.unlink(missing_ok=True)
-    yield temporary
-    temporary.replace(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def is_apple_double(path: str | Path) -> bool:
@@ -117,7 +132,7 @@ def acquire(path: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
         lock: locks the open file, or raises.
     """
     while True:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (the caller closes it)
+        file = open(path, "a+", encoding="utf-8", opener=_open_no_link)  # noqa: SIM115 (the caller closes it)
         try:
             lock(file)
             with contextlib.suppress(FileNotFoundError):  # a lock on a file that its holder has removed does not count
@@ -127,6 +142,17 @@ def acquire(path: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
             file.close()
             raise
         file.close()
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    require_no_link(Path(path))
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def require_no_link(path: Path) -> None:
+    """Raises ValueError for a link in the place of a file that is written where it is."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and the run would write to its target: remove the link")
 
 
 @contextlib.contextmanager

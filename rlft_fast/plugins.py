@@ -29,6 +29,10 @@ PLUGIN_PREFIX = f"{__name__}.file_"
 __path__: list[str] = []  # Python then looks for modules below this one, and asks `_UserFiles`
 
 
+class MissingFunctionError(ValueError):
+    """There is no such file or module."""
+
+
 def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
     """A known function by its name, or a user's function loaded by `load_function`.
 
@@ -153,7 +157,7 @@ def _import_module(name: str) -> ModuleType:
         parent, _, last = error.name.rpartition(".")
         paths = getattr(importlib.import_module(parent), "__path__", []) if parent else None
         names = [module.name for module in pkgutil.iter_modules(paths)]
-        raise ValueError(
+        raise MissingFunctionError(
             f"there is no module {error.name!r}{suggestion(last, names)}; to load a file, give its path: "
             "path/to/file.py:function"
         ) from error
@@ -162,7 +166,7 @@ def _import_module(name: str) -> ModuleType:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         names = [sibling.name for sibling in path.parent.glob("*.py")]
-        raise ValueError(f"there is no file {str(path)!r}{suggestion(path.name, names)}")
+        raise MissingFunctionError(f"there is no file {str(path)!r}{suggestion(path.name, names)}")
     path = path.resolve()
     name = _module_name(path)
     if _versions.get(name) != _version(path):

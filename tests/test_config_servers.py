@@ -1,10 +1,12 @@
 """URLs of servers in a configuration: refused by name when it is read, and no password is shown."""
 
 import os
+import traceback
 
 import pytest
+from pydantic import ValidationError
 
-from rlft_fast.config import Config, ConfigError, check_server_url, server_urls
+from rlft_fast.config import ClusterConfig, Config, ConfigError, RolloutConfig, check_server_url, server_urls
 from tests.test_config import MINIMAL
 
 SECRET = "hunter2"
@@ -91,6 +93,20 @@ def test_no_message_shows_a_password(values):
     with pytest.raises(ConfigError, match="rollout") as caught:
         Config.parse(MINIMAL | values)
     assert SECRET not in str(caught.value)
+
+
+def test_no_section_made_in_python_shows_a_password():
+    url = f"http://u:{SECRET}@host"
+    for wrong in (
+        lambda: RolloutConfig(backend="vllm", servers=(url,)), lambda: RolloutConfig(backend=url),  # pyrefly: ignore
+        lambda: ClusterConfig(address=url), lambda: Config.model_validate(MINIMAL | {"rollout": {"servers": [url]}}),
+    ):  # fmt: skip
+        with pytest.raises(ValidationError) as caught:
+            wrong()
+        assert SECRET not in f"{caught.value}{caught.value!r}"
+    with pytest.raises(ConfigError, match=r"cluster\.address: an address must have no name and password") as caught:
+        Config.parse(MINIMAL | {"cluster": {"address": url}})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_no_password_is_shown_with_broken_yaml(tmp_path):

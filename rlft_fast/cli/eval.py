@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlft_fast.cli.keys import split_overrides
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.config import Config
 from rlft_fast.errors import printable
 
@@ -24,7 +23,7 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(rest)
     of_runs = {"checkpoint.best": "null"}  # it names a number that the sets of this evaluation may lack
     config = Config.load(options.config, {**of_runs, **overrides, "model": options.model})
-    if options.samples is not None and (options.samples.exists() or not options.samples.parent.is_dir()):
+    if options.samples is not None and (os.path.lexists(options.samples) or not options.samples.parent.is_dir()):
         raise ValueError(f"--samples {options.samples} is there already, or its folder is missing: name a new file")
     from rlft_fast.trainer import evaluate
     from rlft_fast.world import World, leaving_process_group
@@ -50,10 +49,10 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face causal language model")
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of a run, such as RUN/config.yaml")
+    parser.add_argument("config", metavar="CONFIG", type=path, help="YAML file of a run, such as RUN/config.yaml")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="show the first N answers to each set")
     parser.add_argument(
-        "--samples", type=Path, metavar="FILE", help="new JSONL file for all answers with their rewards"
+        "--samples", type=path, metavar="FILE", help="new JSONL file for all answers with their rewards"
     )
     return parser
 

@@ -1,8 +1,6 @@
 """``rlft-fast export RUN``: writes the newest complete checkpoint as a Hugging Face folder."""
 
-from pathlib import Path
-
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.errors import printable
 
 
@@ -11,8 +9,8 @@ def run(arguments: list[str]) -> int:
         prog="rlft-fast export",
         description="Write the newest complete checkpoint of a run as a Hugging Face folder.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="new folder to write (default: RUN/hf)")
+    parser.add_argument("run", metavar="RUN", type=path, help="output_dir of a training run")
+    parser.add_argument("--output", metavar="DIR", type=path, help="new folder to write (default: RUN/hf)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: of the run's model)"
     )

@@ -1,16 +1,14 @@
 """``rlft-fast plot RUN...``: draws the curves of training runs into one picture."""
 
-from pathlib import Path
-
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.errors import printable
 
 
 def run(arguments: list[str]) -> int:
     parser = Parser(prog="rlft-fast plot", description="Draw the curves of one or more training runs into one picture.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a training run")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=path, help="output_dir of a training run")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="picture to write (default for one run: RUN/curve.png)"
+        "--output", metavar="FILE", type=path, help="picture to write (default for one run: RUN/curve.png)"
     )
     options = parser.parse_args(arguments)
     if options.output is None and len(options.runs) > 1:

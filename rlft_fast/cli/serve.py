@@ -8,7 +8,7 @@ import socket
 import torch
 
 from rlft_fast.cli.keys import split_overrides
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.config import TOKEN_VARIABLE, Config
 from rlft_fast.rollout import server_command, server_environment, token_from_environment
 
@@ -40,7 +40,7 @@ def _parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument("config", metavar="CONFIG", type=path, help="YAML file of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all addresses")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen at")
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.config import Config
 from rlft_fast.errors import Checks, printable
 
@@ -108,7 +108,7 @@ def _parser() -> Parser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("config", metavar="CONFIG", type=path, help="YAML file")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
     parser.add_argument(
         "--force", action="store_true", help="with --resume: accept other data, models and settings than the run had"

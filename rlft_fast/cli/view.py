@@ -1,8 +1,6 @@
 """``rlft-fast view RUN [RUN2]``: writes one page with the curves and samples of a run, or of two runs."""
 
-from pathlib import Path
-
-from rlft_fast.cli.parser import Parser
+from rlft_fast.cli.parser import Parser, path
 from rlft_fast.errors import printable
 
 
@@ -11,10 +9,10 @@ def run(arguments: list[str]) -> int:
         prog="rlft-fast view",
         description="Write one HTML file with the curves, steps and samples of a run, or of two runs side by side.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a training run")
-    parser.add_argument("other", metavar="RUN2", nargs="?", type=Path, help="output_dir of a run to compare with")
+    parser.add_argument("run", metavar="RUN", type=path, help="output_dir of a training run")
+    parser.add_argument("other", metavar="RUN2", nargs="?", type=path, help="output_dir of a run to compare with")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="page to write, FILE.html (default for one run: RUN/view.html)"
+        "--output", metavar="FILE", type=path, help="page to write, FILE.html (default for one run: RUN/view.html)"
     )
     parser.add_argument(
         "--max-mib", metavar="N", type=int, default=16,

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import Section, rule
+from rlft_fast.config.paths import FunctionName
 
 GROUP_ADVANTAGES = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "optimal-token")
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "reinforce++", "remax")
@@ -31,7 +32,7 @@ def _name_or_function(names: tuple[str, ...], value: str) -> str:
 class AlgorithmConfig(Section):
     """How the policy learns from a rollout. docs/methods.md describes the methods."""
 
-    advantage: Annotated[str, AfterValidator(partial(_name_or_function, ADVANTAGES))] = Field(
+    advantage: Annotated[FunctionName, AfterValidator(partial(_name_or_function, ADVANTAGES))] = Field(
         default="grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or module:function for your own."
     )
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -40,7 +41,7 @@ class AlgorithmConfig(Section):
     """λ of generalized advantage estimation. Read by gae."""
     skip_equal_groups: bool = False
     """Leave out a prompt if all its samples have the same reward (before length penalties): it would teach nothing."""
-    filter_by: str | None = None
+    filter_by: FunctionName | None = None
     """Part of the reward that skip_equal_groups compares: a name in reward.function, the task, or model; null: all."""
     max_refills: NonNegativeInt = 0
     """With skip_equal_groups: most extra rollouts per step, sampled until prompts_per_step prompts are left."""
@@ -50,7 +51,7 @@ class AlgorithmConfig(Section):
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
-    policy_loss: Annotated[str, AfterValidator(partial(_name_or_function, POLICY_LOSSES))] = Field(
+    policy_loss: Annotated[FunctionName, AfterValidator(partial(_name_or_function, POLICY_LOSSES))] = Field(
         default="ppo", description=f"Policy loss: {', '.join(POLICY_LOSSES)}, or module:function for your own."
     )
     clip_low: float | None = Field(default=None, ge=0, le=1)

@@ -1,27 +1,15 @@
 """Base class of every configuration section, and the error messages for wrong values."""
 
 import difflib
-import os.path
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Annotated, Any, Self, get_args
+from typing import Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from rlft_fast.config.peers import KEYS
-
-
-def _expand_user(path: str) -> str:
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        raise ValueError(f"there is no user {path.partition('/')[0][1:]} with a home folder (./~... names a file)")
-    return expanded
-
-
-LocalPath = Annotated[str, Field(min_length=1), AfterValidator(_expand_user)]
-"""Path of a file or folder. ~ becomes the home folder here: a shell does not expand it in YAML or after ``--key=``."""
 
 
 class ConfigError(ValueError):
@@ -29,6 +17,7 @@ class ConfigError(ValueError):
 
 
 _RULE = "is_rule"
+_SMALLEST, _LARGEST = 1e-30, 1e30  # of a number: float32 holds it, and its products with losses and logits
 
 
 def rule(check: Callable[[Any], Iterator[str]]) -> Callable[[Any], Iterator[str]]:
@@ -40,7 +29,10 @@ def rule(check: Callable[[Any], Iterator[str]]) -> Callable[[Any], Iterator[str]
 class Section(BaseModel):
     """Part of the configuration. It is immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False,
+        hide_input_in_errors=True,  # it may have a password
+    )  # fmt: skip
 
     @field_validator("*", mode="before")
     @classmethod
@@ -52,6 +44,16 @@ class Section(BaseModel):
             raise ValueError("Input should not be true or false")
         return value
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _numbers_fit(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses numbers that float32, or an integer of 64 bits, does not hold, or not with room to compute."""
+        assert info.field_name is not None
+        if Any not in get_args(cls.model_fields[info.field_name].annotation):  # else it is for other libraries
+            for number in _numbers(value):
+                _require_fit(number)
+        return value
+
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
         """Tells all messages of all rules. Pydantic stops at the first error of a model."""
@@ -59,6 +61,21 @@ class Section(BaseModel):
         if broken := [message for method in methods if hasattr(method, _RULE) for message in method(self)]:
             raise ValueError("\n".join(broken))
         return self
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+
+
+def _require_fit(number: int | float) -> None:
+    if isinstance(number, int) and abs(number) >= 2**63:
+        raise ValueError("an integer must be below 2^63 in size")
+    if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
+        raise ValueError(f"the number {number:g} must be 0, or from {_SMALLEST:g} to {_LARGEST:g} in size")
 
 
 def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -156,6 +173,8 @@ def _lines(config: type[BaseModel], key: str, problems: list[Any]) -> Iterator[s
         for message in problems[0]["msg"].removeprefix("Value error, ").splitlines():
             yield f"{key}: {message}" if key else message
     else:
+        own = [problem for problem in problems if problem["type"] == "value_error"]  # it has one of the right types
+        problems = own or problems
         first, *others = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
         message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
         yield f"{key}: {message}, got {_SHORT.repr(got)}" if key else message

@@ -12,7 +12,8 @@ from pydantic import (
     field_validator,
 )
 
-from rlft_fast.config.base import LocalPath, Section, rule
+from rlft_fast.config.base import Section, rule
+from rlft_fast.config.paths import LocalPath
 from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -1,11 +1,12 @@
 """The whole configuration of a training run, and the rules that connect its sections."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -15,8 +16,9 @@ from pydantic import (
 )
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, LocalPath, Section, explain, rule, set_key, without_password
+from rlft_fast.config.base import ConfigError, Section, explain, rule, set_key, without_password
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
+from rlft_fast.config.paths import AS_TYPED, FunctionName, LocalPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import run_roles
@@ -58,13 +60,13 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How completions are scored."""
 
-    function: str | dict[str, float] | None = None
+    function: FunctionName | dict[FunctionName, float] | None = None
     """module:function or file.py:function, or several with weights; null: the scoring of the reasoning-gym task."""
     model: MayChange[LocalPath | None] = None
     """Folder of a reward model (sequence classification, one label), run as the actor is. Its score is added."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""
-    timeout_s: MayChange[PositiveFloat | None] = None
+    timeout_s: MayChange[Annotated[PositiveFloat, Field(le=31_536_000)] | None] = None
     """Run functions in worker processes, with so many seconds per sample. A sample over time or crashed is left out."""
     workers: MayChange[PositiveInt] = 2
     """With timeout_s: worker processes per function and training process."""
@@ -93,7 +95,7 @@ class EvaluationConfig(Section):
     """Answers to each prompt. The accuracy is their mean reward; pass_at_k is the mean reward of the best of k > 1."""
     temperature: NonNegativeFloat = 0.0
     """0: the most likely answer; larger: sampled answers, with the same seeds in every evaluation."""
-    function: str | dict[str, float] | None = None
+    function: FunctionName | dict[FunctionName, float] | None = None
     """Scores held-out answers, with reward.timeout_s; null: reward.function and reward.model score them."""
 
     @rule
@@ -157,10 +159,16 @@ class GeneratorsConfig(Section):
     """Logical CPUs of each server."""
 
 
+def _without_password(address: str) -> str:
+    if "@" in address:
+        raise ValueError("an address must have no name and password, which logs would show")
+    return address
+
+
 class ClusterConfig(Section):
     """Models and generators live in workers on a Ray cluster, and this process drives them."""
 
-    address: MayChange[str | None] = None
+    address: MayChange[Annotated[str, AfterValidator(_without_password)] | None] = None
     """Address of a running cluster, such as auto or 10.0.0.1:6379; null: start one on this machine, on loopback."""
     actor: WorkersConfig = WorkersConfig()
     """Workers that hold the policy, and with it every model that has no workers of its own."""
@@ -384,23 +392,31 @@ class Config(Section):
             except yaml.YAMLError as error:
                 shown = without_password(value)
                 raise ConfigError(f"{key}: {shown!r} is no list or mapping in YAML: {_problem(error)}") from error
-        return cls.parse(values)
+        return cls.parse(values, AS_TYPED)
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> Self:
+    def parse(cls, values: dict[str, Any], context: Mapping[str, Any] | None = None) -> Self:
         """Validates a nested dictionary.
+
+        Args:
+            values: the dictionary.
+            context: `AS_TYPED` for values as a user has typed them; None: paths are taken as they are, but for ``~``.
 
         Raises:
             ConfigError: a value is wrong. The message names every wrong key.
         """
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=context)
         except ValidationError as error:
             raise ConfigError(explain(cls, values, error.errors())) from error
 
-    def to_yaml(self) -> str:
-        """The resolved configuration with every key. Loading the text gives an equal configuration."""
-        return write(self.model_dump(mode="json"))
+    def to_yaml(self, folder: str | Path = "") -> str:
+        """The resolved configuration with every key. Loading the text gives an equal configuration.
+
+        Args:
+            folder: relative paths are written from this folder on: with the working directory they become absolute.
+        """
+        return write(self.model_dump(mode="json", context=as_typed(folder)))
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, PlainSerializer, SerializationInfo, ValidationInfo
 
-from rlft_fast.config.base import LocalPath, without_password
+from rlft_fast.config.base import without_password
+from rlft_fast.config.paths import expand_path, typed_path
 from rlft_fast.files import read_text
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
@@ -62,12 +63,16 @@ def _is_host(host: str) -> bool:
     return True
 
 
-def _check_entry(entry: str) -> str:
-    if "://" in entry or without_password(entry) != entry:
+def _check_entry(entry: str, info: ValidationInfo) -> str:
+    if _is_url(entry):
         return check_server_url(entry)
     if not entry.strip() or not entry.isprintable():
         raise ValueError("expected a URL such as http://127.0.0.1:8000, or the path of a file with one URL per line")
-    return entry
+    return expand_path(entry, info)
+
+
+def _is_url(entry: str) -> bool:
+    return "://" in entry or without_password(entry) != entry
 
 
 def server_urls(servers: Sequence[str]) -> list[str]:
@@ -108,5 +113,9 @@ def _url(text: str, number: int, file: str) -> str:
         ) from error
 
 
-ServerEntry = Annotated[LocalPath, AfterValidator(_check_entry)]
+def _typed_entry(entry: str, info: SerializationInfo) -> str:
+    return entry if _is_url(entry) else typed_path(entry, info)
+
+
+ServerEntry = Annotated[str, Field(min_length=1), AfterValidator(_check_entry), PlainSerializer(_typed_entry)]
 """URL of a server, or path of a file with one URL per line."""

@@ -1,5 +1,6 @@
 """The folder of a run: which run it belongs to, and which settings a resumed run must share with that run."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config, ConfigError, changed_settings, fixed_settings
-from rlft_fast.files import TEMPORARY, is_apple_double, write_text
+from rlft_fast.files import TEMPORARY, is_apple_double, replacing, require_no_link, write_text
 from rlft_fast.models import model_checksum
+from rlft_fast.plugins import MissingFunctionError
 from rlft_fast.trainer.lock import NAME as LOCK
 from rlft_fast.trainer.prompts import Prompts
 
@@ -21,6 +23,8 @@ _WRITTEN = (
 
 
 _WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens")  # folders
+_APPENDED = ("metrics.jsonl", "samples.jsonl")
+_REPLACED = (MARKER, "config.yaml", "summary.json")
 
 
 def require_usable(config: Config, *, config_path: str | Path | None = None, resume: bool = False) -> None:
@@ -57,6 +61,13 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
     require_claimable(output)
     for name in _WRITTEN_INTO:
         _require_writable(output / name)
+    for name in (*_APPENDED, *_REPLACED):
+        if (output / name).is_dir() and not (output / name).is_symlink():
+            raise ValueError(
+                f"{output / name} is a folder, and the run writes a file of this name: move the folder away"
+            )
+    for name in _APPENDED:
+        require_no_link(output / name)
 
 
 def _require_writable(folder: Path) -> None:
@@ -137,10 +148,34 @@ def claim(output: Path, identity: Mapping[str, Any] | None = None, *, resume: bo
     """
     require_claimable(output)
     output.mkdir(parents=True, exist_ok=True)
-    temporary = output / (MARKER + TEMPORARY)  # with half a marker the folder would belong to no run
-    marks = {"id": (run_id(output) if resume else None) or secrets.token_hex(4), "identity": identity or {}}
-    write_text(temporary, json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
-    temporary.replace(output / MARKER)
+    marks = {
+        "id": (run_id(output) if resume else None) or secrets.token_hex(4), "folder": os.getcwd(),
+        "identity": identity or {},
+    }  # fmt: skip
+    with replacing(output / MARKER) as file:  # with half a marker the folder would belong to no run
+        write_text(file, json.dumps(marks, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def naming_start(output: Path) -> Iterator[None]:
+    """Says of a function that is missing in what folder the run was started, if it was another one.
+
+    Args:
+        output: folder of the run.
+
+    Raises:
+        MissingFunctionError: the function is missing.
+    """
+    try:
+        yield
+    except MissingFunctionError as error:
+        started = _marked(output, "folder")
+        if not isinstance(started, str) or started == os.getcwd():
+            raise
+        raise MissingFunctionError(
+            f"{error}. The run in {output} was started in {started}, where its modules and relative paths are found: "
+            "start there again"
+        ) from error
 
 
 def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:

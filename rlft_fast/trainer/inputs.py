@@ -13,7 +13,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
-from rlft_fast.trainer.folder import dotted
+from rlft_fast.trainer.folder import dotted, naming_start
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
@@ -91,10 +91,11 @@ def make_objective(config: Config) -> Objective:
     Raises:
         ValueError: a function of one's own or an option cannot be used.
     """
-    return Objective(
-        config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
-        logs_tokens=config.log_tokens_mib is not None,
-    )  # fmt: skip
+    with naming_start(Path(config.output_dir)):
+        return Objective(
+            config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
+            logs_tokens=config.log_tokens_mib is not None,
+        )  # fmt: skip
 
 
 def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, dict[str, Prompts]]:

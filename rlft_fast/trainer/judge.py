@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from rlft_fast.rewards import (
     weighted_sum,
 )
 from rlft_fast.trainer.experience import with_rewards
+from rlft_fast.trainer.folder import naming_start
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import STOP, LeftEarlyError, World
 
@@ -306,7 +308,8 @@ def load_functions(config: Config) -> WeightedRewards:
     reward, weights = config.reward, config.function_weights
     if reward.function is None:
         return WeightedRewards({task: reasoning_gym_reward(task) for task in weights}, weights)
-    if reward.timeout_s is None:
-        return WeightedRewards({spec: load_reward(spec) for spec in weights}, weights)
-    isolated = {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in weights}
-    return WeightedRewards(isolated, weights)
+    with naming_start(Path(config.output_dir)):
+        if reward.timeout_s is None:
+            return WeightedRewards({spec: load_reward(spec) for spec in weights}, weights)
+        isolated = {spec: IsolatedReward(spec, reward.timeout_s, reward.workers) for spec in weights}
+        return WeightedRewards(isolated, weights)

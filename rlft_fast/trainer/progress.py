@@ -1,5 +1,6 @@
 """How far a run has come: what its checkpoints hold beside the models."""
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -55,8 +56,10 @@ class Progress:
         if state.get("num_prompts") is None:  # in earlier versions the prompts of a step had room for all its refills
             room = config.rollout.prompts_per_step * (1 + config.algorithm.max_refills)
             state["num_prompts"] = state.get("step", 0) * room
-        if (best := state.get("best")) is not None and not measure_of_best(config).items() <= best.items():
-            state["best"] = None
+        if (best := state.get("best")) is not None:
+            now = measure_of_best(config)
+            if now != {"name": best.get("name"), "measured": _with_absolute_paths(best.get("measured"))}:
+                state["best"] = None
         names = {own.name for own in fields(cls)}
         return cls(**{name: value for name, value in state.items() if name in names})
 
@@ -96,4 +99,13 @@ def measure_of_best(config: Config) -> dict[str, Any]:
     measured = None if evaluation is None else evaluation.model_dump(mode="json", exclude={"every"})
     if measured is not None:
         measured["max_new_tokens"] = config.max_evaluation_tokens
-    return {"name": config.checkpoint.best, "measured": measured}
+    return {"name": config.checkpoint.best, "measured": _with_absolute_paths(measured)}
+
+
+def _with_absolute_paths(measured: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A measure with the paths of its sets from the root on: a run may go on from another folder."""
+    if measured is None:
+        return None
+    path = measured["path"]
+    sets = path if isinstance(path, Mapping) else {"": path}
+    return {**measured, "path": {name: os.path.abspath(path) for name, path in sets.items()}}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rlft_fast.cluster import HEAD, HeadLostError, WorkerError
 from rlft_fast.engine import CheckpointError, remove_export
 from rlft_fast.errors import Interrupted, RunError, StepError
+from rlft_fast.files import replacing
 from rlft_fast.models import name_some
 from rlft_fast.trainer.folder import claim, require_same, run_id
 from rlft_fast.trainer.lock import locked
@@ -101,7 +102,8 @@ class Run:
         else:
             self.checkpoints.clear()
             remove_export(self.directory / "best")
-        (self.directory / "config.yaml").write_text(self.config.to_yaml(), encoding="utf-8")
+        with replacing(self.directory / "config.yaml") as file:
+            file.write_text(self.config.to_yaml(Path.cwd()), encoding="utf-8")
         (self.directory / "summary.json").unlink(missing_ok=True)  # of a run that ended, which this one has not
 
     def _send_to_trackers(self) -> None:
@@ -284,7 +286,8 @@ class Run:
         self.trainer.models.export(self.directory / "hf")
         summary = self.progress.summary(self.config)
         if self.world.is_first:
-            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            with replacing(self.directory / "summary.json") as file:
+                file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             if importlib.util.find_spec("matplotlib") is not None:
                 self._draw(self.directory / "curve.png")
         if self.trainer.example_prompts:

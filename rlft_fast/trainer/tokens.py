@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlft_fast.files import TEMPORARY
+from rlft_fast.files import TEMPORARY, replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +96,11 @@ def write_tokens(run: Path, step: int, columns: "Mapping[str, Tensor]", num_samp
 
     path = _path(run, step)
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(path.name + TEMPORARY)
     metadata = {
         "step": str(step), "num_samples": str(num_samples), "num_left_out": str(num_samples - len(columns["sample_B"]))
     }  # fmt: skip
-    temporary.write_bytes(save(dict(columns), metadata))
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write_bytes(save(dict(columns), metadata))
 
 
 def read_tokens(run: Path, step: int) -> tuple[dict[str, np.ndarray], int] | None:

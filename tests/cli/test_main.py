@@ -29,7 +29,7 @@ def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
 def installed_without_source(tmp_path):
     """A folder in which ``python -m rlft_fast`` finds the package but no benchmarks beside it."""
     package = Path(rlft_fast.__file__).parent
-    for part in ("__init__.py", "__main__.py", "errors.py"):
+    for part in ("__init__.py", "__main__.py", "errors.py", "files.py"):
         (tmp_path / "rlft_fast").mkdir(exist_ok=True)
         shutil.copy(package / part, tmp_path / "rlft_fast" / part)
     (tmp_path / "rlft_fast" / "_C.abi3.so").touch()  # a source tree without it would give way to the installed package

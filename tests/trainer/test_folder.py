@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from rlft_fast.cli import main
 from rlft_fast.models import model_checksum
-from rlft_fast.trainer.folder import MARKER, is_run, require_usable
+from rlft_fast.rewards import load_reward
+from rlft_fast.trainer import train
+from rlft_fast.trainer.folder import MARKER, claim, is_run, naming_start, require_usable
 from tests.support.privileges import permissions_hold
 from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
 from tests.trainer.toy import read_lines, toy_config, toy_values
@@ -54,9 +56,13 @@ def test_a_model_in_the_output_dir_is_refused(key, place, model, tmp_path, capsy
     assert written(tmp_path) == before
 
 
+def mark(run: Path) -> None:
+    run.mkdir()
+    (run / MARKER).write_text('{"identity": {}}')
+
+
 def occupy(path: Path, how: str) -> None:
-    path.parent.mkdir()
-    (path.parent / MARKER).write_text('{"identity": {}}')
+    mark(path.parent)
     if how == "link":
         path.symlink_to(path.parent.parent / "nowhere")
     elif how == "file":
@@ -223,3 +229,68 @@ def test_a_run_of_an_older_version_is_continued(model, tmp_path):
     (tmp_path / "run" / MARKER).unlink()
     assert is_run(tmp_path / "run")
     assert main(["train", config, "--resume", "--steps", "2", "--seed", "2"]) == 0
+
+
+def test_a_run_goes_on_and_is_evaluated_from_another_folder(model, tmp_path, monkeypatch, capsys):
+    """Its paths were relative. Links in the place of its files are replaced, and not written through."""
+    values = toy_values(model, tmp_path, steps=1, evaluation={"path": "data.jsonl"}, checkpoint__best="accuracy")
+    values |= {"model": os.path.relpath(model, tmp_path), "output_dir": "run", "data": {"path": "data.jsonl"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "mine.yaml", "--data.chat", "false"]) == 0
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    capsys.readouterr()
+    assert main(["eval", str(model), "../run/config.yaml"]) == 0
+    before = json.loads((run / "summary.json").read_text())
+    assert json.loads(capsys.readouterr().out) == {"accuracy": before["accuracy_before"]}
+    mine = written(tmp_path)
+    for name in ("config.yaml", "summary.json", "run.json", "curve.png"):
+        (run / name).replace(tmp_path / f"my {name}")
+        (run / name).symlink_to(tmp_path / f"my {name}")
+    links = {f"my {name}": mine[f"run/{name}"] for name in ("config.yaml", "summary.json", "run.json", "curve.png")}
+    assert main(["train", "../run/config.yaml", "--resume", "--steps", "2"]) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in links} == links
+    assert not [path for path in run.iterdir() if path.is_symlink()]
+    assert [*elsewhere.iterdir()] == []
+    after = json.loads((run / "summary.json").read_text())
+    assert after["accuracy_best"] == max(before["accuracy_best"], after["accuracy_after"])  # of both parts
+    assert [row["step"] for row in read_lines(run / "metrics.jsonl") if "seconds" in row] == [1, 2]
+
+
+def test_a_function_that_is_missing_elsewhere(tmp_path, monkeypatch):
+    for name in ("start", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    claim(tmp_path / "run")
+    for spec, message in (("mine.py:score", "no file 'mine.py'"), ("my_module_of_rewards:score", "no module 'my_mod")):
+        for folder, more in (("start", "$"), ("elsewhere", f"The run in .*run was started in {tmp_path / 'start'}, ")):
+            monkeypatch.chdir(tmp_path / folder)
+            with pytest.raises(ValueError, match=f"{message}.*{more}"), naming_start(tmp_path / "run"):
+                load_reward(spec)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", "summary.json", "run.json"])
+def test_a_folder_in_the_place_of_a_file_is_refused_at_the_start(name, model, tmp_path):
+    mark(tmp_path / "run")
+    if name == MARKER:  # as an early version's run, which had no marker
+        (tmp_path / "run" / MARKER).unlink()
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        (tmp_path / "run" / "config.yaml").write_text(toy_config(model, tmp_path).to_yaml())
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(
+        ValueError, match=f"{tmp_path / 'run' / name} is a folder, and the run writes a file of this name"
+    ):
+        require_usable(toy_config(model, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", ".lock"])
+def test_logs_and_locks_are_written_through_no_link(name, model, tmp_path):
+    mark(tmp_path / "run")
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    (tmp_path / "run" / name).symlink_to(mine)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'run' / name} is a link, and .* its target: remove the link"):
+        train(toy_config(model, tmp_path, steps=1))
+    assert mine.read_text() == "mine"

@@ -143,6 +143,16 @@ def test_a_long_series_is_thinned_and_keeps_its_newest_point(tmp_path):
     assert shown["notes"] == ["Of 5,000 points of a curve, one in 3 is shown."]
 
 
+def test_a_page_in_the_home_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = write_run(tmp_path / "run")
+    assert main(["view", "~/run", "--output=~/page.html"]) == 0
+    assert Page(tmp_path / "page.html").data["data"]["runs"][0]["name"] == str(run)
+    with pytest.raises(SystemExit):
+        main(["view", str(run), "--output=~nobodyhere/page.html"])
+    assert "--output: there is no user nobodyhere with a home folder" in capsys.readouterr().err
+
+
 # No folder; no metrics; a damaged line of metrics.
 @pytest.mark.parametrize(
     ("name", "text", "message"),

@@ -1,0 +1,66 @@
+"""Paths in a configuration: variables and ``~`` in them, and their form in a file that works from every folder."""
+
+import os
+from collections.abc import Mapping
+from string import Template
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, PlainSerializer, SerializationInfo, ValidationInfo
+
+from rlft_fast.files import expand_user
+
+AS_TYPED = {"is_typed": True}
+"""Pydantic's context for values of a file or a command line, where ``$HOME`` is a variable, and ``$$`` the letter $."""
+
+
+def as_typed(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Pydantic's context for writing values as a file has them, with paths from this folder on."""
+    return {"folder": os.fspath(folder)}
+
+
+def expand_path(path: str, info: ValidationInfo) -> str:
+    """A path with its variables, if it was typed, and with a home folder in place of ``~``.
+
+    Raises:
+        ValueError: there is no such variable or home folder, or the path has a character that no path has.
+    """
+    if "\0" in path:
+        raise ValueError("a path must not have the character \\0")
+    return expand_user(_with_variables(path) if info.context else path)
+
+
+def _with_variables(path: str) -> str:
+    try:
+        expanded = Template(path).substitute(os.environ)
+    except KeyError as error:
+        raise ValueError(
+            f"there is no environment variable {error.args[0]}: set it, or write $$ for the letter $"
+        ) from error
+    except ValueError as error:
+        raise ValueError("a $ begins the name of a variable, as in $HOME: write $$ for the letter $") from error
+    if not expanded:
+        raise ValueError("the variable is empty")
+    return expanded
+
+
+def typed_path(path: str, info: SerializationInfo) -> str:
+    """A path as a file has it, from the folder of `as_typed` on."""
+    context: Any = info.context
+    return path if context is None else os.path.join(context["folder"], path).replace("$", "$$")
+
+
+def _expand_file(spec: str, info: ValidationInfo) -> str:
+    file, _, function = spec.rpartition(":")
+    return f"{expand_path(file, info)}:{function}" if file.endswith(".py") else spec
+
+
+def _typed_file(spec: str, info: SerializationInfo) -> str:
+    is_file = spec.rpartition(":")[0].endswith(".py")
+    return spec.replace("$", "$$") if is_file and info.context is not None else spec
+
+
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(expand_path), PlainSerializer(typed_path)]
+"""Path of a file or folder. A shell expands no ``~`` and no ``$HOME`` in YAML, and no ``~`` after ``--key=``."""
+
+FunctionName = Annotated[str, AfterValidator(_expand_file), PlainSerializer(_typed_file)]
+"""A known name, module:function, or file.py:function. A relative file stays relative: metrics have the same name."""
