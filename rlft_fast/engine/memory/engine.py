@@ -100,12 +100,11 @@ def plan_engine_memory(
         scratch = 0
     shard_size = int(work.config.shard_size)
     state = state_by_part(model, config, shard_size)
-    waits = is_wrapped(config, world_size) and num_micro_batches > 1 and not config.reduce_every_micro_batch
     here = dict.fromkeys(state, 0) if work.offloaded else state
     memory = {
         "parameters": here["parameters"],
         "gradients": here["gradients"],
-        "gradients that wait": _FLOAT * local_numel(trained(model), 1) if waits else 0,
+        "gradients that wait": waiting_gradient_bytes(model, config, world_size, num_micro_batches),
         "optimizer": here["optimizer"],
         "logits workspace": scratch,
         "activations": 2 * growth,
@@ -124,6 +123,29 @@ def plan_engine_memory(
         host=state if work.offloaded else {},
         sent_bytes=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
     )
+
+
+def least_bytes(
+    path: str, config: EngineConfig, world_size: int, num_micro_batches: int, device_type: str, head: HeadKind,
+    memory_bytes: int,
+) -> int:  # fmt: skip
+    """Bytes that a training model keeps between micro-batches: a bound that takes no simulation.
+
+    Arguments as in `plan_engine_memory`.
+    """
+    config = config.for_device(device_type)
+    model, work = prepare(path, config, world_size, device_type, head, trains=True, memory_bytes=memory_bytes)
+    waiting = waiting_gradient_bytes(model, config, world_size, num_micro_batches)
+    if work.offloaded:
+        return waiting
+    state = state_by_part(model, config, int(work.config.shard_size))
+    return state["parameters"] + state["optimizer"] + (waiting or state["gradients"])
+
+
+def waiting_gradient_bytes(model: RLModel, config: EngineConfig, world_size: int, num_micro_batches: int) -> int:
+    """Bytes of the unreduced gradients of the whole model that wait for the step's last micro-batch."""
+    waits = is_wrapped(config, world_size) and num_micro_batches > 1 and not config.reduce_every_micro_batch
+    return _FLOAT * local_numel(trained(model), 1) if waits else 0
 
 
 def inference_bytes(

@@ -13,6 +13,7 @@ from rlft_fast.engine.memory.run import (
     largest_actor_max_tokens,
     longest_sequence,
     plan_memory,
+    surely_exceeds,
     surely_fits,
 )
 from rlft_fast.engine.memory.simulation import build_plain
@@ -80,12 +81,14 @@ def advice(
 
     def fits(changes: dict[str, Any]) -> bool:
         try:
-            other = plan_memory(changed(config, changes), world_size, memory_bytes, device_type)
+            other = changed(config, changes)
+            if surely_exceeds(other, world_size, memory_bytes, device_type):
+                return False
+            return plan_memory(other, world_size, memory_bytes, device_type).fits(memory_bytes, host_bytes)
         except MemoryPlanError:
             raise
         except ValueError:  # the run cannot have this setting
             return False
-        return other.fits(memory_bytes, host_bytes)
 
     largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]

@@ -18,6 +18,7 @@ from rlft_fast.engine.memory.engine import (
     head_scratch_bytes,
     inference_bytes,
     largest_max_tokens,
+    least_bytes,
     local_numel,
     plan_engine_memory,
     prepare,
@@ -171,6 +172,22 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
     phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake_bytes})
     on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
+
+
+def surely_exceeds(config: Config, world_size: int, memory_bytes: float, device_type: str) -> bool:
+    """Whether state and gradients of a model that trains alone exceed the memory. A plan is then not worth its seconds.
+
+    Arguments and errors as in `plan_memory`.
+    """
+    config = config.for_device(device_type)
+    return any(
+        least_bytes(
+            role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
+            role.head, int(memory_bytes),
+        ) > USABLE * memory_bytes
+        for role in run_roles(config).values()
+        if role.trains
+    )  # fmt: skip
 
 
 def _roughly(role: Role, world_size: int, device_type: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
-from rlft_fast.engine.memory.trace import Trace
+from rlft_fast.engine.memory.trace import MANY_ROWS, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding import build_model, reduce_gradients, shard
@@ -45,8 +45,6 @@ from rlft_fast.world import World
 # transformers reads the boundaries of a vision tower's images, unless the name of the attention contains "flash". A
 # fake tensor cannot be read.
 WHOLE_SEQUENCE, WHOLE_IMAGE = "rlft_whole_sequence", "rlft_whole_image_as_flash"
-
-_SIMULATED_ROWS = 1 << 12, 1 << 13  # rows of a rank in the passes that run
 
 
 class MemoryPlanError(ValueError):
@@ -97,26 +95,32 @@ class Peaks:
 def simulate(workload: Workload) -> Peaks:
     """Peak memory of the workload, weights included. The engine's own code builds, shards and runs the model.
 
-    A model that trains runs with two numbers of tokens, from which all others follow: a plan asks for five.
+    One pass tells of all numbers of tokens, unless a result grows more than its rows do, as a mask of rows by rows.
 
     Raises:
         ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or the process has joined a group.
         MemoryPlanError: the model has an operator that does not run on tensors without data.
     """
     ranks, few_passes = workload.config.sequence_parallel, min(workload.num_micro_batches, 2)
-    work = replace(workload, config=_without_caps(workload.config), num_micro_batches=few_passes)
-    if not work.trains:
-        return _peaks(_pass(work))
-    short, long = (_pass(replace(work, num_tokens=ranks * num_rows)) for num_rows in _SIMULATED_ROWS)
-    if not all(trace.linear_to(longer) for trace, longer in zip(short.traces, long.traces, strict=True)):
+    work = replace(workload, config=_config_of_pass(workload), num_micro_batches=few_passes)
+    try:
+        many = _pass(replace(work, num_tokens=ranks * MANY_ROWS))
+    except MemoryPlanError:
         return _peaks(_pass(work))
     num_rows = -(-work.num_tokens // ranks)
-    traces = [trace.at(num_rows, longer) for trace, longer in zip(short.traces, long.traces, strict=True)]
-    return _peaks(_Pass(short.repeats, traces))
+    return _peaks(_Pass(many.repeats, [trace.at(num_rows) for trace in many.traces]))
+
+
+def _config_of_pass(workload: Workload) -> EngineConfig:
+    """Without what the pass does not read: passes that differ in nothing else are simulated once."""
+    config = _without_caps(workload.config)
+    if workload.trains:
+        return config
+    return config.model_copy(update={"activation_checkpointing": "none", "reduce_every_micro_batch": False})
 
 
 def _without_caps(config: EngineConfig) -> EngineConfig:
-    """Without what a pass does not read: passes that differ in nothing else are simulated once."""
+    """Without what a model and its passes do not read."""
     return config.model_copy(update={"max_tokens": 1, "offload_between_phases": False})
 
 
@@ -188,7 +192,6 @@ def run_blocks(
     """
     config = workload.config
     group = world.sequence_group(config.sequence_parallel)
-    num_rows = -(-workload.num_tokens // config.sequence_parallel)
     model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
@@ -201,7 +204,7 @@ def run_blocks(
             tracker.begin_pass(workload.offloaded)
             with torch.no_grad():
                 _run(model, tracker, workload, group, 0)
-            return Trace(num_rows, tuple(tracker.notes))
+            return Trace(tuple(tracker.notes))
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         optimizer.initialize_state()
         tracker.begin_pass(workload.offloaded)
@@ -210,7 +213,7 @@ def run_blocks(
         for i in reversed(range(min(workload.num_micro_batches, 2))):
             reduce_gradients(model, i == 0, config.reduce_every_micro_batch)
             _run(model, tracker, workload, group, i)
-    return Trace(num_rows, tuple(tracker.notes))
+    return Trace(tuple(tracker.notes))
 
 
 def build(workload: Workload) -> RLModel:

@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 Moment = tuple[Hashable, ...]
 
+# A pass over so many rows tells of all numbers of rows. The number is larger than the bytes of any memory, so dividing
+# bytes by it gives the bytes of each row, and as the remainder the bytes that do not depend on the rows. A tensor of
+# rows by rows has more elements than 64 bits count, and the pass fails.
+MANY_ROWS = 1 << 42
+
 
 class Note(NamedTuple):
     """The memory after an operator.
@@ -15,20 +20,17 @@ class Note(NamedTuple):
         moment: the part of the pass to which the operator belongs.
         at_operator: whether it is the operator that takes memory inside.
         num_bytes: bytes of all storages that count.
-        created_bytes: bytes of the operator's results.
     """
 
     moment: Moment
     at_operator: bool
     num_bytes: int
-    created_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The notes of a pass over `num_rows` rows."""
+    """The notes of a pass."""
 
-    num_rows: int
     notes: tuple[Note, ...]
 
     def peaks(self, *, at_operator: bool = False) -> dict[Moment, int]:
@@ -39,20 +41,10 @@ class Trace:
                 peaks[note.moment] = max(peaks[note.moment], note.num_bytes)
         return peaks
 
-    def linear_to(self, longer: "Trace") -> bool:
-        """Whether the longer pass runs the same operators, and no result grows more than its rows do.
-
-        The size of each tensor is then linear in the rows. It would not be with a mask of rows by rows.
-        """
-        return len(self.notes) == len(longer.notes) and all(
-            short[:2] == long[:2] and long.created_bytes * self.num_rows <= short.created_bytes * longer.num_rows
-            for short, long in zip(self.notes, longer.notes, strict=True)
-        )
-
-    def at(self, num_rows: int, longer: "Trace") -> "Trace":
-        """The trace of the same pass over other rows, if the trace is `linear_to` a longer one."""
-        share, rows = num_rows - self.num_rows, longer.num_rows - self.num_rows
-        return Trace(num_rows, tuple(
-            short._replace(num_bytes=short.num_bytes + share * (long.num_bytes - short.num_bytes) // rows)
-            for short, long in zip(self.notes, longer.notes, strict=True)
+    def at(self, num_rows: int) -> "Trace":
+        """The trace of the same pass over other rows, if this pass has `MANY_ROWS`."""
+        half = MANY_ROWS // 2  # a remainder above a half is a negative number: of rows less a constant
+        split = ((note, divmod(note.num_bytes + half, MANY_ROWS)) for note in self.notes)
+        return Trace(tuple(
+            note._replace(num_bytes=per_row * num_rows + rest - half) for note, (per_row, rest) in split
         ))  # fmt: skip

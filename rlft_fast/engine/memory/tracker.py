@@ -1,10 +1,12 @@
 """The bytes that are allocated while operators run."""
 
 from collections.abc import Callable
+from operator import call
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +48,7 @@ class MemoryTracker(TorchDispatchMode):
         """
         peak = max(note.num_bytes for note in self.notes)
         self._left_out_bytes = self._all_bytes() if offloaded else 0
-        self.notes = [] if offloaded else [Note(self.moment, False, peak, 0)]
+        self.notes = [] if offloaded else [Note(self.moment, False, peak)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -54,19 +56,23 @@ class MemoryTracker(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # reads a tensor's device, which more than half of all calls do
             return outputs
-        created = [
-            tensor.untyped_storage()
-            for tensor in tree_leaves(outputs)
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta"
-        ]
-        self._storages.update((storage._cdata, storage) for storage in created)
-        self._note(func.name() == self.operator, sum(storage.nbytes() for storage in created))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and _device(tensor).type != "meta":
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = storage
+        self._note(func.name() == self.operator)
         return outputs
 
     def _all_bytes(self) -> int:
         """Sizes are read anew each time, because FSDP frees weights by resizing their storage without an operator."""
-        return sum(map(torch.UntypedStorage.nbytes, self._storages.values()))
+        living = filter(None, map(call, self._storages.valuerefs()))  # an empty storage is false
+        return sum(map(torch.UntypedStorage.nbytes, living))
 
-    def _note(self, at_operator: bool = False, created_bytes: int = 0) -> None:
+    def _note(self, at_operator: bool = False) -> None:
         elsewhere = self._left_out_bytes + (self.elsewhere() if self.elsewhere is not None else 0)
-        self.notes.append(Note(self.moment, at_operator, self._all_bytes() - elsewhere, created_bytes))
+        self.notes.append(Note(self.moment, at_operator, self._all_bytes() - elsewhere))
+
+
+def _device(tensor: Tensor) -> torch.device:
+    """To ask a fake tensor for its `device` calls an operator, as many as the pass has otherwise."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

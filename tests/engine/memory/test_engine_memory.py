@@ -9,7 +9,13 @@ import torch
 from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
-from rlft_fast.engine.memory.engine import USABLE, inference_bytes, largest_max_tokens, plan_engine_memory
+from rlft_fast.engine.memory.engine import (
+    USABLE,
+    inference_bytes,
+    largest_max_tokens,
+    least_bytes,
+    plan_engine_memory,
+)
 from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import leaving_process_group
@@ -64,7 +70,10 @@ def sharded_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def planned_bytes(path: Path, num_micro_batches: int, options: dict[str, Any]) -> int:
-    return plan_engine_memory(str(path), sharded_config(options), 2, num_micro_batches, "cpu").total_bytes
+    arguments = str(path), sharded_config(options), 2, num_micro_batches, "cpu"
+    planned = plan_engine_memory(*arguments).total_bytes
+    assert least_bytes(*arguments, "logprob", 1 << 62) <= planned
+    return planned
 
 
 def compare(rank: int, path: Path, num_micro_batches: int, options: dict[str, Any], planned: int) -> None:

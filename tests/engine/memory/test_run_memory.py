@@ -11,7 +11,7 @@ from rlft_fast.config import Config
 from rlft_fast.engine.memory.engine import USABLE
 from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run
 from rlft_fast.engine.memory.generator import GeneratorMemory
-from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_fits
+from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
@@ -226,7 +226,8 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
         check_run(config, 1, GIB, "cuda", host)
 
 
-# The rough estimate must never let through what a plan would refuse.
+# The rough estimate never lets a run through that a plan would refuse. The bound never refuses a run that a plan lets
+# through.
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 @pytest.mark.parametrize(
     "changes",
@@ -243,6 +244,8 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
 def test_what_surely_fits_does_fit(changes, device_type, config_of):
     config, memory = config_of(**changes, rollout__vllm__cpu_cache_gib=0.001), 80.0 * GIB
     while plan_memory(config, 2, memory, device_type).fits(memory):
+        assert not surely_exceeds(config, 2, memory, device_type)
         memory *= 0.7
+    assert surely_exceeds(config, 2, WEIGHTS, device_type)  # half of the weights, with moments and gradients
     assert not surely_fits(config, 2, memory, device_type, GIB)
     assert surely_fits(config, 2, 80 * GIB, device_type, GIB)
