@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,6 +36,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 
 _SHOWN = 3  # names in an error message
+_LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names; other floats are scales or packed
@@ -43,10 +45,23 @@ _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' na
 def build_on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """A transformers model whose parameters have no memory, but whose buffers (rotary frequencies, ...) are real."""
     # Without initial values, the memory of a parameter is never touched before the parameter moves to meta.
-    with _parameters_on_meta(), no_init_weights():
+    with _parameters_on_meta(), _LargeOnMeta(), no_init_weights():
         model = build()
     model.tie_weights()  # no_init_weights skips tying, too
     return model.eval()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Inside, `torch.empty` gives no memory to a large tensor. The system refuses memory that it does not have, touched
+    or not: the experts of one layer of DeepSeek-V3 are 30 GB in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs: dict[str, Any] = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            empty = torch.empty(*args, **kwargs | {"device": "meta"})
+            if empty.nbytes > _LARGE_BYTES:
+                return empty
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

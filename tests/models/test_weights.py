@@ -74,6 +74,15 @@ def test_streamed_weights_are_those_of_transformers(folder):
     assert_same_state(model, folder)
 
 
+def test_a_layer_may_be_larger_than_the_memory():
+    """The experts of one layer are 1 TB in float32, which the system does not even promise."""
+    config = DeepseekV3Config(**CONFIGS["deepseek"].to_dict() | {"hidden_size": 2**14, "moe_intermediate_size": 2**21})
+    model = build(config)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 2**40
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
 def test_buffers_are_where_the_model_computes():
     """FSDP copies offloaded weights to the device, but not the buffers beside them."""
     model = build(CONFIGS["llama"])
