@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
@@ -351,8 +351,11 @@ def whole_sequence_attention(
     """Stands for packed attention and needs as much memory. It reads no boundaries, which a fake tensor lacks."""
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # the kernels of packed attention take values as wide as queries
+        value = pad(value, (0, query.shape[-1] - width))
     output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    output = torch.cat([output], dim=2).transpose(1, 2)
+    output = torch.cat([output[..., :width]], dim=2).transpose(1, 2)
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None

@@ -133,6 +133,16 @@ def test_a_mask_of_rows_by_rows_is_counted_at_its_size(tmp_path, monkeypatch):
         assert simulate(work).anywhere > num_tokens**2
 
 
+def test_latent_attention_grows_with_the_tokens(tmp_path):
+    """Its values are narrower than its queries, for which torch has only an attention with a matrix of all scores."""
+    path, config = str(save_tiny_model("deepseek-v3", tmp_path)), EngineConfig(compute_dtype="bfloat16")
+    few, more, most = (
+        simulate(Workload(path=path, config=config, world_size=2, num_tokens=num_tokens, trains=False)).anywhere
+        for num_tokens in (1 << 12, 1 << 13, 1 << 14)
+    )
+    assert most - more == 2 * (more - few)
+
+
 # Rows more and rows less a constant: a convolution pads its rows, and differences have one row less.
 @pytest.mark.parametrize(("constant", "per_row"), [(7, 2), (0, 3), (-4, 4), (10**12, 10**7)])
 def test_a_trace_of_other_rows(constant, per_row):
