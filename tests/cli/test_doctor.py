@@ -10,7 +10,7 @@ import torch
 
 import rlft_fast
 from rlft_fast.cli import main
-from rlft_fast.cli.doctor import linear_logprob_error
+from rlft_fast.cli.doctor import linear_logprob_error, why_no_cuda_kernels
 
 
 @pytest.fixture
@@ -86,6 +86,12 @@ def test_what_does_not_work_says_why(report):
     assert all(len(detail) > 10 for status, detail in report.values() if status == "no")
     if not torch.cuda.is_available():
         assert report["GPU"][0] == "no"
+
+
+def test_cuda_kernels_are_advised_to_a_torch_that_loads_them():
+    assert "wheel of rlft_fast-cuda" in why_no_cuda_kernels("13.0")
+    assert "rlft_fast-cuda" not in why_no_cuda_kernels(None)
+    assert "install a torch built with CUDA, then pip install" in why_no_cuda_kernels(None)
 
 
 def test_an_unknown_backend_is_refused():
