@@ -258,7 +258,9 @@ class ServedVLLM:
             "sampling_params": fields | rest,
         }
         self._heard[server.url] = time.monotonic()
-        request = session.post(f"{server.url}{GENERATE}", json=body, headers=server.headers, allow_redirects=False)
+        request = session.post(
+            f"{server.url}{GENERATE}", json=body, headers=server.headers, allow_redirects=False, ssl=server.tls or True
+        )
         async with request as answer:
             if (pause_s := patience.pause_s(answer.status, answer.headers.get("Retry-After"))) is not None:
                 return pause_s
@@ -284,7 +286,10 @@ class ServedVLLM:
 
         async def ask(server: VLLMServer) -> None:
             try:
-                async with session.get(f"{server.url}/health", headers=server.headers, timeout=timeout) as answer:
+                request = session.get(
+                    f"{server.url}/health", headers=server.headers, timeout=timeout, ssl=server.tls or True
+                )
+                async with request as answer:
                     if answer.status not in (200, 429):
                         raise ServerError(f"the server {server.url} says {answer.status} at /health")
                 if pool.is_asked(server) and time.monotonic() - self._heard[server.url] > _SILENT_S:

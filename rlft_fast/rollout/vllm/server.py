@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -178,7 +179,7 @@ class VLLMServer:
         parts = urlsplit(check_server_url(self.url))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
-        self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path
         self._waiting: set[socket.socket] = set()  # connections of calls that wait for an answer
 
@@ -322,7 +323,7 @@ class VLLMServer:
         self, method: str, path: str, body: bytes | None, timeout_s: float | None
     ) -> tuple[int, str | None, bytes]:
         """Status, header Retry-After and content of an answer."""
-        connection = self._connection_class(*self._address, timeout=timeout_s or _ANSWER_S)
+        connection = self._connection(timeout_s or _ANSWER_S)
         answered = threading.Event()
         line: socket.socket | None = None
         try:
@@ -337,13 +338,19 @@ class VLLMServer:
                 answer = connection.getresponse()
                 content = answer.read(MAX_ANSWER_BYTES)
         except (OSError, HTTPException) as error:
-            raise ServerError(f"the server {self.url} does not answer: {error or type(error).__name__}") from error
+            reason = f"{error or type(error).__name__}{_advice(error)}"
+            raise ServerError(f"the server {self.url} does not answer: {reason}") from error
         finally:
             answered.set()
             if line is not None:
                 self._waiting.discard(line)
             connection.close()
         return answer.status, answer.getheader("Retry-After"), content
+
+    def _connection(self, timeout_s: float) -> HTTPConnection:
+        if self.tls is None:
+            return HTTPConnection(*self._address, timeout=timeout_s)
+        return HTTPSConnection(*self._address, timeout=timeout_s, context=self.tls)
 
     def _require_success(self, path: str, status: int, content: bytes) -> None:
         if status == 401:
@@ -357,6 +364,12 @@ class VLLMServer:
         if status != 200:
             said = content[:500].decode(errors="replace")
             raise ServerError(f"the server {self.url} failed at {path} with status {status}: {said}")
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return " (to trust its certificate, name a file with it in the environment variable SSL_CERT_FILE)"
+    return " (a server without TLS has a URL with http://)" if isinstance(error, ssl.SSLError) else ""
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,8 @@ class LyingServer(ThreadingHTTPServer):
     Args:
         lies: for a route what it answers: JSON, bytes, a status with headers and bytes, or an iterator of all that goes
             through the connection; or a function of the server and of the request's body that returns such an answer.
+        host: address to listen at.
+        tls: settings of TLS; None: none.
 
     Attributes:
         asked: routes that were asked for, in order.
@@ -54,8 +57,14 @@ class LyingServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, lies: dict[str, Any] | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, lies: dict[str, Any] | None = None, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, 0), _Handler)
+        self.tls = tls
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.lies = lies or {}
         self.facts: dict[str, Any] = FACTS | {"identity": f"{self.server_address[1]:x}"}
         self.version = "default"
@@ -64,7 +73,8 @@ class LyingServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        host, port, *_ = self.server_address
+        return f"{'http' if self.tls is None else 'https'}://{f'[{host}]' if ':' in str(host) else host}:{port}"
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
         self.asked.append(path)

@@ -1,7 +1,11 @@
 """What a run does with servers that lie, over real HTTP: they are named and lost, and their samples move."""
 
+import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,8 +48,8 @@ def start(monkeypatch) -> Iterator[Start]:
     monkeypatch.setenv("VLLM_API_KEY", "a secret of the tests")
     servers = []
 
-    def started(lies: dict[str, Any] | None = None) -> LyingServer:
-        servers.append(LyingServer(lies))
+    def started(*args: Any) -> LyingServer:
+        servers.append(LyingServer(*args))
         return servers[-1]
 
     yield started
@@ -98,6 +102,34 @@ def test_a_server_that_lies_is_named_and_lost(tokenizer, start, lies, message):
         assert sample(tokenizer, liar.url, other.url) == [[7] * 4] * 4
     with pytest.raises(ServerError, match=f"the server {liar.url} {message}"):
         sample(tokenizer, liar.url)
+
+
+@pytest.fixture
+def tls(tmp_path) -> tuple[ssl.SSLContext, Path]:
+    """A server's side of TLS, and the file of its certificate, which no authority has signed."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("needs openssl, which makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
+        "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1,IP:::1",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, certificate
+
+
+def test_addresses_of_ipv6_and_tls(tokenizer, start, tls, monkeypatch):
+    context, certificate = tls
+    plain, secure = start({}, "::1"), start({}, "::1", context)
+    assert sample(tokenizer, plain.url) == [[7] * 4] * 4
+    with pytest.raises(ServerError, match=r"self-signed certificate .*to trust its certificate, .* SSL_CERT_FILE"):
+        sample(tokenizer, secure.url)
+    with pytest.raises(ServerError, match=r"does not answer: .*a server without TLS has a URL with http://"):
+        sample(tokenizer, plain.url.replace("http:", "https:"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # read when a server is named, not when Python starts
+    assert sample(tokenizer, secure.url, start({}, "127.0.0.1", context).url) == [[7] * 4] * 4
 
 
 def test_a_busy_server_is_asked_again(tokenizer, start):
