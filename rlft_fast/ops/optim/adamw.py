@@ -11,6 +11,7 @@ parameter has a float32 master, and the step updates the master: a narrow parame
 half a unit of its last place.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,14 +21,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from rlft_fast.ops.library import check_device
-from rlft_fast.ops.optim.memory_order import in_order_of, is_dense, overlaps
-
-_NARROW = (torch.float16, torch.bfloat16)
-_WIDE = {torch.float64: torch.float64} | dict.fromkeys(
-    (torch.float32, *_NARROW), torch.float32
-)  # the dtype of the master
-_NOT_OFFERED = ("amsgrad", "maximize", "differentiable")  # options of torch.optim.AdamW that would change the formula
+from rlft_fast.ops.optim.checks import (
+    NARROW,
+    STATE,
+    WIDE,
+    check_count,
+    check_gradient,
+    check_moment,
+    check_offered,
+    check_parameter,
+    check_scalar,
+    check_settings,
+    check_state,
+    local_part,
+)
+from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -75,12 +83,17 @@ class FusedAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _check_offered({"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
+        check_offered({"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
+        self._seen: dict[Tensor, _Seen] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._seen = {}
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):  # else the base class says so
-            _check_settings(self.defaults | param_group)
+            check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -110,19 +123,25 @@ class FusedAdamW(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: a gradient is sparse or has other placements than its parameter; a parameter's elements share
-                memory; or coefficient or found_inf is on another device.
-            TypeError: a parameter's or gradient's dtype cannot be used, or coefficient or found_inf is not 0-d float32.
+            ValueError: a setting is out of range; a gradient is sparse or has other placements than its parameter; a
+                parameter's elements share memory; the state has other shapes than its parameter, or on the CPU a step
+                count that is none; or coefficient or found_inf is on another device.
+            TypeError: the dtype of a parameter, of its gradient or of its state cannot be used, or coefficient or
+                found_inf is not 0-d float32.
+
+            Where it raises, no parameter of any group has moved.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_settings(group, waits=False)
         copies: list[tuple[Tensor, Tensor]] = []
         calls = [(group, parts) for group in self.param_groups for parts in self._parts_by_dtype(group, copies)]
         for _, parts in calls:
-            _check_scalar("coefficient", coefficient, parts[0].parameter.device)
-            _check_scalar("found_inf", found_inf, parts[0].parameter.device)
+            check_scalar("coefficient", coefficient, parts[0].parameter.device)
+            check_scalar("found_inf", found_inf, parts[0].parameter.device)
         for group, parts in calls:
             _step(group, parts, coefficient, found_inf)
         for parameter, copy in copies:
@@ -136,8 +155,9 @@ class FusedAdamW(torch.optim.Optimizer):
         """Loads a state dict of this class or of `torch.optim.AdamW`. Tensors that need no conversion are not copied.
 
         Raises:
-            ValueError: the groups do not fit, use options that this class lacks, or a tensor is missing or has another
-                shape.
+            ValueError: the groups do not fit, have settings out of range or use options that this class lacks; a
+                tensor is missing or has another shape; or a step count is none.
+            TypeError: a moment is no dense tensor of real numbers.
         """
         states: dict[Tensor, dict[str, Tensor]] = {}
         # The base class rounds the loaded state to the parameters' dtypes, so this class restores the full precision.
@@ -155,7 +175,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _loaded_states(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
         for group in state_dict["param_groups"]:
-            _check_settings(group)
+            check_settings(group)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         states = state_dict["state"]  # keys and parameters may differ in number: the base class raises the error
@@ -164,13 +184,23 @@ class FusedAdamW(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            _check_parameter(parameter)
-            wide = _WIDE[parameter.dtype]
+            check_parameter(parameter)
+            wide = WIDE[parameter.dtype]
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
-        if parameter.dtype in _NARROW and "master" not in state:
+        if parameter.dtype in NARROW and "master" not in state:
             state["master"] = parameter.detach().float()
+        return state
+
+    def _checked_state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state, which is checked unless it is what the last step left."""
+        seen = self._seen.get(parameter)
+        if seen is not None and _is_seen(seen, state := self.state[parameter]):
+            return state
+        state = self._state_of(parameter)
+        check_state(parameter, state)
+        self._seen[parameter] = _seen(state)
         return state
 
     def _parts_by_dtype(self, group: dict[str, Any], copies: list[tuple[Tensor, Tensor]]) -> Iterator[list["_Parts"]]:
@@ -182,15 +212,45 @@ class FusedAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(group["params"]):
             gradient = parameter.grad
             if gradient is not None:
-                _check_gradient(index, gradient, parameter)
-                state = self._state_of(parameter)
-                if not is_dense(_local(parameter)):
-                    _check_parameter(parameter)
+                check_gradient(index, gradient, parameter)
+                state = self._checked_state_of(parameter)
+                if not is_dense(local_part(parameter)):
+                    check_parameter(parameter)
                     copies.append((parameter, torch.empty_like(parameter).copy_(parameter)))
                     parameter = copies[-1][1]
                 parts = _parts(parameter, gradient, state)
                 lists.setdefault((parameter.device, parameter.dtype, gradient.dtype), []).append(parts)
         yield from lists.values()
+
+
+_Seen = tuple[int, weakref.ref, weakref.ref, weakref.ref, weakref.ref]
+
+
+def _seen(state: dict[str, Tensor]) -> _Seen:
+    """What tells a checked state from another: its tensors, which are not kept alive, and its step count's version."""
+    step, exp_avg, exp_avg_sq = state["step"], state["exp_avg"], state["exp_avg_sq"]
+    refs = map(weakref.ref, (step, exp_avg, exp_avg_sq, state.get("master", step)))
+    return (_version(step), *refs)  # type: ignore[return-value]
+
+
+def _is_seen(seen: _Seen, state: dict[str, Any]) -> bool:
+    version, step, exp_avg, exp_avg_sq, master = seen  # a microsecond counts: models have thousands of parameters
+    found: Any = state.get("step")
+    return (
+        step() is found is not None
+        and exp_avg() is state.get("exp_avg")
+        and exp_avg_sq() is state.get("exp_avg_sq")
+        and master() is state.get("master", found)
+        and version == _version(found)
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has changed the tensor in place; the optimizer's own steps do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # of an inference tensor
+        return 0
 
 
 class _Parts(NamedTuple):
@@ -209,7 +269,7 @@ def _parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Pa
     parts = _local_parts(parameter, gradient, state)
     if all(map(Tensor.is_contiguous, parts)):
         return parts
-    _check_parameter(parameter)
+    check_parameter(parameter)
     _follow_layout(parameter, state)
     *tensors, step = _local_parts(parameter, gradient, state)
     return _Parts._make([*(in_order_of(tensors[0], tensor) for tensor in tensors), step])
@@ -218,7 +278,7 @@ def _parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Pa
 def _local_parts(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> _Parts:
     master = state.get("master", parameter)
     parts = _Parts(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], master, state["step"])
-    return _Parts(*map(_local, parts)) if isinstance(parameter, DTensor) else parts
+    return _Parts(*map(local_part, parts)) if isinstance(parameter, DTensor) else parts
 
 
 def _follow_layout(parameter: Tensor, state: dict[str, Tensor]) -> None:
@@ -237,90 +297,10 @@ def _step(group: dict[str, Any], parts: list[_Parts], coefficient: Tensor | None
     # The kernel reads a learning rate on a GPU. A learning rate on the CPU is read here, without waiting for a device.
     lr_tensor = lr.to(steps[0].device, torch.float32) if isinstance(lr, Tensor) and not lr.is_cpu else None
     torch.ops.rlft_fast.multi_tensor_adamw_(
-        parameters, gradients, exp_avgs, exp_avg_sqs, masters if parameters[0].dtype in _NARROW else [], steps,
+        parameters, gradients, exp_avgs, exp_avg_sqs, masters if parameters[0].dtype in NARROW else [], steps,
         float(lr) if lr_tensor is None else 0.0, lr_tensor, beta1, beta2, group["weight_decay"], group["eps"],
         coefficient, found_inf,
     )  # fmt: skip
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- checks --------------------------------------------------------------------------------------------------------
-
-
-def _check_settings(group: dict[str, Any]) -> None:
-    if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
-        raise ValueError(f"a parameter group has no {', '.join(missing)}: this state dict is not AdamW's.")
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr has shape {tuple(lr.shape)}, expected a number: pass a float or a 0-d tensor.")
-    if not lr >= 0:
-        raise ValueError(f"lr is {lr}, expected 0 or more.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are {betas}, expected two numbers in [0, 1), such as (0.9, 0.999).")
-    for key in ("eps", "weight_decay"):
-        if not group[key] >= 0:
-            raise ValueError(f"{key} is {group[key]}, expected 0 or more.")
-    _check_offered(group)
-    if not group.get("decoupled_weight_decay", True):
-        raise ValueError(
-            "decoupled_weight_decay is False: this is the state dict of Adam, whose weight decay is part of its "
-            "gradient. Set weight_decay to 0 and decoupled_weight_decay to True in its groups, or use torch.optim.Adam."
-        )
-
-
-def _check_offered(options: dict[str, Any]) -> None:
-    if asked := [key for key in _NOT_OFFERED if options.get(key)]:
-        raise ValueError(f"{asked[0]} is on, which FusedAdamW does not offer: turn it off, or use torch.optim.AdamW.")
-
-
-def _check_parameter(parameter: Tensor) -> None:
-    name = f"a parameter of shape {tuple(parameter.shape)}"
-    if parameter.dtype not in _WIDE:
-        raise TypeError(
-            f"{name} is {parameter.dtype}, expected float64, float32, float16 or bfloat16: "
-            "leave it to another optimizer."
-        )
-    local = _local(parameter)
-    if overlaps(local):
-        raise ValueError(
-            f"{name} has strides {local.stride()}, with which its elements share memory: make it contiguous()."
-        )
-    check_device(local.device)
-
-
-def _check_gradient(index: int, gradient: Tensor, parameter: Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise ValueError(f"gradient {index} has layout {gradient.layout}, expected a dense one: use sparse=False.")
-    if _WIDE.get(gradient.dtype, gradient.dtype) != _WIDE.get(parameter.dtype):
-        expected = "float64" if parameter.dtype == torch.float64 else "float32, float16 or bfloat16"
-        raise TypeError(f"gradient {index} is {gradient.dtype}, expected {expected} for a {parameter.dtype} parameter.")
-    if isinstance(parameter, DTensor) or isinstance(gradient, DTensor):
-        _check_placements(index, gradient, parameter)
-
-
-def _check_placements(index: int, gradient: Tensor, parameter: Tensor) -> None:
-    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
-        names = type(gradient).__name__, type(parameter).__name__
-        raise ValueError(f"gradient {index} is a {names[0]}, its parameter a {names[1]}: both or neither are DTensors.")
-    if gradient.placements != parameter.placements or gradient.device_mesh != parameter.device_mesh:
-        raise ValueError(
-            f"gradient {index} of shape {tuple(gradient.shape)} has placements {gradient.placements} on "
-            f"{gradient.device_mesh}, its parameter {parameter.placements} on {parameter.device_mesh}: "
-            "redistribute the gradient."
-        )
-
-
-def _check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> None:
-    if scalar is None:
-        return
-    if not isinstance(scalar, Tensor) or scalar.dtype != torch.float32 or scalar.numel() != 1:
-        got = f"{scalar.dtype} of shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else repr(scalar)
-        raise TypeError(f"{name} is {got}, expected a 0-d float32 tensor: take it from clip_coefficient.")
-    if scalar.device != device:
-        raise ValueError(f"{name} is on {scalar.device}, parameters are on {device}: pass {name}.to({str(device)!r}).")
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -333,22 +313,13 @@ def _loaded_state(parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]
             f"the state of a parameter of shape {tuple(parameter.shape)} has no {', '.join(missing)}: this state dict "
             "is not AdamW's, or it is a flat one, which torch cannot read while there are gradients: zero_grad() first."
         )
-    state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device=parameter.device)}
-    for key in ("exp_avg", "exp_avg_sq", "master")[: 3 if parameter.dtype in _NARROW else 2]:
+    check_count(saved["step"])
+    state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device=parameter.device).reshape(())}
+    for key in STATE[: 3 if parameter.dtype in NARROW else 2]:
         if key in saved:
-            state[key] = _loaded(key, saved[key], parameter)
+            check_moment(key, saved[key], parameter)
+            state[key] = saved[key].to(device=parameter.device, dtype=WIDE[parameter.dtype])
     return state
-
-
-def _loaded(key: str, saved: Tensor, parameter: Tensor) -> Tensor:
-    if saved.shape != parameter.shape:
-        raise ValueError(f"{key} has shape {tuple(saved.shape)}, its parameter {tuple(parameter.shape)}.")
-    if isinstance(saved, DTensor) != isinstance(parameter, DTensor):
-        raise ValueError(
-            f"{key} is a {type(saved).__name__}, its parameter a {type(parameter).__name__}: "
-            "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-        )
-    return saved.to(device=parameter.device, dtype=_WIDE[parameter.dtype])
 
 
 # ---- fakes ---------------------------------------------------------------------------------------------------------

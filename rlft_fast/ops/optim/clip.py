@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlft_fast.ops.optim.checks import is_number_in
 from rlft_fast.ops.optim.memory_order import is_dense
 from rlft_fast.ops.optim.norm import by_device_and_dtype, global_norm, gradients_of
 
@@ -88,7 +89,7 @@ def clip_grad_norm_(
 
 def _limit(max_norm: float | None) -> float | None:
     """max_norm, or None where it only measures."""
-    if max_norm is not None and not max_norm >= 0:
+    if max_norm is not None and not (is_number_in(max_norm, math.inf) or max_norm == math.inf):
         raise ValueError(f"max_norm is {max_norm}, expected a positive number, or None, 0 or inf to measure only.")
     return None if max_norm in (None, 0, math.inf) else max_norm
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -260,3 +261,111 @@ def test_opcheck(dtype, device):
     for scalars in ((None, None, None), (half, half, zero)):
         arguments = (*lists, masters, steps, 1e-3, scalars[0], 0.9, 0.99, 0.1, 1e-8, *scalars[1:])
         torch.library.opcheck(torch.ops.rlft_fast.multi_tensor_adamw_.default, arguments)
+
+
+# ---- state and settings that were changed between steps -------------------------------------------------------------
+
+
+def two_groups() -> FusedAdamW:
+    """After a step of two groups of one parameter each."""
+    first, second = as_parameters(random_tensors([(3,), (4,)]))
+    optimizer = FusedAdamW([{"params": [first]}, {"params": [second]}])
+    take_steps(optimizer, 1)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *((key, math.inf, f"{key} is inf, expected a finite number") for key in ("lr", "eps", "weight_decay")),
+        ("lr", "1", "lr is '1'"),
+        ("lr", 1j, "lr is 1j"),
+        ("lr", torch.tensor(math.nan), "lr is nan"),
+        ("eps", None, "eps is None"),
+        ("weight_decay", math.nan, "weight_decay is nan"),
+        ("betas", (math.inf, 0.9), r"betas are \(inf, 0\.9\)"),
+        ("betas", ("a", 0.9), r"betas are \('a', 0\.9\)"),
+        ("betas", 0.9, r"betas are 0\.9"),
+    ],
+)
+def test_a_setting_of_the_second_group_is_named_before_the_first_moves(key, value, message):
+    optimizer = two_groups()
+    before = bits(optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], key: value})
+    optimizer.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same_bits(bits(optimizer), before)
+
+
+BAD_STATE = [
+    ("step", lambda _: [1.0], (TypeError, ValueError), r"step is \[1\.0\]"),
+    ("step", lambda _: torch.ones(2), (TypeError, ValueError), "step is .*expected"),
+    *(
+        ("step", lambda _, count=count: torch.tensor(count), ValueError, "a whole number from 0 to 16777216")
+        for count in (math.nan, math.inf, -5.0, 1.5, 1e30)
+    ),
+    ("exp_avg", lambda x: x.to(torch.complex64), TypeError, "exp_avg is torch.complex64"),
+    ("exp_avg", lambda x: x.long(), TypeError, "exp_avg is torch.int64"),
+    ("exp_avg", lambda x: x.to_sparse(), TypeError, "exp_avg is .*layout torch.sparse_coo, expected dense"),
+    ("exp_avg_sq", lambda x: x.tolist(), TypeError, "exp_avg_sq is a list, expected a tensor"),
+    ("exp_avg_sq", lambda x: x[:2], ValueError, r"exp_avg_sq has shape \(2,\), its parameter \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "error", "message"), BAD_STATE)
+def test_bad_state_of_the_second_group_is_named_before_the_first_moves(key, change, error, message):
+    optimizer = two_groups()
+    saved, last = optimizer.state_dict(), optimizer.param_groups[1]["params"][0]
+    good = optimizer.state[last][key]
+    before = bits(optimizer)
+    saved["state"][1] = saved["state"][1] | {key: change(good)}
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(saved)
+    optimizer.state[last][key] = change(good)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    optimizer.state[last][key] = good
+    assert_same_bits(bits(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("exp_avg", lambda x: x.double(), "exp_avg is torch.float64 on cpu, expected torch.float32 on cpu"),
+        ("exp_avg", lambda x: x.to("meta"), "exp_avg is torch.float32 on meta"),
+        ("step", lambda x: x.double(), "step is torch.float64"),
+        ("step", lambda _: 3, "step is 3, expected a 0-d float32 tensor"),
+    ],
+)
+def test_state_that_loading_would_convert_is_refused_by_a_step(key, change, message):
+    optimizer = two_groups()
+    last = optimizer.param_groups[1]["params"][0]
+    good, before = optimizer.state[last][key], bits(optimizer)
+    optimizer.state[last][key] = change(good)
+    with pytest.raises(TypeError, match=message):
+        optimizer.step()
+    optimizer.state[last][key] = good
+    assert_same_bits(bits(optimizer), before)
+
+
+def test_a_step_count_that_is_changed_in_place_is_checked_again():
+    optimizer = two_groups()
+    last = optimizer.param_groups[1]["params"][0]
+    take_steps(optimizer, 1)
+    optimizer.state[last]["step"].fill_(math.nan)
+    first = optimizer.param_groups[0]["params"][0]
+    before = first.detach().clone()
+    with pytest.raises(ValueError, match="step is nan"):
+        optimizer.step()
+    assert torch.equal(first, before)
+
+
+def test_checked_state_is_not_kept_alive():
+    """An engine that moves the state elsewhere needs its memory back."""
+    optimizer = two_groups()
+    last = optimizer.param_groups[1]["params"][0]
+    old = weakref.ref(optimizer.state[last]["exp_avg"])
+    optimizer.state[last]["exp_avg"] = optimizer.state[last]["exp_avg"].clone()
+    assert old() is None

@@ -319,6 +319,8 @@ def test_scale_of_one_tensor(size, dtype, device):
     [
         (torch.ones(2), {"max_norm": -1.0}, ValueError, "max_norm is -1.0"),
         (torch.ones(2), {"max_norm": math.nan}, ValueError, "max_norm is nan"),
+        (torch.ones(2), {"max_norm": "1"}, ValueError, "max_norm is 1, expected a positive number"),
+        (torch.ones(2), {"max_norm": 1j}, ValueError, "max_norm is 1j, expected a positive number"),
         (torch.ones(2), {"max_norm": 1.0, "norm_type": 0.0}, ValueError, "norm_type is 0.0"),
         (torch.eye(2).to_sparse(), {"max_norm": 1.0}, ValueError, "sparse"),
         (torch.ones(2, dtype=torch.complex64), {"max_norm": 1.0}, TypeError, "complex64"),
