@@ -12,16 +12,18 @@ import json
 import multiprocessing
 import os
 import queue
+import secrets
 import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rlft_fast.config import TOKEN_VARIABLE
-from rlft_fast.rewards.guard import GUARD, end_worker
+from rlft_fast.rewards.guard import GUARD, MARK, end_worker
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import FAILED, RewardError, Text, compute_rewards, is_reward
 
@@ -78,7 +80,7 @@ class IsolatedReward:
     def close(self) -> None:
         """Kills the workers, also in the middle of a sample. The next call starts new workers."""
         for worker in list(self._busy):
-            end_worker(worker.pid)  # the thread that waits for its answer cleans up
+            end_worker(worker.pid, worker.mark)  # the thread that waits for its answer cleans up
         for _ in range(self._idle.qsize()):
             if (worker := self._idle.get()) is not None:
                 worker.kill()
@@ -109,13 +111,15 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(spec, other))
-        with _without_token():
+        self.mark = secrets.token_hex(16)
+        resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
+        with _environment_of_worker(self.mark):
             self.process.start()
         other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
         assert self.process.pid is not None
         self.pid = self.process.pid
         # Daemons may start no processes of their own. At the end of the trainer, the guard kills the workers first.
-        GUARD.watch(self.pid)
+        GUARD.watch(self.pid, self.mark)
         self.is_usable = True
         self.is_ready = False
 
@@ -153,7 +157,7 @@ class _Worker:
 
     def _read(self, timeout_s: float) -> bytes:
         """Reads one message. The worker is killed if the message has begun but is not complete in time."""
-        timer = threading.Timer(timeout_s, end_worker, (self.pid,))
+        timer = threading.Timer(timeout_s, end_worker, (self.pid, self.mark))
         timer.start()
         try:
             return self.connection.recv_bytes(_LONGEST_ANSWER)
@@ -164,10 +168,8 @@ class _Worker:
     def kill(self) -> None:
         """Kills the process, and the processes that the function started."""
         self.is_usable = False
-        with contextlib.suppress(ProcessLookupError):  # the worker may not have made its group yet
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.kill()
-        GUARD.forget(self.pid)
+        end_worker(self.pid, self.mark)
+        GUARD.forget(self.pid, self.mark)
         self.process.join()
         self.connection.close()
 
@@ -176,13 +178,15 @@ _STARTING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _without_token() -> Iterator[None]:
-    """A process that is started here does not inherit the token of the run's servers: it may run a model's code."""
+def _environment_of_worker(mark: str) -> Iterator[None]:
+    """A process that is started here has a mark, and not the token of the run's servers: it may run a model's code."""
     with _STARTING:  # threads start workers
         token = os.environ.pop(TOKEN_VARIABLE, None)
+        os.environ[MARK] = mark
         try:
             yield
         finally:
+            del os.environ[MARK]
             if token is not None:
                 os.environ[TOKEN_VARIABLE] = token
 

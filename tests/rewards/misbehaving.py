@@ -79,6 +79,15 @@ def start_others(completions, **columns):
             child.wait()
 
 
+def start_another_session(completions, **columns):
+    """Starts a process in a session of its own, whose parent then ends, and answers or ends as it is told."""
+    path, what = completions[0].split()
+    subprocess.run(["sh", "-c", f"setsid sleep 60 & echo $! $$ > {path}"], start_new_session=True, check=True)
+    if what == "exit":
+        os._exit(3)
+    return [1.0]
+
+
 def never_rest(completions, **columns):
     """Starts a process, and is then busy in C, which stops all Python threads."""
     child = subprocess.Popen(["sleep", "60"])

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_processes_that_a_function_starts_end_with_their_worker(isolated, tmp_pa
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert_ends(pids)
+
+
+@pytest.mark.parametrize("what", ["answer", "exit"])
+def test_processes_in_sessions_of_their_own_end_with_their_worker(what, isolated, tmp_path):
+    reward = isolated("start_another_session", timeout_s=30.0)
+    with warnings.catch_warnings(action="ignore"):
+        assert ask(reward, [f"{tmp_path / 'pids'} {what}"]) == [1.0 if what == "answer" else FAILED]
+    pid = int((tmp_path / "pids").read_text().split()[0])
+    assert is_running(pid) == (what == "answer")
+    reward.close()
+    assert_ends([pid])
+    assert ask(isolated("count_calls", timeout_s=30.0), ["a"]) == [1.0]  # the trainer's own processes live
 
 
 TRAINER = """
