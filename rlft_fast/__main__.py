@@ -1,7 +1,5 @@
 """``python -m rlft_fast`` is ``rlft-fast``; ``torchrun -m rlft_fast train ...`` starts several processes."""
 
-import sys
+from rlft_fast.cli import script
 
-from rlft_fast.cli import main
-
-sys.exit(main())
+script()

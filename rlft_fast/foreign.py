@@ -125,8 +125,8 @@ class ForeignCode:
             return
         outcome = f"; {' and '.join(stays)} cannot be put back" if stays else ", which is put back after each call"
         warnings.warn(
-            f"{self.what} changes the process of the run: {', '.join(new)}{outcome}. A function that needs a process "
-            "of its own gets it with reward.timeout_s",
+            f"{self.what} changes the process of the run: {', '.join(new)}{outcome}. Reward functions get a "
+            "process of their own with reward.timeout_s",
             stacklevel=3,
         )
 

@@ -4,22 +4,28 @@ A module is imported when its command runs, so that help and mistakes are answer
 """
 
 import argparse
+import contextlib
 import logging
+import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from types import TracebackType
+from typing import NoReturn
 
 import rlft_fast
 from rlft_fast.cli.parser import Parser
 from rlft_fast.cli.streams import keep_streams
-from rlft_fast.errors import RunError, needing_train, printable
+from rlft_fast.errors import RunError, needing_train, printable, text_of
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "script"]
 
+_LONGEST_TRACEBACK = 40_000  # characters
+_SECONDS_TO_EXIT = 20.0
 _FORMAT_WARNING = warnings.formatwarning
 
 COMMANDS = {
@@ -67,6 +73,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + getattr(error, "signal", signal.SIGINT)
 
 
+def script() -> NoReturn:
+    """`main` as a process, which ends soon after its command.
+
+    A thread of a reward function, or an exit hook of a tracker, could keep the process for ever.
+    """
+    status: object = 1  # of an error that Python shows
+    try:
+        status = main()
+    except SystemExit as error:  # of the parser
+        status = error.code
+        raise
+    finally:
+        ending = threading.Timer(_SECONDS_TO_EXIT, _end, [status if isinstance(status, int) else 1])
+        ending.daemon = True
+        ending.start()
+    sys.exit(status)
+
+
+def _end(status: int) -> None:
+    main_thread = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
+    what = f"the threads {', '.join(left)}" if left else "a function that was to run at the exit"
+    message = f"the command has ended, and its process ends without waiting for {what}"
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{printable(text_of(message))}\n".encode(errors="backslashreplace"))
+    os._exit(status)
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="rlft-fast",
@@ -86,7 +123,7 @@ def _parser() -> Parser:
 
 
 def _report(error: BaseException) -> int:
-    message = str(error) or type(error).__name__
+    message = text_of(error) or type(error).__name__
     print("error: " + printable(message).replace("\n", "\n       "), file=sys.stderr)
     config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
     if config is not None and isinstance(error, config.ConfigError):
@@ -108,7 +145,8 @@ class _LogRecord(logging.LogRecord):
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(printable(text_of(text, _LONGEST_TRACEBACK)), end="", file=sys.stderr)
 
 
 def _format_warning(

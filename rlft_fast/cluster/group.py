@@ -16,7 +16,7 @@ from rlft_fast.cluster.buffers import send_tensors_as_buffers
 from rlft_fast.cluster.dispatch import Dispatch, Registered, Split, registered_methods, split_batch, split_rows
 from rlft_fast.cluster.head import HEAD, Leaving, end_actors, keep_drivers
 from rlft_fast.cluster.resources import require_connected
-from rlft_fast.cluster.sendable import require_ray, require_sendable, send_user_files
+from rlft_fast.cluster.sendable import raising_little, require_ray, require_sendable, send_user_files
 from rlft_fast.cluster.workers import Worker
 from rlft_fast.config import Config, WorkersConfig
 from rlft_fast.data import Batch
@@ -311,4 +311,5 @@ class _Host(Leaving):
         self.worker = worker_class(config, init_distributed(config.timeout_minutes))
 
     def call(self, name: str, args: Sequence[Any]) -> Any:
-        return getattr(self.worker, name)(*args)
+        with raising_little():
+            return getattr(self.worker, name)(*args)

@@ -3,11 +3,37 @@
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
+from rlft_fast.errors import RunError, text_of
 from rlft_fast.plugins import PLUGIN_PREFIX
+
+_LONGEST_ERROR = 10_000  # characters
+
+
+@contextmanager
+def raising_little() -> Iterator[None]:
+    """Has a worker raise no exception of megabytes, nor an exception whose text cannot be made, to its driver.
+
+    Raises:
+        RunError: in the place of such an exception, with its beginning and its end.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_short(error):
+            raise
+        raise RunError(f"{type(error).__name__}: {text_of(error, _LONGEST_ERROR)}") from None
+
+
+def _is_short(error: Exception) -> bool:
+    try:
+        return len(str(error)) <= _LONGEST_ERROR
+    except Exception:
+        return False
 
 
 def require_ray() -> None:

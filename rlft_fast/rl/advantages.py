@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlft_fast.data import Batch
-from rlft_fast.errors import StepError
+from rlft_fast.errors import StepError, brief
+from rlft_fast.foreign import ForeignCode
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.plugins import function_name
 from rlft_fast.rl.group_advantages import (
@@ -73,10 +74,14 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
         return batch.replace(advantage_T=torch.zeros(0), return_T=torch.zeros(0))
     name, settings = function_name(function), {"gamma": gamma, "lam": lam}
     arguments = arguments_of("advantage", function, batch, settings)
+    call = ForeignCode(f"advantage {name}")
     try:
-        result = function(**arguments)
-    except Exception as error:
-        raise AdvantageError(f"advantage {name} raised {type(error).__name__}: {error}") from error
+        with call:
+            result = function(**arguments)
+    except BaseException as error:
+        if call.is_interrupted(error):
+            raise
+        raise AdvantageError(f"advantage {name} raised {type(error).__name__}: {brief(error)}") from error
     advantage, return_T = result if isinstance(result, AdvantageReturn) else (result, None)
     sizes = ((batch.num_tokens,), (batch.num_sequences,))
     if not isinstance(advantage, Tensor) or tuple(advantage.shape) not in sizes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from rlft_fast.errors import brief
 from rlft_fast.trainer.folder import dotted
 
 _PROJECT = "rlft_fast"
@@ -218,8 +219,8 @@ class Tracker:
                     send(*step)
         except _RunFailedError:
             pass
-        except Exception as error:  # whatever a tracker raises, the run goes on
-            self.warn(f"warning: {self.name} gets no numbers from here on: {type(error).__name__}: {error}")
+        except BaseException as error:  # whatever a tracker raises, SystemExit included, the run goes on
+            self.warn(f"warning: {self.name} gets no numbers from here on: {type(error).__name__}: {brief(error)}")
 
 
 def _is_installed(name: str) -> bool:

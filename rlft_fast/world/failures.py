@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from rlft_fast.errors import RunError
+from rlft_fast.errors import RunError, brief, text_of
 from rlft_fast.world.world import World
 
 # gloo raises a plain RuntimeError if a peer is gone (torch 2.13). Its text is the only sign; NCCL raises DistErrors.
@@ -43,7 +43,7 @@ def naming_lost_ranks(world: World, patience_s: float = 10.0) -> Iterator[None]:
         if world.store is None:
             raise
         consequence = _is_collective_failure(error)
-        _leave_reason(world, _CONSEQUENCE if consequence else f"{type(error).__name__}: {error}")
+        _leave_reason(world, _CONSEQUENCE if consequence else f"{type(error).__name__}: {brief(error)}")
         if not consequence:
             raise
         if isinstance(error, LostRankError):
@@ -67,11 +67,11 @@ def name_lost_ranks_at_exit(world: World) -> None:
 
 def _is_collective_failure(error: Exception) -> bool:
     # Other subclasses of RuntimeError, such as errors of a rollout, know their own cause.
-    if type(error) is RuntimeError and any(word in str(error).lower() for word in _GLOO_WORDS):
+    if type(error) is RuntimeError and any(word in text_of(error).lower() for word in _GLOO_WORDS):
         return True
     cause: BaseException | None = error  # of an error of a checkpoint, for instance
     while cause is not None:
-        if isinstance(cause, dist.DistError) or _IN_GLOO in str(cause):
+        if isinstance(cause, dist.DistError) or _IN_GLOO in text_of(cause):
             return True
         cause = cause.__cause__
     return False

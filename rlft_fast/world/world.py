@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlft_fast.errors import text_of
+
 T = TypeVar("T")
 
 RAISED_BY = "raised_by_rank"
@@ -107,7 +109,7 @@ class World:
 
     def _raise_first(self, own: Exception | None, errors: tuple[type[Exception], ...]) -> NoReturn:
         number = next((i for i, kind in enumerate(errors) if isinstance(own, kind)), None)
-        outcomes = self._all_gather_json([number, str(own) or type(own).__name__])
+        outcomes = self._all_gather_json([number, text_of(own) or type(own).__name__])
         kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(outcomes) if kind is not None)
         if own is not None and rank == self.rank:
             raise own

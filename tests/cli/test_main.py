@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlft_fast
-from rlft_fast.cli import COMMANDS, main
+from rlft_fast.cli import COMMANDS, _report, _show_traceback, main
 from rlft_fast.errors import TRAIN_MODULES
 
 ROOT = Path(rlft_fast.__file__).parents[1]
@@ -254,3 +254,40 @@ def test_plot_needs_the_name_of_a_picture(name, tmp_path, capsys):
     assert exit_info.value.code == 2
     assert "has no suffix that names the picture's format" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+HANGS = """
+import atexit, sys, threading, time
+from rlft_fast import cli
+cli._SECONDS_TO_EXIT = 0.5
+sys.argv = ["rlft-fast", *sys.argv[1:]]
+wait = lambda: time.sleep(60)
+HOW
+cli.script()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("threading.Thread(target=wait, name='of a judge').start()", "the threads of a judge"),
+        ("atexit.register(wait)", "a function that was to run at the exit"),
+    ],
+)
+@pytest.mark.parametrize(("argument", "status"), [("--version", 0), ("nonsense", 2)])
+def test_a_command_that_has_ended_ends_its_process(how, what, argument, status):
+    command = [sys.executable, "-c", HANGS.replace("HOW", how), argument]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == status
+    assert ended.stderr.endswith(f"the command has ended, and its process ends without waiting for {what}\n")
+    assert (ended.stdout == f"rlft-fast {rlft_fast.__version__}\n") == (status == 0)
+
+
+def test_an_error_of_megabytes_is_cut(capsys):
+    _report(ValueError("x" * 10**7))
+    error = RuntimeError("y" * 10**7)
+    _show_traceback(RuntimeError, error, None)
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: xxx")
+    assert "RuntimeError: yyy" in shown
+    assert len(shown) < 60_000

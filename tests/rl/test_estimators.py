@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.data import Batch
-from rlft_fast.rl import ADVANTAGES, AdvantageReturn, compute_advantages, discounted_returns
+from rlft_fast.rl import ADVANTAGES, AdvantageError, AdvantageReturn, compute_advantages, discounted_returns
 
 # Prompt 1 has rewards 3, 0, 0 with 1, 2 and 3 response tokens, prompt 0 has 1 and 1 with 1 and 2; interleaved.
 LENGTHS, GROUPS, REWARDS = [1, 1, 2, 2, 3], [1, 0, 1, 0, 1], [3.0, 1.0, 0.0, 1.0, 0.0]
@@ -183,3 +183,14 @@ def returning(value):
 def test_unusable_estimators_are_refused(function, message):
     with pytest.raises(ValueError, match=message):
         compute_advantages(make_batch(), function)
+
+
+def test_an_advantage_of_ones_own_that_exits_is_named_and_changes_nothing():
+    def leaves(reward_B):
+        torch.set_grad_enabled(False)
+        raise SystemExit(3)
+
+    message = "advantage .*leaves changes the process of the run: gradient mode"
+    with pytest.warns(UserWarning, match=message), pytest.raises(AdvantageError, match="leaves raised SystemExit: 3"):
+        compute_advantages(make_batch(), leaves)
+    assert torch.is_grad_enabled()

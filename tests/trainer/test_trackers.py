@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlft_fast.trainer import train
+from rlft_fast.trainer.trackers import TrackedRun, Tracker
 from tests.trainer.toy import WORDS, read_lines, toy_config, write_rows
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -164,3 +166,24 @@ def test_a_tracker_that_is_not_installed(tiny_model, tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="log names wandb, which is not installed: pip install wandb"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit("no licence"), "SystemExit: no licence"),
+        (ValueError("x" * 10**7), "ValueError: xxx"),
+        (ValueError(10**5000), "ValueError: (ValueError cannot be shown: str() raises ValueError)"),
+    ],
+)
+def test_however_a_tracker_fails_one_short_warning_says_so(error, said, tmp_path, monkeypatch):
+    def init(*_, **__):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    warnings = []
+    tracker = Tracker("trackio", TrackedRun(tmp_path, "id", 0, {}), warnings.append)
+    tracker.close(timeout_s=60.0)
+    (warning,) = warnings
+    assert warning.startswith(f"warning: trackio gets no numbers from here on: {said}")
+    assert len(warning) < 700

@@ -156,3 +156,14 @@ def check_timeouts(rank: int, directory: Path) -> None:
 
 def test_all_groups_wait_as_long_as_the_whole(tmp_path):
     run_distributed(check_timeouts, 2, tmp_path)
+
+
+def test_an_error_whose_text_cannot_be_made_is_no_lost_rank():
+    class MuteError(RuntimeError):
+        def __str__(self):
+            raise OSError
+
+    world = replace(World(), store=dist.HashStore())
+    with pytest.raises(MuteError), naming_lost_ranks(world):
+        raise MuteError
+    assert world.store.get("end/0") == b"MuteError: (MuteError cannot be shown: str() raises OSError)"
