@@ -10,6 +10,7 @@ import torch
 from rlft_fast.cli.keys import split_overrides
 from rlft_fast.cli.parser import Parser, path
 from rlft_fast.config import TOKEN_VARIABLE, Config
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import server_command, server_environment, token_from_environment
 
 
@@ -21,6 +22,7 @@ def run(arguments: list[str]) -> int:
         raise ValueError("vLLM is not installed: pip install vllm (on a CPU make install-vllm)")
     token = token_from_environment()
     _require_free(options.host, options.port)
+    load_tokenizer(config.model)  # vLLM would fail at a damaged one after it has loaded the model, or end without words
     on_gpu = torch.cuda.is_available()
     actor = config.actor.for_device("cuda" if on_gpu else "cpu")
     command = server_command(

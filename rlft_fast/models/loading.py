@@ -1,10 +1,14 @@
 """Loads models from local Hugging Face folders. Only safetensors are read. Nothing is unpickled, no hub is asked."""
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -19,6 +23,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from rlft_fast.errors import brief, without_panics
+from rlft_fast.files import read_text
 from rlft_fast.models.architectures import packed_implementation, require_packed_attention
 from rlft_fast.models.attention import PACKED_ATTENTION
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
@@ -26,6 +32,15 @@ from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
+from rlft_fast.tokenizer_files import check_tokenizer_files
+
+_SIZE = re.compile(
+    r"(?P<layers>(num|n)_(hidden_)?layers?|depth)|"
+    r"(hidden|vocab|intermediate)_size|n_embd|d_model|(num|n)_(attention_|key_value_)?heads?|head_dim"
+)
+_MOST_LAYERS = 1000  # a thousand layers are built in seconds; the deepest language models have some 130
+_LARGEST_SIZE = 1 << 24
+_PARTS = ("truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
@@ -123,17 +138,53 @@ def load_critic(path: str | Path) -> ValueModel:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, after it has tokenized a text.
 
     Raises:
-        ValueError: the folder is missing or holds no tokenizer.
+        ValueError: the folder is missing or holds no tokenizer that can be used.
     """
     _require_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        check_tokenizer_files(path)
+    except ValueError as error:
+        raise ValueError(f"cannot load a tokenizer from {path}: {error}") from error
+    try:
+        with without_panics():
+            loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            tokenizer = cast(PreTrainedTokenizerBase, loaded)
     except Exception as error:  # a damaged file may raise any error
-        raise ValueError(f"cannot load a tokenizer from {path}: {type(error).__name__}: {error}") from error
-    return cast(PreTrainedTokenizerBase, tokenizer)
+        where = _damaged_part(Path(path) / "tokenizer.json")
+        raise ValueError(f"cannot load a tokenizer from {path}: {where}{brief(error)}") from error
+    try:
+        with without_panics():
+            tokenizer.decode(tokenizer.encode("a"))
+    except Exception as error:  # tokenizers has no error of its own
+        raise ValueError(
+            f"the tokenizer in {path} cannot tokenize 'a' ({brief(error)}): correct its tokenizer.json"
+        ) from error
+    return tokenizer
+
+
+def _damaged_part(file: Path) -> str:
+    """The file and the key without which tokenizers reads the file; "" if there is no such key."""
+    try:
+        content = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    found = [name for name in _PARTS if isinstance(content, dict) and content.get(name)]
+    if not found or _is_readable(content):
+        return ""
+    key = next((name for name in found if _is_readable(content | {name: [] if name == "added_tokens" else None})), None)
+    return f"{file.name}{(key and f', {key}') or ''}: "
+
+
+def _is_readable(content: dict[str, Any]) -> bool:
+    try:
+        with without_panics():
+            Tokenizer.from_str(json.dumps(content))
+    except Exception:  # tokenizers has no error of its own
+        return False
+    return True
 
 
 def folder_dtype(path: str | Path) -> torch.dtype:
@@ -186,6 +237,8 @@ def _read_config(path: str | Path):
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is not a model folder: it has no config.json")
     try:
+        if (mistake := next(_mistaken_sizes(json.loads(read_text(Path(path) / "config.json"))), None)) is not None:
+            raise ValueError(mistake)
         # With None, transformers would ask on the terminal whether to run Python files of the folder.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         names = config.architectures
@@ -199,6 +252,16 @@ def _read_config(path: str | Path):
             f"{path} is not a model folder: transformers {transformers.__version__} cannot use its config.json "
             f"({' '.join(str(error).split())}): correct it, or give another folder"
         ) from error
+
+
+def _mistaken_sizes(config: Any) -> Iterator[str]:
+    """Sizes with which building a model takes minutes, or ends in an error that does not name them."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        yield from _mistaken_sizes(value)
+        if type(value) is int and (match := _SIZE.fullmatch(key)):
+            most = _MOST_LAYERS if match["layers"] else _LARGEST_SIZE
+            if not 1 <= value <= most:
+                yield f"{key} is {value}, expected 1 to {most}"
 
 
 def _refuse_adapter(path: str | Path) -> None:

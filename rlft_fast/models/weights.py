@@ -35,7 +35,10 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
+from rlft_fast.errors import brief
+
 _SHOWN = 3  # names in an error message
+_SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
@@ -308,8 +311,9 @@ def _check_tied(folder: Path, tied: list[list[str]], sources: dict[str, _Source]
         stored = [sources[name].parts[0][1] for name in names if name in sources]
         if different := [other.key for other in stored[1:] if not _equal(stored[0], other)]:
             raise ValueError(
-                f"config.json ties {stored[0].key} and {different[0]}, but the weights in {folder} hold different "
-                "values: if the model was trained without the tie, set tie_word_embeddings to false in config.json"
+                f"config.json ties {name_some([stored[0].key])} and {name_some(different[:1])}, but the weights in "
+                f"{folder} hold different values: if the model was trained without the tie, set "
+                "tie_word_embeddings to false in config.json"
             )
 
 
@@ -338,7 +342,7 @@ def _check_extra(folder: Path, model: PreTrainedModel, extra: list[str], used: l
 
 def name_some(names: list[str]) -> str:
     """The first few of many names, for a message."""
-    shown = ", ".join(names[:_SHOWN])
+    shown = ", ".join(brief(name, _SHOWN_CHARACTERS) for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
@@ -356,11 +360,12 @@ def _stored(folder: Path) -> list[_Stored]:
                     part = tensors.get_slice(key)
                     stored = _Stored(key, file, tuple(part.get_shape()), part.get_dtype())
                     if key in found and named.get(key) not in (file, found[key].file):
-                        raise ValueError(f"{found[key].file.name} has {key}, too, and the index names neither file")
+                        name = name_some([key])
+                        raise ValueError(f"{found[key].file.name} has {name}, too, and the index names neither file")
                     if key not in found or named.get(key) == file:
                         found[key] = stored
         except (OSError, SafetensorError, ValueError) as error:
-            raise ValueError(f"cannot load the model in {folder}: {file.name}: {error}") from error
+            raise ValueError(f"cannot load the model in {folder}: {file.name}: {brief(error)}") from error
     return [*found.values()]
 
 

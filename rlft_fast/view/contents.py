@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlft_fast.config import Config, ConfigError
+from rlft_fast.errors import without_panics
+from rlft_fast.tokenizer_files import check_tokenizer_files
 from rlft_fast.trainer import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
@@ -248,7 +250,9 @@ def _texts_of_file(path: Path, ids: list[int]) -> dict[int, str]:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        check_tokenizer_files(path.parent)
+        with without_panics():
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers has no error of its own for a damaged file
         raise ValueError(f"{path} is damaged: {error}") from error
     pieces = {token: tokenizer.id_to_token(token) for token in ids if token >= 0}

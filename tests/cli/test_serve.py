@@ -1,7 +1,9 @@
 """`rlft-fast serve` before it becomes vLLM: its options, its token, and the command."""
 
 import argparse
+import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -16,9 +18,9 @@ TOKEN = "a secret of the tests"
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tiny_model, tmp_path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text("{model: m, output_dir: o, steps: 1, data: {task: chain_sum}}")
+    path.write_text(f"model: {tiny_model('llama')}\noutput_dir: o\nsteps: 1\ndata: {{task: chain_sum}}")
     return path
 
 
@@ -100,6 +102,19 @@ def test_blanks_around_a_token_are_cut(run, vllm, monkeypatch):
         port = listener.getsockname()[1]
     main(["serve", str(run), "--port", str(port)])
     assert vllm[0][1]["VLLM_API_KEY"] == TOKEN
+
+
+def test_a_tokenizer_that_vllm_cannot_use(run, vllm, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", TOKEN)
+    folder = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 2**31
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with taken() as listener:
+        port = listener.getsockname()[1]
+    assert main(["serve", str(run), "--port", str(port), "--model", str(folder)]) == 1
+    assert f"cannot load a tokenizer from {folder}: tokenizer.json: model.vocab gives" in capsys.readouterr().err
+    assert not vllm
 
 
 def test_values_that_look_like_options():

@@ -152,8 +152,13 @@ def test_models_without_lm_head(tmp_path):
     ("changes", "message"),
     [
         ({"pad_token_id": 10**6}, "cannot build the model in .* AssertionError: Padding_idx"),
-        ({"num_key_value_heads": 0}, "cannot build the model in .* ZeroDivisionError"),
-        ({"hidden_size": -8}, "cannot build the model in .* negative dimension"),
+        ({"num_key_value_heads": 0}, r"cannot use its config\.json \(num_key_value_heads is 0, expected 1 to 16777216"),
+        ({"hidden_size": 0}, r"cannot use its config\.json \(hidden_size is 0, expected 1 to"),
+        ({"hidden_size": -8}, r"cannot use its config\.json \(hidden_size is -8, expected 1 to"),
+        ({"vocab_size": 10**12}, r"cannot use its config\.json \(vocab_size is 1000000000000, expected 1 to 16777216"),
+        # transformers would make a list of as many names, and then as many modules.
+        ({"num_hidden_layers": 10**10}, r"\(num_hidden_layers is 10000000000, expected 1 to 1000\)"),
+        ({"vision_config": {"depth": 10**5}}, r"\(depth is 100000, expected 1 to 1000\)"),
         # transformers 5.13 refuses these two itself, in other words.
         ({"architectures": "LlamaForCausalLM"}, r"cannot use its config\.json .*architectures.* 'LlamaForCausalLM'"),
         ({"architectures": [1]}, r"cannot use its config\.json .*architectures.* \[1\]"),
@@ -253,6 +258,13 @@ def test_missing_experts(lost, tmp_path):
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"gate_up_proj (of shape .* instead of \(4, 32, 16\)|do not fit together)"):
         load_policy(tmp_path)
+
+
+def test_names_of_tensors_are_cut(folder):
+    change_weights(folder, {10**6 * "a": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"hold a+ \.\.\. a+, for which the .* has no place") as error:
+        load_policy(folder)
+    assert len(str(error.value)) < 600
 
 
 def test_tied_weights_that_differ(folder):
@@ -381,10 +393,85 @@ def test_folder_without_tokenizer(folder):
         load_tokenizer(folder)
 
 
-def test_damaged_tokenizer(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+ADDED = [{"id": 2**31, "content": "<eos>", "special": True}]
+TO_100 = {"type": "Replace", "pattern": {"String": "a"}, "content": 100 * "a"}
+BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<b>", "type_id": 0}}], "pair": [],
+       "special_tokens": {}}  # fmt: skip
+WORDS = {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}
+KINDS = "data did not match any variant of untagged enum"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # At the first seven the library would end the process, fill gigabytes, or panic.
+        (
+            {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}},
+            "vocab gives the token 'a' the id 2147",
+        ),
+        (
+            {"added_tokens": ADDED},
+            "added_tokens gives the token '<eos>' the id 2147483648, expected an",
+        ),
+        (
+            {"normalizer": TO_100 | {"content": 10**7 * "a"}},
+            "normalizer makes 10000000 characters of one and",
+        ),
+        ({"normalizer": {"type": "Sequence", "normalizers": 5 * [TO_100]}}, "normalizer makes 10000000000 characters"),
+        ({"normalizer": TO_100 | {"pattern": {"Regex": "x*"}}}, "normalizer makes 101 characters of one and adds"),
+        ({"normalizer": {"type": "Prepend", "prepend": 10**4 * "a"}}, "characters of one and adds 10000 to each text"),
+        ({"post_processor": BOS}, "post_processor puts the token '<b>' around texts, and its special_tokens do not"),
+        ({"post_processor": {"type": "Own"}}, f"tokenizer.json, post_processor: {KINDS} PostProcessorWrapper"),
+        ({"pre_tokenizer": {"type": "Own"}}, f"tokenizer.json, pre_tokenizer: {KINDS}"),
+        ({"decoder": {"type": "Own"}}, f"tokenizer.json, decoder: {KINDS}"),
+        ({"model": {"type": "Own"}}, "tokenizer.json: "),
+        ({"version": "9.0"}, "tokenizer.json: Unknown tokenizer version"),
+        ({"model": WORDS, "added_tokens": []}, "cannot tokenize 'a' (WordLevel error: Missing [UNK] token from the"),
+        ({"model": {"type": "Unigram", "vocab": [["b", -1.0]], "unk_id": None}}, "cannot tokenize 'a' (Encountered an"),
+    ],
+)
+def test_tokenizers_that_cannot_be_used(changes, message, folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ValueError, match=r"tokenizer(_config)?\.json") as error:
         load_tokenizer(folder)
+    assert message in str(error.value)
+    assert str(folder) in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{}", "cannot load a tokenizer from "),
+        ("tokenizer.json", "[" * 10**5, "tokenizer.json is no JSON: maximum recursion depth"),
+        ("tokenizer_config.json", '{"model_max_length": "long"}', "model_max_length is 'long', expected a number"),
+        (
+            "vocab.json",
+            json.dumps({"a": 2**31}),
+            "vocab.json: it gives the token 'a' the id 2147483648, expected an",
+        ),
+        (
+            "additional_chat_templates/._rag.jinja",
+            "Mac OS X",
+            "._rag.jinja is a file of macOS and no chat template",
+        ),
+    ],
+)
+def test_files_of_a_tokenizer_that_cannot_be_used(name, text, message, folder):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_tokenizer(folder)
+
+
+def test_a_normalizer_may_change_texts(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    shorter = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}, {"type": "Prepend", "prepend": "b"}]
+    changes = {"normalizer": {"type": "Sequence", "normalizers": [*shorter, {"type": "NFKC"}, {"type": "Lowercase"}]}}
+    (folder / "tokenizer.json").write_text(json.dumps(content | changes))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("A    a")) == "ba a"
 
 
 @pytest.mark.parametrize(("file", "load"), [("tokenizer_config.json", load_tokenizer), ("config.json", load_policy)])

@@ -239,6 +239,13 @@ def test_a_folder_in_the_place_of_a_page_is_named(name, tmp_path, capsys):
     )
 
 
+def test_a_tokenizer_that_would_end_the_process(tmp_path):
+    content = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged: .*: model\.vocab gives the token 'a' the id"):
+        token_texts(tmp_path, [0])
+
+
 def test_without_samples_the_page_says_so(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "samples.jsonl").unlink()

