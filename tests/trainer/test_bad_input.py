@@ -441,20 +441,6 @@ def steep(**optimizer: float) -> dict:
     return {"actor__optimizer": optimizer, "checkpoint__every": 1}
 
 
-def test_a_curve_that_cannot_be_written(run, tmp_path):
-    """The run still ends well."""
-    in_the_way = tmp_path / "run" / "curve.png"
-    (tmp_path / "reward.py").write_text(
-        "from pathlib import Path\nfrom tests.trainer.toy import even_share\n"
-        f"def reward(**columns):\n    Path({str(in_the_way)!r}).mkdir(exist_ok=True)\n"
-        "    return even_share(**columns)\n"
-    )
-    with pytest.warns(UserWarning, match=r"^curve\.png cannot be drawn: .*curve\.png is a folder.* \(rlft-fast plot "):
-        code, out, _ = run(steps=1, reward__function=f"{tmp_path / 'reward.py'}:reward")
-    assert code == 0
-    assert "the model is in" in out
-
-
 def test_logits_that_overflow(run, tmp_path):
     """Weights of 1e30 are finite, what is computed with them is not; the newest checkpoint has them."""
     code, shown, error = run(**steep())

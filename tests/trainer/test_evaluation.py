@@ -12,10 +12,6 @@ from rlft_fast.trainer import train
 from tests.trainer.toy import HERE, comparable, even_share, toy_config, toy_values, write_rows
 
 
-def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [1 - (share or 0.0) for share in even_share(completion_ids)]
-
-
 def negative_or_none(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """None in the first evaluation of two sets, later a number below 0; always None for one of the sets."""
     negative_or_none.calls += 1  # type: ignore[attr-defined]
@@ -104,28 +100,6 @@ def test_the_best_policy_is_kept(sampled, capsys):
     assert best["step"] != 4  # else the test compares with the last policy
     metrics = evaluated(sampled / "best", sampled, capsys)
     assert metrics == {name: best[name] for name in metrics}
-
-
-@pytest.mark.slow
-def test_the_best_policy_survives_a_run_that_goes_on(tiny_model, tmp_path, capsys):
-    """The last evaluation of the first part is the best: the second part learns the opposite."""
-    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": word} for word in ("sea", "ice", "fog")])
-    evaluation = {"path": str(held_out), "max_new_tokens": 6, "samples_per_prompt": 8, "temperature": 1.0}
-    evaluation["function"] = f"{HERE}:even_share"
-    model, run = tiny_model("llama"), tmp_path / "run"
-    changes = {"evaluation": evaluation, "checkpoint__best": "accuracy"}
-    train(toy_config(model, tmp_path, **changes, steps=16))
-    opposite = {"reward__function": f"{__file__}:odd_share", "actor__optimizer": {"learning_rate": 0.03}}
-    train(toy_config(model, tmp_path, **changes, **opposite, steps=28), resume=True, force=True)
-    rows = {row["step"]: row["accuracy"] for row in comparable(run) if "accuracy" in row}
-    assert list(rows) == [0, 16, 28]
-    assert rows[16] > max(rows[0], rows[28])
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["best_step"], summary["accuracy_best"]) == (16, rows[16])
-    assert evaluated(run / "best", run, capsys)["accuracy"] == rows[16]
-    changes["checkpoint__best"] = "pass_at_8"  # not compared with an accuracy
-    train(toy_config(model, tmp_path, **changes, **opposite, steps=29), resume=True)
-    assert json.loads((run / "summary.json").read_text())["best_step"] == 29
 
 
 def test_a_set_without_a_judged_answer_has_no_number(tiny_model, tmp_path):

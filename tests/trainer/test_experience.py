@@ -23,6 +23,7 @@ from rlft_fast.trainer.experience import (
 )
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.world import World
+from tests.support.distributed import run_distributed
 
 # Two prompts: no reward, a cut-off completion, a completion of one token, tokens of an environment, two versions.
 ANSWERS = [
@@ -47,7 +48,7 @@ def assert_same(found: Samples, expected: Samples) -> None:
         torch.testing.assert_close(found.parts[name], part, rtol=0, atol=0, equal_nan=True)
 
 
-def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, which starts processes anyway
+def gather(rank: int) -> None:
     """In the order of rows and numbers, whichever rank made them; every rank has the names of all parts."""
     world = World.current()
     parts = [{"b": reward, "a": 0.25 * i} for i, reward in enumerate(REWARDS)]
@@ -61,6 +62,11 @@ def check_gathering_on_two_ranks(rank: int) -> None:  # called by test_resume, w
     narrow, wide = sampled_among(4), sampled_among(6)
     assert_same((narrow.of_rows([0]) if rank == 0 else wide.of_rows([1])).gather(world), mixed(narrow, wide))
     assert_same((narrow if rank == 0 else SAMPLES.select(torch.arange(0))).gather(world), narrow)
+
+
+@pytest.mark.dist
+def test_samples_of_two_ranks_are_gathered():
+    run_distributed(gather, 2)
 
 
 def sampled_among(width: int) -> Samples:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.cli import main
-from rlft_fast.trainer import train
 from rlft_fast.trainer.lock import NAME, locked, require_unlocked
 from tests.support.distributed import run_distributed
-from tests.trainer.runs.test_resume import FEWER_OPTIONS, write_config
-from tests.trainer.toy import toy_config
+from tests.trainer.counting import count, counting_config
+from tests.trainer.struck import FEWER_OPTIONS, write_config
 
 HOLD = """
 import runpy, sys, time
@@ -56,15 +55,15 @@ def test_a_second_run_is_refused_by_name_of_the_first(holder, tiny_model, tmp_pa
     assert not (tmp_path / "run" / NAME).exists()
 
 
-def refused_run(rank: int, model: Path, folder: Path) -> None:
+def refused_run(rank: int, folder: Path) -> None:
     with pytest.raises(ValueError, match=f"{'rank 0: ' * (rank == 1)}.*is in use by process"):
-        train(toy_config(model, folder))
+        count(folder)
 
 
 @pytest.mark.dist
-def test_two_processes_are_refused_together(holder, tiny_model, tmp_path):
-    toy_config(tiny_model("llama"), tmp_path)  # writes the data
-    run_distributed(refused_run, 2, tiny_model("llama"), tmp_path)
+def test_two_processes_are_refused_together(holder, tmp_path):
+    counting_config(tmp_path)  # writes the data
+    run_distributed(refused_run, 2, tmp_path)
 
 
 def test_whatever_the_file_says_is_refused_in_one_line(holder, tmp_path):

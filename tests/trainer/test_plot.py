@@ -13,6 +13,11 @@ from rlft_fast.trainer.plot import _running_mean, plot_runs, read_metrics
 SERIES = ("reward_mean", "accuracy", "approx_kl", "entropy", "completion_length_mean", "tokens_per_second")
 
 
+@pytest.fixture(autouse=True)
+def without_curves() -> None:
+    """Here they are drawn."""
+
+
 def write_run(folder, num_steps: int, names=SERIES):
     folder.mkdir()
     rows = [{"step": step} | dict.fromkeys(names, step / num_steps) for step in range(1, num_steps + 1)]

@@ -14,6 +14,7 @@ from rlft_fast.trainer import train
 from rlft_fast.trainer.experience import build_batch, scored_samples
 from rlft_fast.trainer.log import RunLog
 from rlft_fast.trainer.tokens import read_tokens, token_columns, write_tokens
+from tests.trainer.counting import count
 from tests.trainer.test_experience import PROMPTS, SAMPLES
 from tests.trainer.toy import comparable, read_lines, toy_config
 
@@ -128,9 +129,9 @@ def test_what_no_pass_computes_is_left_out(mini_batches, tiny_model, tmp_path):
     assert 0 < sum(stopped) < len(stopped)
 
 
-def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tiny_model, tmp_path):
+def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tmp_path):
     run = tmp_path / "run"
-    train(toy_config(tiny_model("llama"), tmp_path, log_tokens_mib=1, steps=2))
+    count(tmp_path, steps=2, log_tokens_mib=1)
     assert sorted(os.listdir(run / "tokens")) == ["step_00000001.safetensors", "step_00000002.safetensors"]
     (run / "tokens" / "step_00000003.safetensors.incomplete").touch()
     (run / "tokens" / "notes.txt").touch()
@@ -138,10 +139,10 @@ def test_a_run_keeps_no_numbers_of_steps_that_it_has_not_done(tiny_model, tmp_pa
     log.rewind(1, {})
     assert sorted(os.listdir(run / "tokens")) == ["notes.txt", "step_00000001.safetensors"]
     (run / "tokens" / "step_00000007.safetensors").touch()
-    train(toy_config(tiny_model("llama"), tmp_path, log_tokens_mib=1, steps=3), resume=True)
+    count(tmp_path, steps=3, log_tokens_mib=1, resume=True)
     kept = ["notes.txt", "step_00000001.safetensors", "step_00000003.safetensors"]  # the checkpoint is of step 2
     assert sorted(os.listdir(run / "tokens")) == kept
-    train(toy_config(tiny_model("llama"), tmp_path, steps=1))  # from the beginning
+    count(tmp_path, steps=1)  # from the beginning
     assert os.listdir(run / "tokens") == ["notes.txt"]
     assert log.set_aside() == ["metrics.1.jsonl", "samples.1.jsonl", "tokens.1"]
 

@@ -14,6 +14,7 @@ import pytest
 
 from rlft_fast.trainer import train
 from rlft_fast.trainer.trackers import TrackedRun, Tracker
+from tests.trainer.counting import count
 from tests.trainer.toy import WORDS, read_lines, toy_config, write_rows
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -88,13 +89,13 @@ def offline(trackio_dir, monkeypatch):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_has_the_numbers_of_a_resumed_run(name, tiny_model, tmp_path):
-    model, run = tiny_model("llama"), tmp_path / "run"
-    train(toy_config(model, tmp_path, log=["jsonl", name], steps=2))
+def test_a_tracker_has_the_numbers_of_a_resumed_run(name, tmp_path):
+    run = tmp_path / "run"
+    count(tmp_path, log=["jsonl", name], steps=2, evaluation=None)
     run_id = json.loads((run / "run.json").read_text())["id"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 2
-    train(toy_config(model, tmp_path, log=[name], steps=3), resume=True)
+    count(tmp_path, log=[name], steps=3, evaluation=None, resume=True)
     assert json.loads((run / "run.json").read_text())["id"] == run_id
     written = {
         (row["step"], name): pytest.approx(value, rel=1e-6)

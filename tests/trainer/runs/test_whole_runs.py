@@ -17,7 +17,7 @@ from rlft_fast.trainer import train
 from tests.rollout.vllm.test_generators import HEADS, needs_vllm
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
-from tests.trainer.runs.test_resume import assert_same_result, write_config
+from tests.trainer.struck import assert_same_result, write_config
 from tests.trainer.toy import HERE, comparable
 
 pytestmark = pytest.mark.slow
