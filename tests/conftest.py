@@ -40,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, obj: object) -> list[pytest.Item] | None:
+    """Without a GPU, tests marked ``gpu`` are not collected: to make hundreds of items takes seconds."""
+    marks = [*collector.iter_markers(), *getattr(obj, "pytestmark", [])]
+    if not torch.cuda.is_available() and any(isinstance(mark, pytest.Mark) and mark.name == "gpu" for mark in marks):
+        return []
+    return None
+
+
 def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:
     """One in ``n`` of the variants of each test, at least one.
 

@@ -183,7 +183,6 @@ def test_to_moves_every_tensor_and_a_device_batch_refuses_to_wait():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_to_cuda_returns_the_same_numbers():
     batch = random_batch([2, 3])
     moved = batch.to("cuda")

@@ -19,7 +19,7 @@ from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.trainer import train
 from tests.engine import reference
 from tests.engine.reference import make_engine, plain_policy_gradients, policy_loss, random_batch
-from tests.support.devices import DEVICE, on_device, requires_gpu
+from tests.support.devices import DEVICE, on_device
 from tests.support.rollouts import completions_of
 from tests.trainer.toy import read_lines, toy_config
 
@@ -116,7 +116,7 @@ def test_run(tiny_model, tmp_path):
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
-@requires_gpu
+@pytest.mark.gpu
 def test_demo(tmp_path):
     """Three steps of it; `make test-slow` runs all of it on a CPU."""
     try:

@@ -81,7 +81,6 @@ def test_both_kinds_at_once_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [{}, {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}], ids=["f32", "bf16"])
 def test_memory_is_returned(config, tiny_model):
     """Between phases less than a tenth of weights and optimizer state is left on the device."""

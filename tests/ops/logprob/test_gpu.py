@@ -27,10 +27,7 @@ from tests.ops.logprob.problems import (
 )
 from tests.support.numerics import assert_no_further_from_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BACKENDS = ("native", "triton")
 
 

@@ -13,7 +13,6 @@ from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob.tiles import multiply
 from rlft_fast.ops.precision import sums_in_float32
 from tests.ops.logprob.problems import gradients, loss_problem, ppo_clip, run
-from tests.support.devices import requires_gpu
 
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -134,7 +133,6 @@ def allowed(monkeypatch) -> list[tuple[torch.dtype, list[object]]]:
 
 
 @pytest.mark.gpu
-@requires_gpu
 @pytest.mark.parametrize(("dtype", "setting"), ON_A_GPU)
 def test_a_gpu_sums_in_float32_whatever_the_flags_allow(dtype, setting, allowed):
     problem = make_inputs(60, 24, 5003, dtype=dtype, device="cuda")[:3]

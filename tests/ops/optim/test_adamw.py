@@ -23,7 +23,7 @@ from tests.ops.optim.adamw_problems import (
     random_tensors,
     take_steps,
 )
-from tests.support.devices import DEVICES, requires_gpu
+from tests.support.devices import DEVICES
 from tests.support.launches import count_launches
 from tests.support.numerics import assert_no_further_from_truth
 from tests.support.threads import num_threads
@@ -103,7 +103,6 @@ def test_any_sizes_and_alignments(shapes, offset, dtype):
 
 
 @pytest.mark.gpu
-@requires_gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *NARROW])
 @pytest.mark.parametrize("offset", range(8))
 def test_any_alignment_on_cuda(offset, dtype):
@@ -289,7 +288,6 @@ def test_result_does_not_depend_on_the_number_of_threads(shapes):
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_more_elements_than_an_int32_counts():
     # 36 GB. On the CPU the pieces are those of the gradient norm, which is tested with as many elements there.
     parameter = nn.Parameter(torch.zeros(2**31 + 5, dtype=torch.bfloat16, device="cuda"))
@@ -302,7 +300,6 @@ def test_more_elements_than_an_int32_counts():
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_two_launches_per_dtype_and_no_sync_on_cuda():
     parameters = [
         nn.Parameter(tensor)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlft_fast.ops import FusedAdamW
 from rlft_fast.ops.optim import clip_coefficient, clip_grad_norm_, grad_norm, reference
 from tests.ops.gradients import NORM_TYPES, CountCalls, exact_norm, parameter, random_gradients
-from tests.support.devices import DEVICES, requires_gpu
+from tests.support.devices import DEVICES
 from tests.support.launches import EMULATED, count_launches
 from tests.support.threads import num_threads
 
@@ -60,7 +60,6 @@ def test_any_sizes_and_alignments(sizes, offset, dtype):
 
 
 @pytest.mark.gpu
-@requires_gpu
 @pytest.mark.parametrize("offset", range(8))
 def test_any_alignment_on_cuda(offset):
     for dtype in DTYPES:
@@ -153,7 +152,6 @@ def test_more_elements_than_an_int32_counts():
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_more_elements_than_an_int32_counts_on_cuda():
     gradient = torch.zeros(2**31 + 5, dtype=torch.bfloat16, device="cuda")
     gradient[0], gradient[2**31 - 1], gradient[-1] = 2.0, 3.0, 6.0
@@ -169,7 +167,6 @@ def gradient_only(gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_two_launches_no_sync_and_the_same_bits_on_cuda():
     gradients = [g for dtype in (torch.float32, torch.bfloat16) for g in random_gradients(SHAPES * 50, dtype, "cuda")]
     parameters = [parameter(gradient) for gradient in gradients]
@@ -180,7 +177,6 @@ def test_two_launches_no_sync_and_the_same_bits_on_cuda():
 
 
 @pytest.mark.gpu
-@requires_gpu
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_offloaded_gradients_beside_those_on_the_device(norm_type):
     full = random_gradients([(1000,), (77,)], torch.float32)
@@ -356,7 +352,6 @@ def recording(monkeypatch):
 
 
 @pytest.mark.gpu
-@requires_gpu
 @pytest.mark.parametrize("act", [grad_norm, lambda p: clip_grad_norm_(p, 1.0), lambda p: FusedAdamW(p).step()])
 def test_recording_a_graph_is_refused(act, monkeypatch):
     """A replay would copy the list of tensors from memory that is no longer the list's."""

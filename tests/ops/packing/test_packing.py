@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlft_fast.ops import packing
 from rlft_fast.ops.packing import reference
-from tests.support.devices import DEVICES, requires_gpu
+from tests.support.devices import DEVICES
 from tests.support.launches import count_launches
 
 # One dtype per element size (1, 2, 4, 8 bytes), and both 2-byte floats because their fill values differ.
@@ -229,7 +229,6 @@ def test_rows_behind_the_last_sequence_belong_to_none(device):
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_tokens_beyond_the_bound_are_cut_off():
     mask_BL = masks(64)["holes"].cuda()
     padded = random((4, 64, 3), torch.float32, "cuda")
@@ -242,7 +241,6 @@ def test_tokens_beyond_the_bound_are_cut_off():
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_with_a_bound_nothing_waits_for_the_device():
     mask_BL = masks(64)["holes"].cuda()
     padded = micro_batch((4, 64), "cuda")
@@ -258,7 +256,6 @@ def test_with_a_bound_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_one_launch_moves_all_tensors():
     mask_BL = masks(64)["holes"].cuda()
     tokens = packing.masked_tokens(mask_BL, 256)
@@ -282,7 +279,6 @@ def test_one_launch_moves_all_tensors():
 
 
 @pytest.mark.gpu
-@requires_gpu
 def test_nothing_outside_the_tensors_is_touched():
     nonsense = torch.tensor([0, 50, -7, 2**31 - 1], dtype=torch.int32, device="cuda")
     columns = torch.tensor([-5, 99, 2, 2**31 - 1, 1, 0], dtype=torch.int32, device="cuda")
