@@ -109,7 +109,7 @@ def test_a_run_without_a_held_out_set(tmp_path, capsys):
 
 def test_a_curve_that_cannot_be_drawn_costs_nothing(tmp_path):
     in_the_way = tmp_path / "run" / "curve.png"
-    with pytest.warns(UserWarning, match=r"^curve\.png cannot be drawn: .*Is a directory.* \(rlft-fast plot "):
+    with pytest.warns(UserWarning, match=r"^curve\.png cannot be drawn: .* is a folder, .* \(rlft-fast plot "):
         count(tmp_path, {("train_step", 1): in_the_way.mkdir}, draws=True)
     assert (tmp_path / "run" / "summary.json").is_file()
 
