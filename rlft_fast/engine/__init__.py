@@ -3,7 +3,14 @@
 from rlft_fast.errors import needing_train
 
 with needing_train():
-    from rlft_fast.engine.checkpoint import CheckpointError, CheckpointManager, export_hf, export_run, remove_export
+    from rlft_fast.engine.checkpoint import (
+        CheckpointError,
+        CheckpointManager,
+        export_hf,
+        export_run,
+        remove_export,
+        require_exportable,
+    )
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
@@ -30,6 +37,7 @@ __all__ = [
     "model_flops",
     "peak_flops",
     "remove_export",
+    "require_exportable",
     "role_engine",
     "weighted",
 ]

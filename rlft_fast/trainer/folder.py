@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.config import Config, ConfigError, changed_settings, fixed_settings
+from rlft_fast.engine import require_exportable
 from rlft_fast.files import TEMPORARY, is_apple_double, replacing, require_no_link, write_text
 from rlft_fast.models import model_checksum
 from rlft_fast.plugins import MissingFunctionError
@@ -61,6 +62,8 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
     require_claimable(output)
     for name in _WRITTEN_INTO:
         _require_writable(output / name)
+    for name in ("hf", "best"):
+        require_exportable(output / name)
     for name in (*_APPENDED, *_REPLACED):
         if (output / name).is_dir() and not (output / name).is_symlink():
             raise ValueError(

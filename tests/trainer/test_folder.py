@@ -272,3 +272,28 @@ def test_logs_and_locks_are_written_through_no_link(name, model, tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path / 'run' / name} is a link, and .* its target: remove the link"):
         train(toy_config(model, tmp_path, steps=1))
     assert mine.read_text() == "mine"
+
+
+# Before training: the model is exported at its end.
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("link", "hf.incomplete"), ("file", "hf.incomplete"), ("folder", "hf.incomplete"),
+        ("folder", "best.incomplete"), ("link", "hf.lock"),
+    ],
+)  # fmt: skip
+def test_what_is_where_an_export_writes_first_is_refused_at_the_start(how, name, model, tmp_path):
+    mark(tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    place = tmp_path / "run" / name
+    if how == "link":
+        place.symlink_to(tmp_path / "mine")
+    elif how == "file":
+        place.write_text("mine")
+    else:
+        shutil.copytree(tmp_path / "mine", place)
+    before = written(tmp_path)
+    with pytest.raises(ValueError, match=f"{place}.* (is not an export's|is a link, and)"):
+        require_usable(toy_config(model, tmp_path))
+    assert before.items() <= written(tmp_path).items()

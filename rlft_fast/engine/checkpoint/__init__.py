@@ -7,7 +7,7 @@ storage     tensors on disk: each process writes its own parts, any number of pr
 export      a Hugging Face folder of a policy or critic
 """
 
-from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export
+from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 
-__all__ = ["CheckpointError", "CheckpointManager", "export_hf", "export_run", "remove_export"]
+__all__ = ["CheckpointError", "CheckpointManager", "export_hf", "export_run", "remove_export", "require_exportable"]

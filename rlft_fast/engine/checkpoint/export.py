@@ -18,7 +18,16 @@ from rlft_fast.config import Config
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
-from rlft_fast.files import REPLACED, TEMPORARY, fsync, is_apple_double, one_at_a_time, publish, write_text
+from rlft_fast.files import (
+    REPLACED,
+    TEMPORARY,
+    fsync,
+    is_apple_double,
+    one_at_a_time,
+    publish,
+    require_no_link,
+    write_text,
+)
 from rlft_fast.models import (
     PolicyModel,
     ValueModel,
@@ -73,8 +82,7 @@ def export_hf(
         ValueError: the folder exists and is not empty.
         CheckpointError: the folder could not be written, or ``<output>.incomplete`` is not an export's.
     """
-    output = Path(output).absolute()
-    output = output.resolve() if output.is_symlink() else output  # to another disk, say; the link stays
+    output = _place(Path(output))
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists: choose another folder, or delete it")
     temporary = output.with_name(output.name + TEMPORARY)
@@ -207,10 +215,31 @@ def _write_end_tokens(folder: Path, model: PolicyModel, source: Path, stop: Sequ
     _change(folder / "generation_config.json", named | {"eos_token_id": ids[0] if len(ids) == 1 else ids})
 
 
+def _place(output: Path) -> Path:
+    """The folder that an export writes: a link, to another disk for instance, stays."""
+    return output.resolve() if output.is_symlink() else output.absolute()
+
+
+def require_exportable(output: Path) -> None:
+    """Raises ValueError if the files of somebody else are where an export writes first. Writes nothing.
+
+    Args:
+        output: the folder to export to later.
+    """
+    output = _place(output)
+    require_no_link(output.with_name(output.name + _LOCK))
+    _require_own(output.with_name(output.name + TEMPORARY))
+
+
+def _require_own(temporary: Path) -> None:
+    is_own = temporary.is_dir() and ((temporary / _OWN_FILES).is_file() or not any(temporary.iterdir()))
+    if os.path.lexists(temporary) and (temporary.is_symlink() or not is_own):
+        raise ValueError(f"{temporary}, where an export writes first, is not an export's: move it away, or delete it")
+
+
 def _clear(temporary: Path) -> None:
     """Removes what an export that failed or was killed has left. Raises ValueError if it is somebody else's."""
-    if temporary.is_dir() and any(temporary.iterdir()) and not (temporary / _OWN_FILES).is_file():
-        raise ValueError(f"{temporary}, where an export writes first, is not an export's: move it away, or delete it")
+    _require_own(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
