@@ -14,8 +14,8 @@ from rlft_fast.config import AlgorithmConfig, Config, ConfigError, section_of, s
 from rlft_fast.config import algorithm as algorithm_config
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 from rlft_fast.trainer.objective import Objective
+from tests.support.configs import MINIMAL
 
-MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
 FULL = MINIMAL | {
     "cluster": {"generators": {}, "critic": {}, "reference": {}, "reward": {}},
     "rollout": {"backend": "vllm"},

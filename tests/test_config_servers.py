@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlft_fast.config import ClusterConfig, Config, ConfigError, RolloutConfig, check_server_url, server_urls
-from tests.test_config import MINIMAL
+from tests.support.configs import MINIMAL
 
 SECRET = "hunter2"
 GOOD = [

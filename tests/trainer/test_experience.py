@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
 from rlft_fast.data import Batch, Samples, cat_samples
-from rlft_fast.rollout import Completion, Span, to_samples
+from rlft_fast.rollout import Completion, to_samples
 from rlft_fast.trainer.experience import (
     build_batch,
     merge_metrics,
@@ -24,19 +24,7 @@ from rlft_fast.trainer.experience import (
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
-
-# Two prompts: no reward, a cut-off completion, a completion of one token, tokens of an environment, two versions.
-ANSWERS = [
-    (0, Completion([5, 6, 9], [-0.5, -1.25, -0.125], "stop", (Span(1, 3), Span(2, 4)), mask=[True, False, True])),
-    (0, Completion([7], [-2.0], "stop", (Span(1, 4),))),
-    (0, Completion([7, 8], [-1.0, -3.0], "length", (Span(2, 4),))),
-    (1, Completion([4], [-0.75], "stop", (Span(1, 4),))),
-    (1, Completion([4, 4], [-0.75, -0.25], "length")),
-]
-REWARDS = [1.0, None, 0.0, 0.5, 0.5]
-PROMPTS = [[1, 2], [3]]
-SAMPLES = with_rewards(to_samples(ANSWERS), REWARDS)
-UNMASKED = with_rewards(to_samples([(row, completion._replace(mask=None)) for row, completion in ANSWERS]), REWARDS)
+from tests.support.samples import ANSWERS, PROMPTS, REWARDS, SAMPLES, UNMASKED
 
 
 def assert_same(found: Samples, expected: Samples) -> None:

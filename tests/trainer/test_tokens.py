@@ -11,24 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from rlft_fast.trainer import train
-from rlft_fast.trainer.experience import build_batch, scored_samples
 from rlft_fast.trainer.log import RunLog
-from rlft_fast.trainer.tokens import read_tokens, token_columns, write_tokens
+from rlft_fast.trainer.tokens import read_tokens, write_tokens
+from tests.support.samples import SAMPLES, columns_of_samples
 from tests.trainer.counting import count
-from tests.trainer.test_experience import PROMPTS, SAMPLES
 from tests.trainer.toy import comparable, read_lines, toy_config
 
 NAN = math.nan
 TOKEN_BYTES, SAMPLE_BYTES = 25, 8
-
-
-def columns_of_samples(max_bytes: int = 2**20, **changes):
-    """Of the samples of test_experience, whose second sample has no reward, so that it is not learned from."""
-    taught = scored_samples(SAMPLES)
-    batch = build_batch(taught, PROMPTS)
-    assert batch.rollout_logprob_T is not None
-    batch = batch.replace(logprob_T=batch.rollout_logprob_T + 1.0, advantage_T=batch.input_ids_T.roll(-1) * 2.0)
-    return token_columns(SAMPLES, taught, batch.replace(**changes), max_bytes)
 
 
 def test_every_token_has_its_own_numbers():

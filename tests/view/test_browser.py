@@ -11,7 +11,7 @@ import torch
 
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.view import write_view
-from tests.trainer.test_tokens import columns_of_samples
+from tests.support.samples import columns_of_samples
 from tests.view.test_page import HOSTILE, sample, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -17,8 +17,8 @@ from rlft_fast.cli import main
 from rlft_fast.trainer.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
+from tests.support.samples import columns_of_samples
 from tests.trainer.test_plot import ODD
-from tests.trainer.test_tokens import columns_of_samples
 from tests.trainer.toy import toy_config
 
 # Markup, the end of a script block, separators of lines that end a JavaScript string, what moves a cursor or turns
