@@ -66,6 +66,11 @@ VARIATIONS: dict[str, tuple[Callable[[Problem, Problem], Problem], tuple[str, ..
         ("forward + backward",),
         (OURS,),
     ),
+    "bfloat16 over a float32 head": (  # TRL's default
+        lambda peaked, flat: ways.narrow_hidden(peaked),
+        ("forward + backward",),
+        (OURS, "TRL chunked"),
+    ),
     "flat logits": (lambda peaked, flat: flat, ("no grad", "forward + backward", "frozen head", "PPO loss"), (OURS,)),
 }
 

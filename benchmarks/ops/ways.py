@@ -69,6 +69,12 @@ def silence_half(problem: Problem) -> Problem:
     return problem._replace(upstream_T=problem.upstream_T * _half(problem))
 
 
+def narrow_hidden(problem: Problem) -> Problem:
+    """The same problem with hidden states in bfloat16 and the weight in float32."""
+    hidden, weight = problem.hidden_TD.detach().bfloat16(), problem.weight_VD.detach().float()
+    return problem._replace(hidden_TD=hidden.requires_grad_(), weight_VD=weight.requires_grad_())
+
+
 def _half(problem: Problem) -> Tensor:
     return torch.randperm(len(problem.target_T), generator=torch.Generator().manual_seed(0)).to(DEVICE) % 2 == 0
 
