@@ -165,8 +165,9 @@ def _streams() -> dict[str, tuple[Any, bool]]:
 def _set_streams(before: dict[str, tuple[Any, bool]]) -> None:
     for name, (stream, was_closed) in before.items():
         if getattr(stream, "closed", False) and not was_closed:
-            encoding = getattr(stream, "encoding", None) or "utf-8"
-            stream = unfailing_stream(_STREAMS[name], encoding, getattr(stream, "line_buffering", True))
+            encoding, shows_lines = getattr(stream, "encoding", None), getattr(stream, "line_buffering", True)
+            stream = unfailing_stream(_STREAMS[name], encoding or "utf-8", shows_lines)
+            before[name] = (stream, False)  # as good as the stream that was closed
         setattr(sys, name, stream)
 
 

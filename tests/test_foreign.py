@@ -178,10 +178,12 @@ with open(sys.argv[1], "w") as opened:  # would get the number of a closed descr
     "close", ["sys.stdout.close(); sys.stderr.close()", "os.closerange(0, 3)", "os.dup2(os.open(os.devnull, 2), 1)"]
 )
 def test_closed_streams_are_open_again(close, tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", CLOSES.replace("CLOSE", close), str(tmp_path / "file")]
+    command = [sys.executable, "-c", CLOSES.replace("CLOSE", close), str(tmp_path / "file")]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.stdout.split() == ["before", "after", "child"], ended.stderr
-    assert ended.stderr == "error\n"
+    assert ended.stderr.endswith("\nerror\n")
+    assert "standard descriptors" in ended.stderr or "standard streams" in ended.stderr
+    assert "cannot be put back" not in ended.stderr
     assert (tmp_path / "file").read_text() == ""
 
 

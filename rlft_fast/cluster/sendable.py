@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
-from rlft_fast.errors import RunError, text_of
+from rlft_fast.errors import RunError, brief, text_of
 from rlft_fast.plugins import PLUGIN_PREFIX
 
 _LONGEST_ERROR = 10_000  # characters
@@ -84,7 +84,7 @@ def _reason(thing: object) -> str | None:
     try:
         cloudpickle.dumps(thing)
     except Exception as error:  # of the user's own methods, too
-        return (str(error) or type(error).__name__).splitlines()[0][:200]
+        return brief(error, 200)
     return None
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.config import RolloutConfig
 from rlft_fast.engine import WeightStream
+from rlft_fast.errors import brief
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import Answers, Completion, Request, SampledModel, SamplingParams
 from rlft_fast.rollout.vllm.answers import CUT_OFF, AnswerError, Asked, Part, read_part
@@ -236,7 +237,7 @@ class ServedVLLM:
             while (pause_s := await self._stream(session, sample, fields, server, patience)) is not None:
                 await asyncio.sleep(pause_s)
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"the server {server.url} broke off: {error or type(error).__name__}") from error
+            raise ServerError(f"the server {server.url} broke off: {brief(error)}") from error
         except AnswerError as error:
             sample.cut(num_before)
             raise ServerError(f"the server {server.url} answers wrongly: {error}") from error
@@ -295,7 +296,7 @@ class ServedVLLM:
                 if pool.is_asked(server) and time.monotonic() - self._heard[server.url] > _SILENT_S:
                     raise ServerError(f"the server {server.url} sent no token for {_SILENT_S:g} s")
             except (aiohttp.ClientError, OSError) as error:
-                said = str(error) or type(error).__name__
+                said = brief(error)
                 await pool.lose(server, ServerError(f"the server {server.url} does not answer at /health: {said}"))
             except ServerError as error:
                 await pool.lose(server, error)
@@ -350,7 +351,7 @@ class _Sample:
 
 
 def _not_taken(server: VLLMServer, error: Exception) -> ServerError:
-    return ServerError(f"the server {server.url} did not take the weights: {error or type(error).__name__}")
+    return ServerError(f"the server {server.url} did not take the weights: {brief(error)}")
 
 
 def _one_name_each(servers: Sequence[VLLMServer]) -> list[VLLMServer]:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlft_fast.config import TOKEN_VARIABLE, RolloutConfig, check_server_url
+from rlft_fast.errors import brief
 from rlft_fast.integrations.vllm import BACKEND, ENDS_WITH_PARENT
 from rlft_fast.rollout.vllm.answers import (
     MAX_ANSWER_BYTES,
@@ -338,7 +339,7 @@ class VLLMServer:
                 answer = connection.getresponse()
                 content = answer.read(MAX_ANSWER_BYTES)
         except (OSError, HTTPException) as error:
-            reason = f"{error or type(error).__name__}{_advice(error)}"
+            reason = f"{brief(error)}{_advice(error)}"
             raise ServerError(f"the server {self.url} does not answer: {reason}") from error
         finally:
             answered.set()
