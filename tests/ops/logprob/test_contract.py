@@ -25,6 +25,7 @@ from tests.ops.logprob.problems import (
     thin,
 )
 from tests.support.memory import peak_allocated_bytes, peak_mib, requires_proc, saved_sizes
+from tests.support.numerics import assert_close_to_rounding
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,13 @@ def test_same_inputs_same_bits(backend):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def gemm_keeps_bits_of_columns() -> bool:
+    """Whether a column has the same bits in a tile of 496 columns as in the whole matrix. MKL's AVX2 kernels differ."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 64, generator=generator) for rows in (333, 5003))
+    return torch.equal(a @ b.T, torch.cat([a @ tile.T for tile in b.split(496)], dim=1))
+
+
 # Chunks of different numbers of rows in each way, one chunk, and one of so many rows that threads take wider tiles.
 @pytest.mark.parametrize(
     ("backend", "T", "D", "V", "workspace_mib"),
@@ -190,7 +198,8 @@ def test_same_inputs_same_bits(backend):
 def test_on_policy_ratio_is_one(ignored, dtype, backend, T, D, V, workspace_mib):
     """Between a pass without gradient and any with it, rows left out or not.
 
-    Triton's fused forward has an order of its own: there the ratio is 1 to rounding.
+    Triton's fused forward has an order of its own: there the ratio is 1 to rounding. In the loss it is so, too, where
+    the CPU's own GEMM rounds a column of a narrower matrix differently.
     """
     hidden, weight, target, _ = make_inputs(T, D, V, dtype=dtype)
     if ignored:
@@ -205,8 +214,11 @@ def test_on_policy_ratio_is_one(ignored, dtype, backend, T, D, V, workspace_mib)
     news.append(logprob(hidden, weight, target, return_entropy=True).logprob)
     loss = loss_of(backend, workspace_mib=workspace_mib)
     news.append(loss(hidden, weight, target, lambda logprob, _: logprob).logprob)
-    for new in news:
+    exact = backend != "native" or gemm_keeps_bits_of_columns()
+    for new in news if exact else news[:-1]:
         assert ((new - old).abs() <= (1e-5 if backend == "triton" else 0)).all()
+    if not exact:
+        assert_close_to_rounding(news[-1], old, roundings=2)
 
 
 @pytest.mark.parametrize("T", [129, 143, 257, 1025])  # one row more than chunks of 128 rows hold, or a few
