@@ -2,7 +2,7 @@
 
 A function may set the default dtype, change the working directory or close standard output, and the rest of the run
 would compute other numbers, or write elsewhere. `ForeignCode` puts back what can be read and set: a call costs about
-0.1 ms. Changed environment variables, patched modules and threads that go on stay: a function that needs them belongs
+0.2 ms. Changed environment variables, patched modules and threads that go on stay: a function that needs them belongs
 in a process of its own.
 """
 
