@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -520,11 +522,16 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class,
     [
         ("LlavaForConditionalGeneration", "llava", "a vision-language model of type llava, which is not supported"),
         ("MllamaForConditionalGeneration", "mllama", "a vision-language model of type mllama, which is not supported"),
-        ("MllamaForCausalLM", "mllama", "has no backbone under the name 'language_model' of its class"),
+        pytest.param(
+            "MllamaForCausalLM", "mllama", "has no backbone under the name 'language_model' of its class",
+            marks=pytest.mark.skipif(
+                Version(transformers.__version__) >= Version("5.24"), reason="from 5.24 on its text half is found"
+            ),
+        ),
         ("FalconForCausalLM", "falcon", "does not take its attention from transformers' AttentionInterface"),
         ("Mistral4ForCausalLM", "mistral4", "has no ModelForCausalLM of type mistral4"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_is_not_supported_is_refused_in_one_sentence(architecture, model_type, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": model_type}))
     with pytest.raises(ValueError, match=re.escape(reason)) as error:
