@@ -30,7 +30,7 @@ __path__: list[str] = []  # Python then looks for modules below this one, and as
 
 
 class MissingFunctionError(ValueError):
-    """There is no such file or module."""
+    """A name or a spec names no function."""
 
 
 def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any]:
@@ -42,12 +42,14 @@ def find_function(what: str, known: Mapping[str, Callable[..., Any]], name: str)
         name: a name in `known`, or a spec as in `load_function`.
 
     Raises:
-        ValueError: there is no such function. The message lists the known names.
+        MissingFunctionError: there is no such function. The message lists the known names.
     """
     if name in known:
         return known[name]
     if ":" not in name:
-        raise ValueError(f"{what} is {name!r}, expected one of {', '.join(known)}, or module:function for your own")
+        raise MissingFunctionError(
+            f"{what} is {name!r}, expected one of {', '.join(known)}, or module:function for your own"
+        )
     return load_function(what, name)
 
 
@@ -65,14 +67,15 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
         The function. Exceptions of the module's code are passed on, but for `SystemExit` and a file that is no Python.
 
     Raises:
-        ValueError: the spec has no function name, the file is no Python or would import another module than the one
-            beside it, the module, file or function does not exist, the module calls sys.exit, or the function is not
+        MissingFunctionError: the spec has no function name, the module, file or function does not exist, or it is not
             callable. The message suggests close names.
+        ValueError: the file is no Python or would import another module than the one
+            beside it, or the module calls sys.exit.
     """
     module_name, _, function_name = spec.rpartition(":")
     is_file = module_name.endswith(".py")
     if not function_name or not (is_file or all(part.isidentifier() for part in module_name.split("."))):
-        raise ValueError(f"{what} is {spec!r}, expected 'module:function' or 'path/to/file.py:function'")
+        raise MissingFunctionError(f"{what} is {spec!r}, expected 'module:function' or 'path/to/file.py:function'")
     try:
         module = _load_file(Path(module_name)) if is_file else _import_module(module_name)
     except BaseException as error:
@@ -84,9 +87,9 @@ def load_function(what: str, spec: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if function is None:
         names = [name for name, value in vars(module).items() if callable(value)]
-        raise ValueError(f"{module_name} has no function {function_name!r}{suggestion(function_name, names)}")
+        raise MissingFunctionError(f"{module_name} has no function {function_name!r}{suggestion(function_name, names)}")
     if not callable(function):
-        raise ValueError(f"{spec} is of type {type(function).__name__}, expected a function")
+        raise MissingFunctionError(f"{spec} is of type {type(function).__name__}, expected a function")
     return function
 
 

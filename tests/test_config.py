@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -258,6 +259,18 @@ def test_no_key_takes_numbers_that_are_too_large_or_too_small():
                     told |= {(key, number)} if "in size" in str(error.value) else set()
     assert {("algorithm.entropy_coef", 1e31), ("actor.optimizer.eps", 1e-31), ("algorithm.kl_horizon", 10**400)} <= told
     assert {("actor.optimizer.betas", 5e-324), ("algorithm.loss_options", 1e300), ("reward.function", 1e-31)} <= told
+
+
+def test_no_integer_is_so_large_that_products_overflow():
+    integers = [key for key, field in sections(Config) if "int" in re.findall(r"\w+", str(field.annotation))]
+    assert len(integers) > 50
+    for key in integers:
+        for value in (2**63, -(2**63) - 1, 10**400):
+            with pytest.raises(ConfigError, match=rf"(^|\n){re.escape(key)}: "):
+                Config.parse(with_value(key, value))
+    assert Config.parse(with_value("seed", 2**63 - 1)).seed == 2**63 - 1  # as long as a time stamp
+    assert Config.parse(with_value("steps", 2**31 - 1)).steps == 2**31 - 1
+    assert Config.parse(with_value("actor.optimizer.max_grad_norm", 2**40)).actor.optimizer.max_grad_norm == 2**40
 
 
 @pytest.mark.parametrize(

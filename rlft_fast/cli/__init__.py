@@ -27,6 +27,8 @@ __all__ = ["COMMANDS", "main", "script"]
 _LONGEST_TRACEBACK = 40_000  # characters
 _SECONDS_TO_EXIT = 20.0
 _FORMAT_WARNING = warnings.formatwarning
+# By module. A module is absent if the command does not use it, or what it needs is not installed.
+_USAGE_ERRORS = {"rlft_fast.config": "ConfigError", "rlft_fast.plugins": "MissingFunctionError"}
 
 COMMANDS = {
     "train": "train a policy as a YAML file says",
@@ -125,11 +127,15 @@ def _parser() -> Parser:
 def _report(error: BaseException) -> int:
     message = text_of(error) or type(error).__name__
     print("error: " + printable(message).replace("\n", "\n       "), file=sys.stderr)
-    config = sys.modules.get("rlft_fast.config")  # absent if what it needs is not installed
-    if config is not None and isinstance(error, config.ConfigError):
+    if all(_is_usage(found) for found in getattr(error, "found", [error])):
         return 2
     print("(rlft-fast --traceback COMMAND ... shows where it was raised)", file=sys.stderr)
     return 1
+
+
+def _is_usage(error: BaseException) -> bool:
+    loaded = [(sys.modules[module], name) for module, name in _USAGE_ERRORS.items() if module in sys.modules]
+    return any(isinstance(error, getattr(module, name)) for module, name in loaded)
 
 
 def _escape_messages() -> None:

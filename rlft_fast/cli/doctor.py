@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -62,7 +63,7 @@ def installed() -> list[Check]:
         Check("rlft_fast", True, f"{rlft_fast.__version__} in {os.path.dirname(rlft_fast.__file__)}"),
         Check("python", True, platform.python_version()),
         Check("machine", True, _machine()),
-        _package("torch", "every command needs it: pip install torch"),
+        _torch(),
         _cuda(),
         _package("transformers", "training needs it: pip install --no-build-isolation '.[train]'"),
         _package("triton", "only GPUs need it; CUDA builds of torch bring it"),
@@ -81,6 +82,25 @@ def _package(name: str, reason: str, *variants: str) -> Check:
         if (version := _version(distribution)) is not None:
             return Check(name, True, version if distribution == name else f"{version} ({distribution})")
     return Check(name, False, f"not installed; {reason}")
+
+
+def _torch() -> Check:
+    check = _package("torch", "every command needs it: pip install torch")
+    if not check.is_ok or (reason := _no_torch()) is None:
+        return check
+    return Check("torch", False, f"{check.detail} is installed, but {reason}")
+
+
+@cache
+def _no_torch() -> str | None:
+    """Why this process cannot use torch; None if it can."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    try:
+        import_module("torch")
+    except Exception as error:  # of a library that is missing, or of another torch's
+        return f"torch does not load: {error}"
+    return None
 
 
 def _machine() -> str:
@@ -116,8 +136,8 @@ def _version(name: str) -> str | None:
 
 
 def _cuda() -> Check:
-    if find_spec("torch") is None:
-        return Check("GPU", False, "torch is not installed")
+    if (reason := _no_torch()) is not None:
+        return Check("GPU", False, reason)
     import torch
 
     if torch.version.cuda is None:
@@ -133,8 +153,8 @@ def _extension(name: str, reason: str) -> Check:
     spec = find_spec(f"rlft_fast.{name}")
     if spec is None:
         return Check(f"rlft_fast.{name}", False, reason)
-    if find_spec("torch") is None:
-        return Check(f"rlft_fast.{name}", False, "built, but torch is not installed")
+    if (lack := _no_torch()) is not None:
+        return Check(f"rlft_fast.{name}", False, f"built, but {lack}")
     import torch
 
     if name == "_C_cuda" and torch.version.cuda is None:
@@ -158,7 +178,7 @@ def why_no_cuda_kernels(torch_cuda: str | None) -> str:
 
 
 def _torch_cuda() -> str | None:
-    if find_spec("torch") is None:
+    if _no_torch() is not None:
         return None
     import torch
 
@@ -180,8 +200,8 @@ def _nvcc() -> Check:
 
 def backend_checks() -> Iterator[Check]:
     """Checks of each backend on each kind of device: a tiny ``linear_logprob``, forward and backward."""
-    if find_spec("torch") is None:
-        yield from (Check(name, False, "torch is not installed") for name in _BACKENDS)
+    if (reason := _no_torch()) is not None:
+        yield from (Check(name, False, reason) for name in _BACKENDS)
         return
     import torch
 

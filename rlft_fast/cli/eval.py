@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rlft_fast.cli.keys import split_overrides
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.config import Config
+from rlft_fast.config import Config, ConfigError
 from rlft_fast.errors import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -21,6 +21,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 def run(arguments: list[str]) -> int:
     rest, overrides = split_overrides(arguments)
     options = _parser().parse_args(rest)
+    if "model" in overrides:
+        raise ConfigError(f"MODEL is {options.model}, and --model is {overrides['model']}: leave --model out")
     of_runs = {"checkpoint.best": "null"}  # it names a number that the sets of this evaluation may lack
     config = Config.load(options.config, {**of_runs, **overrides, "model": options.model})
     if options.samples is not None and (os.path.lexists(options.samples) or not options.samples.parent.is_dir()):

@@ -9,14 +9,18 @@ from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.config import Config
+from rlft_fast.config import Config, ConfigError
 from rlft_fast.errors import Checks, printable
 
 
 def run(arguments: list[str]) -> int:
     rest, overrides = split_overrides(arguments)
     options = _parser().parse_args(rest)
+    if options.force and not options.resume:
+        raise ConfigError("--force has no meaning without --resume: a run that does not resume has no earlier settings")
     config = Config.load(options.config, overrides)
+    if options.ray and overrides.get("cluster") == "null":
+        raise ConfigError("--ray asks for a cluster, and --cluster null for none: leave one of them out")
     if options.ray and config.cluster is None:
         config = Config.load(options.config, {"cluster": "{}"} | overrides)
     checks, output = Checks(), Path(config.output_dir)
@@ -69,17 +73,18 @@ def _check_memory(config: Config, *, refuse: bool) -> str:
     Raises:
         ValueError: the run does not fit, and `refuse` is set.
     """
-    from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run
+    from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run, check_samples
     from rlft_fast.engine.sharding import device_memory, host_memory
     from rlft_fast.world import World
 
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
     if config.cluster is not None:
-        if config.cluster.address is not None:
-            return "not known, because this process does not see the machines of the cluster"
         world_size = config.cluster.actor.num_workers
     memory_bytes = device_memory(device)
     try:
+        check_samples(config, host_memory())
+        if config.cluster is not None and config.cluster.address is not None:
+            return "not known, because this process does not see the machines of the cluster"
         plan = check_run(config, world_size, memory_bytes, device.type, host_memory())
     except DoesNotFitError as error:
         if refuse:

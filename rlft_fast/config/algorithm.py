@@ -47,7 +47,7 @@ class AlgorithmConfig(Section):
     """With skip_equal_groups: most extra rollouts per step, sampled until prompts_per_step prompts are left."""
     mask_truncated: bool = False
     """Learn nothing from completions cut off at max_new_tokens. Their rewards still count in their group."""
-    epochs: PositiveInt = 1
+    epochs: Annotated[PositiveInt, Field(le=10_000)] = 1
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""

@@ -17,6 +17,7 @@ class ConfigError(ValueError):
 
 
 _RULE = "is_rule"
+_LARGEST_INTEGER = 2**31 - 1  # of a key without a bound of its own: products of two fit into 64 bits
 _SMALLEST, _LARGEST = 1e-30, 1e30  # of a number: float32 holds it, and its products with losses and logits
 
 
@@ -49,9 +50,11 @@ class Section(BaseModel):
     def _numbers_fit(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses numbers that float32, or an integer of 64 bits, does not hold, or not with room to compute."""
         assert info.field_name is not None
-        if Any not in get_args(cls.model_fields[info.field_name].annotation):  # else it is for other libraries
+        field = cls.model_fields[info.field_name]
+        largest = 2**63 - 1 if any(hasattr(mark, "le") for mark in field.metadata) else _LARGEST_INTEGER
+        if Any not in get_args(field.annotation):  # else it is for other libraries
             for number in _numbers(value):
-                _require_fit(number)
+                _require_fit(number, largest)
         return value
 
     @model_validator(mode="after")
@@ -71,9 +74,9 @@ def _numbers(value: Any) -> Iterator[int | float]:
             yield from _numbers(inner)
 
 
-def _require_fit(number: int | float) -> None:
-    if isinstance(number, int) and abs(number) >= 2**63:
-        raise ValueError("an integer must be below 2^63 in size")
+def _require_fit(number: int | float, largest: int) -> None:
+    if isinstance(number, int) and abs(number) > largest:
+        raise ValueError(f"an integer must be at most {largest} in size")
     if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
         raise ValueError(f"the number {number:g} must be 0, or from {_SMALLEST:g} to {_LARGEST:g} in size")
 
@@ -87,8 +90,10 @@ def set_key(values: dict[str, Any], keys: list[str], value: Any) -> None:
         value: the new value.
 
     Raises:
-        ConfigError: the key leads into a value that is no section.
+        ConfigError: a part of the key is empty, or the key leads into a value that is no section.
     """
+    if "" in keys:
+        raise ConfigError(f"unknown key {'.'.join(keys)!r}: a part between dots is empty")
     for i, key in enumerate(keys[:-1]):
         section = {} if values.get(key) is None else values[key]  # None: absent, or null in the file
         if not isinstance(section, dict):

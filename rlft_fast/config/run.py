@@ -35,7 +35,7 @@ class DataConfig(Section):
     """Name of a reasoning-gym task, instead of a path; null: give a path."""
     task_options: dict[str, Any] = Field(default={})
     """Options of the reasoning-gym task."""
-    task_size: PositiveInt = 2000
+    task_size: Annotated[PositiveInt, Field(le=10_000_000)] = 2000
     """Problems to generate from the reasoning-gym task."""
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
@@ -68,7 +68,7 @@ class RewardConfig(Section):
     """Weight of the reward model's score."""
     timeout_s: MayChange[Annotated[PositiveFloat, Field(le=31_536_000)] | None] = None
     """Run functions in worker processes, with so many seconds per sample. A sample over time or crashed is left out."""
-    workers: MayChange[PositiveInt] = 2
+    workers: MayChange[Annotated[PositiveInt, Field(le=1024)]] = 2
     """With timeout_s: worker processes per function and training process."""
     conversational: bool = False
     """Functions get messages instead of texts where prompts have a chat template, as TRL's conversational ones do."""
@@ -144,7 +144,7 @@ class WorkersConfig(Section):
     """Worker processes."""
     gpus: MayChange[int] = Field(default=0, ge=0, le=1)
     """GPUs of each worker."""
-    cpus: MayChange[PositiveInt] = 1
+    cpus: MayChange[Annotated[PositiveInt, Field(le=8192)]] = 1
     """Logical CPUs of each worker, which are also the threads of its kernels."""
 
 
@@ -155,7 +155,7 @@ class GeneratorsConfig(Section):
     """Servers."""
     gpus: MayChange[NonNegativeInt] = 0
     """GPUs of each server, as many as rollout.vllm.tensor_parallel; 0: it generates on CPUs."""
-    cpus: MayChange[PositiveInt] = 1
+    cpus: MayChange[Annotated[PositiveInt, Field(le=8192)]] = 1
     """Logical CPUs of each server."""
 
 
@@ -191,7 +191,7 @@ class Config(Section):
     """Folder for everything the run writes."""
     steps: MayChange[PositiveInt]
     """Training steps. Each step samples a rollout and learns from it."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
     """Seed of sampling, data order and mini-batches."""
     timeout_minutes: MayChange[Annotated[PositiveFloat, Field(le=525_600)]] = 30
     """Minutes that a process waits for another before the run ends with an error that names the missing process."""

@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from importlib.util import find_spec
@@ -92,6 +95,22 @@ def test_cuda_kernels_are_advised_to_a_torch_that_loads_them():
     assert "wheel of rlft_fast-cuda" in why_no_cuda_kernels("13.0")
     assert "rlft_fast-cuda" not in why_no_cuda_kernels(None)
     assert "install a torch built with CUDA, then pip install" in why_no_cuda_kernels(None)
+
+
+def test_a_torch_that_does_not_load_is_one_row_among_others(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "250"}
+    command = [sys.executable, "-m", "rlft_fast", "doctor"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr  # no backend works
+    assert done.stderr == ""
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["python", "yes"] in [row[:2] for row in rows]
+    assert f"{metadata.version('torch')} is installed, but torch does not load: libcudart.so.12" in done.stdout
+    assert all(row[1] == "no" for row in rows if row and row[0] in ("torch", "GPU", "native", "rlft_fast._C"))
 
 
 def test_an_unknown_backend_is_refused():

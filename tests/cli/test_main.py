@@ -88,6 +88,11 @@ def test_error_is_one_message_without_traceback(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_eval_takes_no_second_model(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "one"), "config.yaml", "--model", str(tmp_path / "two")]) == 2
+    assert f"error: MODEL is {tmp_path / 'one'}, and --model is {tmp_path / 'two'}" in capsys.readouterr().err
+
+
 def test_traceback_option_lets_the_error_through(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
         main(["--traceback", "plot", str(tmp_path / "missing")])

@@ -55,6 +55,9 @@ def test_overrides(arguments, key, value, config_file):
         (["--steps", "0"], "steps: Input should be greater than 0, got 0"),
         (["--rollout.temperature"], "--rollout.temperature needs a value"),
         (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
+        (["--.steps", "5"], "unknown key '.steps': a part between dots is empty"),
+        (["--force"], "--force has no meaning without --resume"),
+        (["--ray", "--cluster", "null"], "--ray asks for a cluster, and --cluster null for none"),
         (["--data.task_options", "{x"], "data.task_options: '{x' is no list or mapping in YAML: expected ',' or '}'"),
     ],
 )
@@ -105,7 +108,7 @@ def test_help_shows_types_bounds_and_defaults():
     lines = [line.split(None, 1) for line in key_reference(width=300).splitlines() if line.startswith("  --")]
     meaning = dict(lines)
     assert meaning["--model"].endswith("(text; required)")
-    assert meaning["--seed"].endswith("(integer >= 0; default 0)")
+    assert meaning["--seed"].endswith("(integer >= 0, <= 9223372036854775807; default 0)")
     assert meaning["--data.path"].endswith("(text or null; default null)")
     assert meaning["--data.chat"].endswith("(true or false; default true)")
     assert meaning["--algorithm.gamma"].endswith("(number >= 0, <= 1; default 1.0)")
@@ -233,6 +236,14 @@ def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, c
         "no_such_function",
     ):
         assert message in error
+
+
+@pytest.mark.parametrize("function", ["no_such", "no_such:one", "no_such.py:one", f"{HERE}:no_such"])
+def test_a_reward_function_that_does_not_exist_is_wrong_usage(function, toy_file, capsys):
+    assert main(["train", toy_file, "--reward.function", function, "--algorithm.policy_loss", "no_loss:loss"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 2 mistakes:")
+    assert "no_such" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

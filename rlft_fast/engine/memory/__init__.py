@@ -11,7 +11,7 @@ tracker       bytes that are allocated while operators run
 """
 
 from rlft_fast.engine.memory.engine import MemoryPlanError
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples
 from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "MemoryPlanError",
     "advice",
     "check_run",
+    "check_samples",
     "largest_actor_max_tokens",
     "longest_sequence",
     "plan_memory",

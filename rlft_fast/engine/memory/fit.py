@@ -20,6 +20,7 @@ from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
 
 _GIB = 2**30
+_SAMPLE_BYTES = 256  # at least: the texts and ids of an answer as Python objects, and its seed, row and reward
 
 
 class DoesNotFitError(ValueError):
@@ -58,6 +59,28 @@ def check_run(
         raise DoesNotFitError(plan.refusal)
     reason = _reason(plan, world_size, memory_bytes, host_bytes)
     raise DoesNotFitError(f"{reason}. {advice(config, plan, world_size, memory_bytes, device_type, host_bytes)}")
+
+
+def check_samples(config: Config, host_bytes: float) -> None:
+    """Checks that the answers of a step, and those to one held-out prompt, fit into memory, however short they are.
+
+    Args:
+        config: configuration of the run.
+        host_bytes: CPU memory for each rank. Every rank holds all answers.
+
+    Raises:
+        DoesNotFitError: they do not fit.
+    """
+    rollout, evaluation = config.rollout, config.evaluation
+    number = rollout.prompts_per_step * rollout.samples_per_prompt
+    keys = "rollout.prompts_per_step * rollout.samples_per_prompt"
+    if evaluation is not None and evaluation.samples_per_prompt > number:
+        number, keys = evaluation.samples_per_prompt, "evaluation.samples_per_prompt"
+    if number * _SAMPLE_BYTES > host_bytes:
+        raise DoesNotFitError(
+            f"{number:,} answers at once ({keys}) take at least {number * _SAMPLE_BYTES / 1e9:,.1f} GB of CPU memory, "
+            f"and each process has {host_bytes / 1e9:.1f} GB: lower the number"
+        )
 
 
 def advice(

@@ -9,7 +9,7 @@ import yaml
 
 from rlft_fast.config import Config
 from rlft_fast.engine.memory.engine import USABLE
-from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run
+from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run, check_samples
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
 from rlft_fast.models import load_policy, load_tokenizer
@@ -39,6 +39,24 @@ def config_of(tiny_model, tmp_path):
         return toy_config(tiny_model("llama"), tmp_path, **options)
 
     return config
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({"rollout__prompts_per_step": 10**9}, "4,000,000,000 answers at once (rollout.prompts_per_step * "),
+        ({"rollout__samples_per_prompt": 10**9}, "4,000,000,000 answers at once (rollout.prompts_per_step * "),
+        (
+            {"evaluation": {"path": "-", "samples_per_prompt": 10**9, "temperature": 1.0}},
+            "1,000,000,000 answers at once (evaluation.samples_per_prompt) take at least 256.0 GB",
+        ),
+    ],
+)
+def test_more_answers_than_memory_holds(change, keys, tmp_path):
+    config = toy_config(tmp_path, tmp_path, **change)
+    with pytest.raises(DoesNotFitError, match=re.escape(keys)):
+        check_samples(config, 64 * GIB)
+    check_samples(config, 2**20 * GIB)
 
 
 @pytest.mark.slow
