@@ -13,11 +13,9 @@ with needing_train():
     pass  # an install without the extra is told so at the import of the package
 
 if TYPE_CHECKING:
-    from rlft_fast.trainer.evaluation import evaluate
-    from rlft_fast.trainer.folder import claim, require_usable
-    from rlft_fast.trainer.launch import train
-    from rlft_fast.trainer.lock import require_unlocked
-    from rlft_fast.trainer.plot import (
+    from rlft_fast.run.folder import claim, require_usable
+    from rlft_fast.run.lock import require_unlocked
+    from rlft_fast.run.plot import (
         COLORS,
         PANELS,
         drawable,
@@ -26,11 +24,13 @@ if TYPE_CHECKING:
         plot_runs,
         read_metrics,
     )
+    from rlft_fast.run.run import Run
+    from rlft_fast.run.tokens import read_tokens
+    from rlft_fast.trainer.evaluation import evaluate
+    from rlft_fast.trainer.launch import train
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
-    from rlft_fast.trainer.run import Run
-    from rlft_fast.trainer.tokens import read_tokens
 
 __all__ = [
     "COLORS",
@@ -55,18 +55,22 @@ __all__ = [
 ]
 
 _MODULES = {
-    "evaluation": ("evaluate",), "folder": ("claim", "require_usable"), "launch": ("train",),
-    "lock": ("require_unlocked",),
-    "plot": ("COLORS", "PANELS", "drawable", "is_exact_integer", "parse_json", "plot_runs", "read_metrics"),
-    "ppo": ("PPOTrainer",),
-    "preflight": ("check_folder", "check_inputs"),
-    "prompts": ("Prompts", "load_prompts"), "run": ("Run",), "tokens": ("read_tokens",),
-}  # fmt: skip
+    "trainer.evaluation": ("evaluate",),
+    "run.folder": ("claim", "require_usable"),
+    "trainer.launch": ("train",),
+    "run.lock": ("require_unlocked",),
+    "run.plot": ("COLORS", "PANELS", "drawable", "is_exact_integer", "parse_json", "plot_runs", "read_metrics"),
+    "trainer.ppo": ("PPOTrainer",),
+    "trainer.preflight": ("check_folder", "check_inputs"),
+    "trainer.prompts": ("Prompts", "load_prompts"),
+    "run.run": ("Run",),
+    "run.tokens": ("read_tokens",),
+}
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             with needing_train():
-                return getattr(import_module(f"rlft_fast.trainer.{module}"), name)
+                return getattr(import_module(f"rlft_fast.{module}"), name)
     raise AttributeError(f"module 'rlft_fast.trainer' has no attribute {name!r}")

@@ -3,11 +3,11 @@
 from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
+from rlft_fast.run.phases import Phases
 from rlft_fast.trainer.evaluation import own_rows, own_samples
 from rlft_fast.trainer.experience import penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import Models
-from rlft_fast.trainer.phases import Phases
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World
 

@@ -1,8 +1,9 @@
 """From completions to a batch with rewards: columns of samples, and what a step learns from. Pure functions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,3 +204,32 @@ def _part_means(samples: Samples) -> dict[str, float]:
     if len(samples.parts) < 2:
         return {}
     return {f"reward_mean_{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}
+
+
+def sample_records(samples: Samples, prompts: Prompts, texts: list[str]) -> Iterator[dict[str, Any]]:
+    """What ``samples.jsonl`` holds of each sample, beside its step.
+
+    Args:
+        samples: scored, of all ranks.
+        prompts: that they answer.
+        texts: of the samples.
+    """
+    parts = {name: _nullable(part) for name, part in samples.parts.items()}
+    rewards, stopped, versions = _nullable(samples.reward_B), samples.stopped_B.tolist(), _oldest_versions(samples)
+    for i, row in enumerate(samples.row_B.tolist()):
+        yield {
+            "prompt": prompts.texts[row], "completion": texts[i], "reward": rewards[i],
+            "parts": {name: values[i] for name, values in parts.items()},
+            "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
+        }  # fmt: skip
+
+
+def _nullable(values: Tensor) -> list[float | None]:
+    """Numbers as a log has them: None in place of NaN."""
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _oldest_versions(samples: Samples) -> list[int | None]:
+    """For each sample the oldest version of the weights that sampled a token of it; None where it has no token."""
+    versions = samples.weight_version_T.split(samples.length_B.tolist())
+    return [int(own.min()) if len(own) else None for own in versions]

@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import require_own_machine, require_sendable
-from rlft_fast.config import Config
+from rlft_fast.config import Config, fixed_settings
 from rlft_fast.errors import Checks
-from rlft_fast.models import load_tokenizer
+from rlft_fast.models import load_tokenizer, model_checksum
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
-from rlft_fast.trainer.folder import dotted, naming_start
+from rlft_fast.run.folder import dotted, naming_start
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
@@ -175,3 +176,13 @@ def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
             f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
             f"as {others[0]!r}): take a model of the policy's family"
         )
+
+
+def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
+    """What a run has to have in common with the one that it continues."""
+    sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
+    data = {"training": prompts.description} | sets
+    folders = {"model": config.model, "reward.model": config.reward.model}
+    folders["critic.model"] = None if config.critic is None else config.critic.model or config.model
+    checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
+    return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}

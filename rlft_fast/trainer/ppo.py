@@ -19,6 +19,10 @@ from rlft_fast.config import Config
 from rlft_fast.data import Samples
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
+from rlft_fast.run.folder import dotted
+from rlft_fast.run.phases import Phases
+from rlft_fast.run.protocol import Evaluated, StepResult
+from rlft_fast.run.tokens import token_columns
 from rlft_fast.trainer.collector import Collector
 from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
 from rlft_fast.trainer.experience import (
@@ -26,16 +30,12 @@ from rlft_fast.trainer.experience import (
     build_batch,
     mini_batch_rows,
     rollout_metrics,
+    sample_records,
     scored_samples,
 )
-from rlft_fast.trainer.folder import dotted, identity_of
-from rlft_fast.trainer.inputs import check_support, check_tokens, load_inputs, make_objective
+from rlft_fast.trainer.inputs import check_support, check_tokens, identity_of, load_inputs, make_objective
 from rlft_fast.trainer.learner import Learner
-from rlft_fast.trainer.log import sample_records
 from rlft_fast.trainer.models import build_models
-from rlft_fast.trainer.phases import Phases
-from rlft_fast.trainer.protocol import Evaluated, StepResult
-from rlft_fast.trainer.tokens import token_columns
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3

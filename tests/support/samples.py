@@ -1,8 +1,8 @@
 """Samples of two prompts, and the numbers of their tokens."""
 
 from rlft_fast.rollout import Completion, Span, to_samples
+from rlft_fast.run.tokens import token_columns
 from rlft_fast.trainer.experience import build_batch, scored_samples, with_rewards
-from rlft_fast.trainer.tokens import token_columns
 
 # Two prompts: no reward, a cut-off completion, a completion of one token, tokens of an environment, two versions.
 ANSWERS = [

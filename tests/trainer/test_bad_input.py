@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from rlft_fast.cli import main
-from rlft_fast.trainer.folder import claim
+from rlft_fast.run.folder import claim
 from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, comparable, read_lines, toy_values, write_rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft_fast.trainer.tokens import write_tokens
+from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from tests.support.samples import columns_of_samples
 from tests.view.test_page import HOSTILE, sample, write_run

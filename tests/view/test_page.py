@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlft_fast.cli import main
-from rlft_fast.trainer.tokens import write_tokens
+from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
+from tests.run.test_plot import ODD
 from tests.support.samples import columns_of_samples
-from tests.trainer.test_plot import ODD
 from tests.trainer.toy import toy_config
 
 # Markup, the end of a script block, separators of lines that end a JavaScript string, what moves a cursor or turns

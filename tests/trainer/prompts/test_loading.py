@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlft_fast.config import DataConfig
 from rlft_fast.models import load_tokenizer
-from rlft_fast.trainer.folder import dotted
+from rlft_fast.run.folder import dotted
 from rlft_fast.trainer.prompts import Prompts, load_prompts
 from tests.trainer.toy import write_rows
 

@@ -10,11 +10,9 @@ from rlft_fast.cluster import WorkerError
 from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rollout import RolloutError
+from rlft_fast.run.folder import claim
 from rlft_fast.trainer import Run
-from rlft_fast.trainer.folder import claim
-from tests.support.curves import without_matplotlib
-from tests.support.distributed import run_distributed
-from tests.trainer.counting import (
+from tests.run.counting import (
     CountingTrainer,
     Strikes,
     by_signal,
@@ -25,6 +23,8 @@ from tests.trainer.counting import (
     result_of,
     rows_of,
 )
+from tests.support.curves import without_matplotlib
+from tests.support.distributed import run_distributed
 from tests.trainer.toy import read_lines
 
 

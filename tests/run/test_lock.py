@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlft_fast.cli import main
-from rlft_fast.trainer.lock import NAME, locked, require_unlocked
+from rlft_fast.run.lock import NAME, locked, require_unlocked
+from tests.run.counting import count, counting_config
 from tests.support.distributed import run_distributed
-from tests.trainer.counting import count, counting_config
 from tests.trainer.struck import FEWER_OPTIONS, write_config
 
 HOLD = """

@@ -19,14 +19,14 @@ from rlft_fast.engine import CheckpointError, remove_export
 from rlft_fast.errors import Interrupted, RunError, StepError
 from rlft_fast.files import replacing
 from rlft_fast.models import name_some
-from rlft_fast.trainer.folder import claim, require_same, run_id
-from rlft_fast.trainer.lock import locked
-from rlft_fast.trainer.log import RunLog
-from rlft_fast.trainer.plot import plot_runs
-from rlft_fast.trainer.progress import Progress, measure_of_best
-from rlft_fast.trainer.protocol import StepResult, Trainer
-from rlft_fast.trainer.tokens import write_tokens
-from rlft_fast.trainer.trackers import TrackedRun, Tracker
+from rlft_fast.run.folder import claim, require_same, run_id
+from rlft_fast.run.lock import locked
+from rlft_fast.run.log import RunLog
+from rlft_fast.run.plot import plot_runs
+from rlft_fast.run.progress import Progress, measure_of_best
+from rlft_fast.run.protocol import StepResult, Trainer
+from rlft_fast.run.tokens import write_tokens
+from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.world import STOP, World
 
 _MAX_LOST = 3  # workers replaced in a row, without a new checkpoint in between

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self, TextIO, cast
 
@@ -12,15 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
-from rlft_fast.data import Samples
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
-from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.trainer.tokens import FOLDER as TOKENS
-from rlft_fast.trainer.tokens import remove_tokens_after
-from rlft_fast.trainer.trackers import Tracker
+from rlft_fast.run.tokens import FOLDER as TOKENS
+from rlft_fast.run.tokens import remove_tokens_after
+from rlft_fast.run.trackers import Tracker
 from rlft_fast.world import write_at_once
 
 _FILES = ("metrics.jsonl", "samples.jsonl")
@@ -143,35 +140,6 @@ class RunLog:
         if self.active:
             with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def sample_records(samples: Samples, prompts: Prompts, texts: list[str]) -> Iterator[dict[str, Any]]:
-    """What ``samples.jsonl`` holds of each sample, beside its step.
-
-    Args:
-        samples: scored, of all ranks.
-        prompts: that they answer.
-        texts: of the samples.
-    """
-    parts = {name: _nullable(part) for name, part in samples.parts.items()}
-    rewards, stopped, versions = _nullable(samples.reward_B), samples.stopped_B.tolist(), _oldest_versions(samples)
-    for i, row in enumerate(samples.row_B.tolist()):
-        yield {
-            "prompt": prompts.texts[row], "completion": texts[i], "reward": rewards[i],
-            "parts": {name: values[i] for name, values in parts.items()},
-            "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
-        }  # fmt: skip
-
-
-def _nullable(values: Tensor) -> list[float | None]:
-    """Numbers as a log has them: None in place of NaN."""
-    return [None if value != value else value for value in values.tolist()]
-
-
-def _oldest_versions(samples: Samples) -> list[int | None]:
-    """For each sample the oldest version of the weights that sampled a token of it; None where it has no token."""
-    versions = samples.weight_version_T.split(samples.length_B.tolist())
-    return [int(own.min()) if len(own) else None for own in versions]
 
 
 def _shown(values: Mapping[str, float]) -> str:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlft_fast.trainer.log import RunLog
+from rlft_fast.run.log import RunLog
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlft_fast.trainer.phases import Phases
+from rlft_fast.run.phases import Phases
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.memory import requires_proc

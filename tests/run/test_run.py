@@ -10,11 +10,11 @@ from matplotlib.image import imread
 
 from rlft_fast.errors import StepError
 from rlft_fast.rewards import RewardError
-from rlft_fast.trainer import Run, trackers
-from rlft_fast.trainer.folder import MARKER
-from rlft_fast.trainer.run import DivergedError
-from tests.support.curves import without_matplotlib
-from tests.trainer.counting import (
+from rlft_fast.run import trackers
+from rlft_fast.run.folder import MARKER
+from rlft_fast.run.run import DivergedError
+from rlft_fast.trainer import Run
+from tests.run.counting import (
     CountingTrainer,
     checkpoints,
     count,
@@ -23,6 +23,7 @@ from tests.trainer.counting import (
     result_of,
     rows_of,
 )
+from tests.support.curves import without_matplotlib
 from tests.trainer.toy import read_lines
 
 

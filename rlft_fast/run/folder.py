@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, ConfigError, changed_settings, fixed_settings
+from rlft_fast.config import Config, ConfigError, changed_settings
 from rlft_fast.engine import require_exportable
 from rlft_fast.files import TEMPORARY, is_apple_double, replacing, require_no_link, write_text
-from rlft_fast.models import model_checksum
 from rlft_fast.plugins import MissingFunctionError
-from rlft_fast.trainer.lock import NAME as LOCK
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.run.lock import NAME as LOCK
 
 MARKER = "run.json"
 _WRITTEN = (
@@ -179,16 +177,6 @@ def naming_start(output: Path) -> Iterator[None]:
             f"{error}. The run in {output} was started in {started}, where its modules and relative paths are found: "
             "start there again"
         ) from error
-
-
-def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> dict[str, Any]:
-    """What a run has to have in common with the one that it continues."""
-    sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
-    data = {"training": prompts.description} | sets
-    folders = {"model": config.model, "reward.model": config.reward.model}
-    folders["critic.model"] = None if config.critic is None else config.critic.model or config.model
-    checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
-    return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}
 
 
 def require_same(output: Path, identity: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from rlft_fast.config import Config
 from rlft_fast.engine import CheckpointError, CheckpointManager
+from rlft_fast.run.protocol import Evaluated, StepResult
 from rlft_fast.trainer import Run
-from rlft_fast.trainer.protocol import Evaluated, StepResult
 from rlft_fast.world import STOP, LeftEarlyError, World
 from tests.support.curves import without_matplotlib
 from tests.trainer.toy import read_lines, toy_config
@@ -72,7 +72,7 @@ class CountingModels:
 
 
 class CountingTrainer:
-    """See `rlft_fast.trainer.protocol.Trainer`.
+    """See `rlft_fast.run.protocol.Trainer`.
 
     A step adds a random number and the number of prompts so far, so that its result depends on the number of the step,
     on the place in the stream, on random states, on the engine and on the state beside the engine.

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from rlft_fast.cli import main
 from rlft_fast.models import load_tokenizer, model_checksum
 from rlft_fast.rewards import load_reward
+from rlft_fast.run.folder import MARKER, claim, naming_start, require_same, require_usable
 from rlft_fast.trainer import train
-from rlft_fast.trainer.folder import MARKER, claim, identity_of, naming_start, require_same, require_usable
-from rlft_fast.trainer.inputs import load_data
+from rlft_fast.trainer.inputs import identity_of, load_data
 from tests.support.privileges import permissions_hold
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
 

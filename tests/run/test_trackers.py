@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.trainer import train
-from rlft_fast.trainer.trackers import TrackedRun, Tracker
-from tests.trainer.counting import count
+from tests.run.counting import count
 from tests.trainer.toy import WORDS, read_lines, toy_config, write_rows
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")

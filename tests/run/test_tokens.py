@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from rlft_fast.run.log import RunLog
+from rlft_fast.run.tokens import read_tokens, write_tokens
 from rlft_fast.trainer import train
-from rlft_fast.trainer.log import RunLog
-from rlft_fast.trainer.tokens import read_tokens, write_tokens
+from tests.run.counting import count
 from tests.support.samples import SAMPLES, columns_of_samples
-from tests.trainer.counting import count
 from tests.trainer.toy import comparable, read_lines, toy_config
 
 NAN = math.nan

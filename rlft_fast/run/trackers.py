@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from rlft_fast.errors import brief
-from rlft_fast.trainer.folder import dotted
+from rlft_fast.run.folder import dotted
 
 _PROJECT = "rlft_fast"
 _SECONDS_TO_CONNECT = 20  # less than the time that a run waits for its trackers at its end

@@ -1,0 +1,3 @@
+"""Fixtures of a run's tests."""
+
+from tests.trainer.conftest import without_curves as without_curves
