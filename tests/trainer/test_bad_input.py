@@ -309,7 +309,7 @@ def test_missing_reward_function(key, function, message, run, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "fog", "answer": 3}])
     evaluation = {"path": str(held_out), "function": function}
     code, _, error = run(**{key: evaluation if key == "evaluation" else function})
-    assert code == 1
+    assert code == 2
     assert message in error
     assert not (tmp_path / "run").exists()
 
