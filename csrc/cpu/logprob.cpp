@@ -151,7 +151,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumula
 }
 
 struct Chunk {
-  Tensor hidden, weight, logits;  // (R, D) and (V, D) float32 or narrower, (R * V,) float32
+  Tensor hidden, weight, logits;           // (R, D) and (V, D) float32 or narrower, (R * V,) float32
   std::optional<ScalarType> weight_dtype;  // to which the weight is rounded before it is multiplied
   int64_t tile_columns;
   Tile whole;
@@ -188,16 +188,16 @@ Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logit
                   "logits must have room for rows x vocabulary");
   STD_TORCH_CHECK(tile_columns > 0 && tile_columns % kBlock == 0, "tiles must be multiples of ", kBlock,
                   " columns, got ", tile_columns);
-  return {hidden, weight, logits, weight_dtype, tile_columns,
-          make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
+  return {hidden,       weight,       logits,
+          weight_dtype, tile_columns, make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
 }
 
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
                           Tensor excess, std::optional<Tensor> sum_exp_shift, Tensor target_logit,
                           std::optional<ScalarType> weight_dtype) {
-  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
-                                 weight_dtype);
+  const Chunk chunk =
+      make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale, weight_dtype);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
   check_stats(rows, max, excess, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
@@ -238,8 +238,8 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
                          std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
                          std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate,
                          std::optional<ScalarType> weight_dtype) {
-  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
-                                 weight_dtype);
+  const Chunk chunk =
+      make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale, weight_dtype);
   const Upstream upstream = make_upstream(chunk.whole.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
   Tensor trained = hidden;  // the columns that multiply the trained ones of the weight, its last: all, or an adapter's

@@ -113,6 +113,8 @@ class FusedAdamW(torch.optim.Optimizer):
     ) -> Any:
         """One step of every parameter that has a gradient. Gradients stay as they are; nothing waits for the device.
 
+        Everything is checked first: where the step raises, no parameter of any group has moved.
+
         Args:
             closure: recomputes the loss and its gradients first.
             coefficient: 0-d float32 factor of every gradient, from `clip_coefficient`. None for 1.
@@ -128,8 +130,6 @@ class FusedAdamW(torch.optim.Optimizer):
                 count that is none; or coefficient or found_inf is on another device.
             TypeError: the dtype of a parameter, of its gradient or of its state cannot be used, or coefficient or
                 found_inf is not 0-d float32.
-
-            Where it raises, no parameter of any group has moved.
         """
         loss = None
         if closure is not None:
