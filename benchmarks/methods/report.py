@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.run.plot import COLORS, read_metrics
+from rlft_fast.run import COLORS, read_metrics
 
 _BEGIN, _END = "<!-- results: begin -->", "<!-- results: end -->"
 _LOGS = "../benchmarks/results/methods"  # as docs/methods.md links them

@@ -11,5 +11,89 @@ trackers    TensorBoard, Weights & Biases, Trackio and MLflow
 phases      time, memory and waiting in the parts of a step
 plot        curves of runs
 
-The names that users need are names of `rlft_fast.trainer`.
+Names are imported on first use: some only read files, and torch would take seconds to import. The names that users need
+are names of `rlft_fast.trainer`, too.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlft_fast.run.folder import claim, dotted, naming_start, require_same, require_usable
+    from rlft_fast.run.lock import require_unlocked
+    from rlft_fast.run.log import RunLog
+    from rlft_fast.run.phases import Phases
+    from rlft_fast.run.plot import COLORS, PANELS, drawable, is_exact_integer, parse_json, plot_runs, read_metrics
+    from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
+    from rlft_fast.run.run import Run, by_first
+    from rlft_fast.run.tokens import read_tokens, token_columns
+    from rlft_fast.run.trackers import require_trackers
+
+__all__ = [
+    "COLORS",
+    "PANELS",
+    "Evaluated",
+    "Phases",
+    "Run",
+    "RunLog",
+    "StepResult",
+    "Trainer",
+    "by_first",
+    "claim",
+    "dotted",
+    "drawable",
+    "is_exact_integer",
+    "naming_start",
+    "parse_json",
+    "plot_runs",
+    "read_metrics",
+    "read_tokens",
+    "require_same",
+    "require_trackers",
+    "require_unlocked",
+    "require_usable",
+    "token_columns",
+]
+
+_MODULES = {
+    "folder": (
+        "claim",
+        "dotted",
+        "naming_start",
+        "require_same",
+        "require_usable",
+    ),
+    "lock": ("require_unlocked",),
+    "log": ("RunLog",),
+    "phases": ("Phases",),
+    "plot": (
+        "COLORS",
+        "PANELS",
+        "drawable",
+        "is_exact_integer",
+        "parse_json",
+        "plot_runs",
+        "read_metrics",
+    ),
+    "protocol": (
+        "Evaluated",
+        "StepResult",
+        "Trainer",
+    ),
+    "run": (
+        "Run",
+        "by_first",
+    ),
+    "tokens": (
+        "read_tokens",
+        "token_columns",
+    ),
+    "trackers": ("require_trackers",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"rlft_fast.run.{module}"), name)
+    raise AttributeError(f"module 'rlft_fast.run' has no attribute {name!r}")

@@ -13,19 +13,20 @@ with needing_train():
     pass  # an install without the extra is told so at the import of the package
 
 if TYPE_CHECKING:
-    from rlft_fast.run.folder import claim, require_usable
-    from rlft_fast.run.lock import require_unlocked
-    from rlft_fast.run.plot import (
+    from rlft_fast.run import (
         COLORS,
         PANELS,
+        Run,
+        claim,
         drawable,
         is_exact_integer,
         parse_json,
         plot_runs,
         read_metrics,
+        read_tokens,
+        require_unlocked,
+        require_usable,
     )
-    from rlft_fast.run.run import Run
-    from rlft_fast.run.tokens import read_tokens
     from rlft_fast.trainer.evaluation import evaluate
     from rlft_fast.trainer.launch import train
     from rlft_fast.trainer.ppo import PPOTrainer
@@ -55,16 +56,25 @@ __all__ = [
 ]
 
 _MODULES = {
+    "run": (
+        "claim",
+        "require_usable",
+        "require_unlocked",
+        "COLORS",
+        "PANELS",
+        "drawable",
+        "is_exact_integer",
+        "parse_json",
+        "plot_runs",
+        "read_metrics",
+        "Run",
+        "read_tokens",
+    ),
     "trainer.evaluation": ("evaluate",),
-    "run.folder": ("claim", "require_usable"),
     "trainer.launch": ("train",),
-    "run.lock": ("require_unlocked",),
-    "run.plot": ("COLORS", "PANELS", "drawable", "is_exact_integer", "parse_json", "plot_runs", "read_metrics"),
     "trainer.ppo": ("PPOTrainer",),
     "trainer.preflight": ("check_folder", "check_inputs"),
     "trainer.prompts": ("Prompts", "load_prompts"),
-    "run.run": ("Run",),
-    "run.tokens": ("read_tokens",),
 }
 
 

@@ -3,7 +3,7 @@
 from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
-from rlft_fast.run.phases import Phases
+from rlft_fast.run import Phases
 from rlft_fast.trainer.evaluation import own_rows, own_samples
 from rlft_fast.trainer.experience import penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
@@ -57,6 +57,12 @@ class Collector:
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""
         return rows_with_signal(scored, self.config.algorithm.filter_by)
+
+    def taught(self, samples: Samples, with_signal: list[int]) -> Samples:
+        """The samples to learn from, given the rows with a signal."""
+        if not self.config.algorithm.skip_equal_groups:
+            return samples
+        return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
 
     def penalize_length(self, scored: Samples) -> Samples:
         """The samples with the configuration's penalties on length in their rewards."""

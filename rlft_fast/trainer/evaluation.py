@@ -13,7 +13,7 @@ from rlft_fast.data import Samples, cat_samples
 from rlft_fast.engine import FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
-from rlft_fast.run.folder import dotted
+from rlft_fast.run import dotted
 from rlft_fast.trainer.experience import merge_metrics, sample_records
 from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, require_agreement
 from rlft_fast.trainer.judge import Judge

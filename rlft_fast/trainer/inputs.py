@@ -14,7 +14,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer, model_checksum
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
-from rlft_fast.run.folder import dotted, naming_start
+from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows

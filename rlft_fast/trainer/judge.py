@@ -28,7 +28,7 @@ from rlft_fast.rewards import (
     warn_of_missing_values,
     weighted_sum,
 )
-from rlft_fast.run.folder import naming_start
+from rlft_fast.run import naming_start
 from rlft_fast.trainer.experience import with_rewards
 from rlft_fast.trainer.prompts import Conversation, Limits, Prompts
 from rlft_fast.world import STOP, LeftEarlyError, World

@@ -6,10 +6,7 @@ from typing import Any
 
 from rlft_fast.config import Config
 from rlft_fast.models import load_tokenizer
-from rlft_fast.run.folder import require_same, require_usable
-from rlft_fast.run.log import RunLog
-from rlft_fast.run.run import Run, by_first
-from rlft_fast.run.trackers import require_trackers
+from rlft_fast.run import Run, RunLog, by_first, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
 from rlft_fast.world import World, init_distributed, naming_lost_ranks

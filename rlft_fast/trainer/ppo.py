@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import Config
-from rlft_fast.data import Samples
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
-from rlft_fast.run.folder import dotted
-from rlft_fast.run.phases import Phases
-from rlft_fast.run.protocol import Evaluated, StepResult
-from rlft_fast.run.tokens import token_columns
+from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
 from rlft_fast.trainer.collector import Collector
 from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
 from rlft_fast.trainer.experience import (
@@ -126,7 +122,7 @@ class PPOTrainer:
             self.rollout.sleep()  # not before: only the sync after the update wakes it
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
-        taught = scored_samples(self._taught(samples, with_signal), greedy)
+        taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
         with self.phases.timed("logprobs"):
             batch = self.learner.infer(build_batch(taught, prompts.token_ids, greedy))
         metrics = rollout_metrics(samples, batch, len(with_signal))
@@ -161,12 +157,6 @@ class PPOTrainer:
         samples = experience.samples
         yield from sample_records(samples, experience.prompts, self.judge.texts(samples))
 
-    def _taught(self, samples: Samples, with_signal: list[int]) -> Samples:
-        """The samples to learn from."""
-        if not self.config.algorithm.skip_equal_groups:
-            return samples
-        return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
-
     def _token_columns(self, experience: Experience, outputs: Mapping[Output, Tensor]) -> dict[str, Tensor] | None:
         """What `StepResult.tokens` holds; the outputs are of the first optimizer step."""
         if self.config.log_tokens_mib is None or not self.world.is_first:
@@ -190,15 +180,13 @@ class PPOTrainer:
 
     def evaluate(self) -> Evaluated:
         """The numbers of the held-out sets, see `evaluate_sets`."""
-        metrics, samples = self._evaluate_sets()
+        judge = self.evaluation_judge or self.judge
+        metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
         shown = first.token_ids((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES].tolist())
         examples = [text.strip() for text in self.tokenizer.batch_decode(shown, skip_special_tokens=True)]
         num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
         return Evaluated(metrics=metrics, examples=examples, num_scored=num_scored)
-
-    def _evaluate_sets(self) -> tuple[dict[str, float], dict[str, Samples]]:
-        return evaluate_sets(self.config, self.held_out, self.evaluation_judge or self.judge, self.collector.answer)
 
     # ---- the state of a run -------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from rlft_fast.engine import CheckpointManager
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
-from rlft_fast.run.folder import require_same, require_usable
-from rlft_fast.run.trackers import require_trackers
+from rlft_fast.run import require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import Inputs, check_support, check_tokens, identity_of, load_inputs, require_equal_shares
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World

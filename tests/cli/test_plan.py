@@ -132,7 +132,7 @@ def test_num_micro_batches(max_tokens, world_size, sequence_parallel, expected):
     [
         ({"hidden_size": "32"}, "Field 'hidden_size' expected int, got str (value: '32')"),
         ({"num_attention_heads": 3}, "The hidden size (32) is not a multiple of the number of attention heads (3)"),
-        ({"num_attention_heads": 0}, "integer modulo by zero"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected 1"),
         ({"rope_scaling": {"type": "dynamic"}}, "Missing required keys in `rope_parameters`"),
         ({"dtype": "nonsense"}, "'nonsense'"),
     ],
