@@ -1,5 +1,6 @@
 """A task that a tiny random model learns in seconds: emit tokens with even ids. And ways for a reward to go wrong."""
 
+import contextlib
 import json
 import os
 import signal
@@ -65,7 +66,7 @@ def length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 def even_share_until_struck(completion_ids: list[list[int]], strike: list[str], **_: Any) -> list[float | None]:
     """`even_share`, but the call whose number stands in the file named by the data strikes once, as written there."""
     order = Path(strike[0])
-    if order.exists():
+    with contextlib.suppress(FileNotFoundError):  # the rank that strikes removes it
         how, call, rank = order.read_text().split()
         CALLS[order] = CALLS.get(order, 0) + 1
         if CALLS[order] == int(call) and World.current().rank == int(rank):
