@@ -59,7 +59,7 @@ def test_every_model_of_the_run_has_a_column(config_file, tiny_model, capsys):
     assert output.startswith(f"{tiny_model('llama')} on 1 GPUs of 1 GB\n")
     assert "critic: 0.00 billion parameters" in output
     header = next(line for line in output.splitlines() if line.startswith("  GB of a phase"))
-    assert header.split()[4:] == ["actor", "critic", "reference", "reward", "vLLM", "in", "all"]
+    assert header.split()[4:] == ["actor", "reference", "critic", "reward", "vLLM", "in", "all"]
     phases = ["generate", "score", "infer actor", "infer reference", "infer critic", "update critic", "update actor"]
     for phase in [*phases, "sync"]:
         assert f"\n  {phase:<22} " in output, phase
