@@ -4,10 +4,10 @@ The command line prints only the message of these errors, without a traceback.
 """
 
 import signal as signals
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -100,6 +100,28 @@ def needing_train() -> Iterator[None]:
                 "pip install --no-build-isolation '.[train]'"
             )
         raise
+
+
+def names_on_first_use(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package that imports its names on first use. It needs the extra `train`.
+
+    Args:
+        package: its name.
+        modules: the names of the package's face, by the modules that have them.
+
+    Raises:
+        ModuleNotFoundError: see `needing_train`; at once, not at the first use.
+    """
+    with needing_train():
+        places = {name: module for module, names in modules.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        with needing_train():
+            return getattr(import_module(places[name]), name)
+
+    return find
 
 
 def printable(text: object) -> str:

@@ -123,7 +123,7 @@ def keep_drivers() -> None:
 
 
 def end_actors(actors: list[Any]) -> None:
-    """Ends actors of `Leaving` at once. Without a head they end themselves, when they are done with what they do."""
+    """Ends actors of `Leaving` at once. Without a head, each actor ends itself after its present call."""
     import ray
 
     leaving = []

@@ -15,8 +15,9 @@ Names are imported on first use: some only read files, and torch would take seco
 are names of `rlft_fast.trainer`, too.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
     from rlft_fast.run.folder import claim, dotted, naming_start, require_same, require_usable
@@ -55,45 +56,41 @@ __all__ = [
     "token_columns",
 ]
 
-_MODULES = {
-    "folder": (
-        "claim",
-        "dotted",
-        "naming_start",
-        "require_same",
-        "require_usable",
-    ),
-    "lock": ("require_unlocked",),
-    "log": ("RunLog",),
-    "phases": ("Phases",),
-    "plot": (
-        "COLORS",
-        "PANELS",
-        "drawable",
-        "is_exact_integer",
-        "parse_json",
-        "plot_runs",
-        "read_metrics",
-    ),
-    "protocol": (
-        "Evaluated",
-        "StepResult",
-        "Trainer",
-    ),
-    "run": (
-        "Run",
-        "by_first",
-    ),
-    "tokens": (
-        "read_tokens",
-        "token_columns",
-    ),
-    "trackers": ("require_trackers",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"rlft_fast.run.{module}"), name)
-    raise AttributeError(f"module 'rlft_fast.run' has no attribute {name!r}")
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "rlft_fast.run.folder": (
+            "claim",
+            "dotted",
+            "naming_start",
+            "require_same",
+            "require_usable",
+        ),
+        "rlft_fast.run.lock": ("require_unlocked",),
+        "rlft_fast.run.log": ("RunLog",),
+        "rlft_fast.run.phases": ("Phases",),
+        "rlft_fast.run.plot": (
+            "COLORS",
+            "PANELS",
+            "drawable",
+            "is_exact_integer",
+            "parse_json",
+            "plot_runs",
+            "read_metrics",
+        ),
+        "rlft_fast.run.protocol": (
+            "Evaluated",
+            "StepResult",
+            "Trainer",
+        ),
+        "rlft_fast.run.run": (
+            "Run",
+            "by_first",
+        ),
+        "rlft_fast.run.tokens": (
+            "read_tokens",
+            "token_columns",
+        ),
+        "rlft_fast.run.trackers": ("require_trackers",),
+    },
+)

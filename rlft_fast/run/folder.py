@@ -22,7 +22,7 @@ _WRITTEN = (
 
 
 _WRITTEN_INTO = ("", "checkpoints", "hf", "best", "tokens")  # folders
-_APPENDED = ("metrics.jsonl", "samples.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl")
 _REPLACED = (MARKER, "config.yaml", "summary.json")
 
 
@@ -62,12 +62,12 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
         _require_writable(output / name)
     for name in ("hf", "best"):
         require_exportable(output / name)
-    for name in (*_APPENDED, *_REPLACED):
+    for name in (*LOGS, *_REPLACED):
         if (output / name).is_dir() and not (output / name).is_symlink():
             raise ValueError(
                 f"{output / name} is a folder, and the run writes a file of this name: move the folder away"
             )
-    for name in _APPENDED:
+    for name in LOGS:
         require_no_link(output / name)
 
 

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from rlft_fast.errors import printable
 from rlft_fast.files import fsync
+from rlft_fast.run.folder import LOGS
 from rlft_fast.run.tokens import FOLDER as TOKENS
 from rlft_fast.run.tokens import remove_tokens_after
 from rlft_fast.run.trackers import Tracker
 from rlft_fast.world import write_at_once
 
-_FILES = ("metrics.jsonl", "samples.jsonl")
 _SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
 # For trackers. torchrun waits for a process 30 s in all after a signal and after the failure of another process.
 _SECONDS_AT_THE_END, _SECONDS_AFTER_A_FAILURE = 30.0, 5.0
@@ -68,7 +68,7 @@ class RunLog:
 
     def num_bytes(self) -> dict[str, int]:
         """Sizes of the files, for `rewind`. The counted bytes are made durable, because a checkpoint relies on them."""
-        paths = [path for name in _FILES if (path := self.directory / name).exists()]
+        paths = [path for name in LOGS if (path := self.directory / name).exists()]
         if self.active:
             for path in (*paths, self.directory):
                 fsync(path)
@@ -80,10 +80,10 @@ class RunLog:
         Returns:
             The new names.
         """
-        found = [name for name in _FILES if (path := self.directory / name).is_file() and path.stat().st_size]
+        found = [name for name in LOGS if (path := self.directory / name).is_file() and path.stat().st_size]
         if found and (self.directory / TOKENS).is_dir():
             found.append(TOKENS)
-        names = (*_FILES, TOKENS)
+        names = (*LOGS, TOKENS)
         number = next(
             n for n in itertools.count(1) if not any((self.directory / _numbered(x, n)).exists() for x in names)
         )
@@ -101,7 +101,7 @@ class RunLog:
             num_bytes: sizes of the files at the checkpoint, from `num_bytes`.
         """
         if self.active:
-            for name in _FILES:
+            for name in LOGS:
                 with open(self.directory / name, "a+b") as file:
                     file.truncate(_end_of_lines(file, min(num_bytes.get(name, 0), file.tell())))
             remove_tokens_after(self.directory, step)

@@ -62,7 +62,7 @@ class Models(Protocol):
         """Writes the model that the run makes to a folder."""
 
     def divergence(self, name: str) -> str:
-        """What has happened to an engine whose weights are not finite, and what to do."""
+        """Says that the engine has diverged, and which settings to lower."""
 
 
 class Trainer(Protocol):

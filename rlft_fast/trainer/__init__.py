@@ -4,13 +4,9 @@ Names are imported on first use. Some of them, such as `read_metrics`, only read
 take seconds to import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlft_fast.errors import needing_train
-
-with needing_train():
-    pass  # an install without the extra is told so at the import of the package
+from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
     from rlft_fast.run import (
@@ -18,9 +14,6 @@ if TYPE_CHECKING:
         PANELS,
         Run,
         claim,
-        drawable,
-        is_exact_integer,
-        parse_json,
         plot_runs,
         read_metrics,
         read_tokens,
@@ -42,11 +35,8 @@ __all__ = [
     "check_folder",
     "check_inputs",
     "claim",
-    "drawable",
     "evaluate",
-    "is_exact_integer",
     "load_prompts",
-    "parse_json",
     "plot_runs",
     "read_metrics",
     "read_tokens",
@@ -55,32 +45,24 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
-    "run": (
-        "claim",
-        "require_usable",
-        "require_unlocked",
-        "COLORS",
-        "PANELS",
-        "drawable",
-        "is_exact_integer",
-        "parse_json",
-        "plot_runs",
-        "read_metrics",
-        "Run",
-        "read_tokens",
-    ),
-    "trainer.evaluation": ("evaluate",),
-    "trainer.launch": ("train",),
-    "trainer.ppo": ("PPOTrainer",),
-    "trainer.preflight": ("check_folder", "check_inputs"),
-    "trainer.prompts": ("Prompts", "load_prompts"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            with needing_train():
-                return getattr(import_module(f"rlft_fast.{module}"), name)
-    raise AttributeError(f"module 'rlft_fast.trainer' has no attribute {name!r}")
+__getattr__ = names_on_first_use(
+    __name__,
+    {
+        "rlft_fast.run": (
+            "claim",
+            "require_usable",
+            "require_unlocked",
+            "COLORS",
+            "PANELS",
+            "plot_runs",
+            "read_metrics",
+            "Run",
+            "read_tokens",
+        ),
+        "rlft_fast.trainer.evaluation": ("evaluate",),
+        "rlft_fast.trainer.launch": ("train",),
+        "rlft_fast.trainer.ppo": ("PPOTrainer",),
+        "rlft_fast.trainer.preflight": ("check_folder", "check_inputs"),
+        "rlft_fast.trainer.prompts": ("Prompts", "load_prompts"),
+    },
+)

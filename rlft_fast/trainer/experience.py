@@ -18,7 +18,7 @@ from rlft_fast.trainer.prompts import Prompts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experience:
-    """What the policy has done in a step, and what it learns from it.
+    """The samples of a step, and the batch that the policy learns from.
 
     Args:
         step: number of the step, from 0.

@@ -61,7 +61,7 @@ class Models:
         return self.engines["actor"]
 
     def divergence(self, name: str) -> str:
-        """What has happened to an engine whose numbers are not finite after a step, and what to do."""
+        """Says that the engine has diverged, and which settings to lower."""
         optimizer = self.trained[name].config.optimizer
         return (
             f"the run has diverged. Lower {name}.optimizer.learning_rate ({optimizer.learning_rate:g}) or "

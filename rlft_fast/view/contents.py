@@ -9,8 +9,8 @@ import numpy as np
 
 from rlft_fast.config import Config, ConfigError
 from rlft_fast.errors import without_panics
+from rlft_fast.run import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 from rlft_fast.tokenizer_files import check_tokenizer_files
-from rlft_fast.trainer import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 
 _MAX_POINTS = 2000  # of one series: more than a curve has pixels
 _FIELDS = ("prompt", "completion", "reward", "parts", "finish_reason", "weight_version")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft_fast.files import replacing
-from rlft_fast.trainer import COLORS, PANELS
+from rlft_fast.run import COLORS, PANELS
 from rlft_fast.view.contents import Contents, read_run
 
 _UNSAFE = re.compile("[<>&]")
