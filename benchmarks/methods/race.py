@@ -94,7 +94,8 @@ class Run:
             made = Config.load(_ROOT / self.kept / "config.yaml")
         except ConfigError:  # of an older version
             return False
-        return made == Config.load(_ROOT / self.example, self.overrides)
+        example = Config.load(_ROOT / self.example, self.overrides)
+        return _portable(made) == _portable(example)
 
     def make(self, threads: int) -> None:
         """Runs it, unless it is complete. Afterwards its weights are deleted: they are large.
@@ -128,11 +129,15 @@ class Run:
         for each in (part, kept):
             shutil.rmtree(each, ignore_errors=True)
         part.mkdir(parents=True)
-        settings = (_ROOT / self.folder / "config.yaml").read_text()
-        (part / "config.yaml").write_text(settings.replace(str(Path.home()), "~"))
+        (part / "config.yaml").write_text(_portable(Config.load(_ROOT / self.folder / "config.yaml")))
         shutil.copy(_ROOT / self.folder / "metrics.jsonl", part)
         (part / "environment.json").write_text(json.dumps(facts, indent=1) + "\n")
         part.rename(kept)
+
+
+def _portable(config: Config) -> str:
+    """Settings as YAML, with paths that are right in every clone: relative to the repository, or from ``~`` on."""
+    return config.to_yaml().replace(f"{_ROOT}/", "").replace(str(Path.home()), "~")
 
 
 def all_runs(names: list[str]) -> list[Run]:
