@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +30,7 @@ class Samples:
         is_sampled_T: (T,) bool, whether the policy sampled a token.
         weight_version_T: (T,) int32, version of the weights that sampled a token.
         support_TK: (T, K) int32, the ids that each token was sampled among, -1 fills up; None: the whole vocabulary.
+        texts: of the B completions, as reward functions read them; None before they are decoded.
     """
 
     row_B: Tensor
@@ -42,6 +44,7 @@ class Samples:
     is_sampled_T: Tensor
     weight_version_T: Tensor
     support_TK: Tensor | None = None
+    texts: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.row_B)
@@ -54,12 +57,9 @@ class Samples:
     def replace(self, **fields: Any) -> Self:
         return dataclasses.replace(self, **fields)
 
-    def token_ids(self, indices: Sequence[int] | None = None) -> list[list[int]]:
-        """The tokens of each completion as lists, for tokenizers and reward functions; None: of all completions."""
-        ends = self.length_B.cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        chosen = range(len(self)) if indices is None else indices
-        return [self.token_ids_T[starts[i] : ends[i]].tolist() for i in chosen]
+    def token_ids(self) -> list[list[int]]:
+        """The tokens of each completion as lists, for tokenizers and reward functions."""
+        return [own.tolist() for own in self.token_ids_T.split(self.length_B.tolist())]
 
     def select(self, indices: Tensor) -> Self:
         """The samples with these numbers, (N,) int64, in that order."""
@@ -69,7 +69,8 @@ class Samples:
         fields: dict[str, Any] = {
             name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
         }
-        return self.replace(**fields, parts={name: part[indices] for name, part in self.parts.items()})
+        texts = None if self.texts is None else [self.texts[i] for i in indices.tolist()]
+        return self.replace(**fields, parts={name: part[indices] for name, part in self.parts.items()}, texts=texts)
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """The samples of these rows, in the order that they have here."""
@@ -95,7 +96,9 @@ class Samples:
         fields: dict[str, Any] = {
             name: gathered(column, row_letter(name)) for name, column in self._as_wide(world)._tensors().items()
         }
-        return self.replace(**fields, parts={name: gathered(part, "B") for name, part in self.parts.items()})
+        texts = None if self.texts is None else [*chain(*world.all_gather_json(self.texts))]
+        parts = {name: gathered(part, "B") for name, part in self.parts.items()}
+        return self.replace(**fields, parts=parts, texts=texts)
 
     def _as_wide(self, world: World) -> Self:
         """With a support as wide as the widest of all ranks."""
@@ -129,11 +132,12 @@ class Samples:
 
 
 def cat_samples(parts: Sequence[Samples]) -> Samples:
-    """One behind the other; all have the same parts of rewards."""
+    """One behind the other; all have the same parts of rewards, and all have texts or none has."""
     first = parts[0]
     fields: dict[str, Any] = {}
     for name in first._tensors():
         columns = [getattr(samples, name) for samples in parts]
         fields[name] = cat_supports(columns) if name == "support_TK" else torch.cat(columns)
     by_name = {name: torch.cat([samples.parts[name] for samples in parts]) for name in first.parts}
-    return first.replace(**fields, parts=by_name)
+    texts = None if first.texts is None else [text for samples in parts for text in samples.texts or ()]
+    return first.replace(**fields, parts=by_name, texts=texts)

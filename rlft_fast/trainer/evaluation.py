@@ -130,7 +130,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         for name, found in samples.items():
             order = (found.row_B * (int(found.number_B.max()) + 1) + found.number_B).argsort()
             found = found.select(order)
-            answers += [{"set": name, **x} for x in sample_records(found, held_out[name], judge.texts(found))]
+            answers += [{"set": name, **x} for x in sample_records(found, held_out[name])]
         return Evaluation(metrics, answers)
 
 

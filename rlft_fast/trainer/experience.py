@@ -206,19 +206,19 @@ def _part_means(samples: Samples) -> dict[str, float]:
     return {f"reward_mean_{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}
 
 
-def sample_records(samples: Samples, prompts: Prompts, texts: list[str]) -> Iterator[dict[str, Any]]:
+def sample_records(samples: Samples, prompts: Prompts) -> Iterator[dict[str, Any]]:
     """What ``samples.jsonl`` holds of each sample, beside its step.
 
     Args:
         samples: scored, of all ranks.
         prompts: that they answer.
-        texts: of the samples.
     """
+    assert samples.texts is not None
     parts = {name: _nullable(part) for name, part in samples.parts.items()}
     rewards, stopped, versions = _nullable(samples.reward_B), samples.stopped_B.tolist(), _oldest_versions(samples)
     for i, row in enumerate(samples.row_B.tolist()):
         yield {
-            "prompt": prompts.texts[row], "completion": texts[i], "reward": rewards[i],
+            "prompt": prompts.texts[row], "completion": samples.texts[i], "reward": rewards[i],
             "parts": {name: values[i] for name, values in parts.items()},
             "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
         }  # fmt: skip

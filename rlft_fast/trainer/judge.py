@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Judge:
         return cls(config.model_copy(update={"reward": reward}), tokenizer, world)
 
     def score(self, prompts: Prompts, own: Samples) -> Samples:
-        """The samples of all ranks, each scored by the rank that made it, and by the model of all.
+        """The samples of all ranks with their texts, each scored by the rank that made it, and by the model of all.
 
         Args:
             prompts: of the rollout.
@@ -85,7 +86,7 @@ class Judge:
         """
         started = time.perf_counter()
 
-        def score() -> list[Parts]:
+        def score() -> tuple[list[str], list[Parts]]:
             try:
                 with STOP.alone():
                     return self._score_own(prompts, own)
@@ -93,7 +94,7 @@ class Judge:
                 self.seconds = time.perf_counter() - started
 
         try:
-            scored = self.world.together(score, LeftEarlyError, RewardError)
+            texts, scored = self.world.together(score, LeftEarlyError, RewardError)
         except (RewardError, LeftEarlyError):
             STOP.leave_together(self.world)
             raise
@@ -102,7 +103,7 @@ class Judge:
         # The model scores every sample: without a function's part, its score is the reward.
         nothing = None if self.model is None else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
-        samples = with_rewards(own, rewards, scored, [*weights]).gather(self.world)
+        samples = with_rewards(own, rewards, scored, [*weights]).replace(texts=texts).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
 
     def check(self, prompts: Prompts, what: str) -> None:
@@ -130,8 +131,22 @@ class Judge:
         assert self.reader is not None
         self.model = RewardModelScorer(self.reader, engine)
 
-    def texts(self, samples: Samples) -> list[str]:
-        """What the policy has written, as functions and other models read it."""
+    def close(self) -> None:
+        """Ends the functions' worker processes; the next call starts new ones."""
+        for function in self.functions.functions.values():
+            if isinstance(function, IsolatedReward):
+                function.close()
+
+    def _score_own(self, prompts: Prompts, own: Samples) -> tuple[list[str], list[Parts]]:
+        """The texts of this rank's samples, and the parts of their rewards."""
+        if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
+            return [], []
+        asked, texts = prompts.select(own.row_B.tolist()), self._decode(own)
+        pairs = asked.answered_messages(texts) if self.config.reward.conversational else asked.answered(texts)
+        return texts, self.functions.score(*pairs, own.token_ids(), asked.columns)
+
+    def _decode(self, samples: Samples) -> list[str]:
+        """What the policy has written, as functions, other models and the log read it."""
         ids = samples.token_ids()
         if not self.config.reward.keep_special_tokens:
             return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -142,22 +157,10 @@ class Judge:
             [own[:-1] if stopped and own[-1] in ends else own for own, stopped in ended], skip_special_tokens=False
         )
 
-    def close(self) -> None:
-        """Ends the functions' worker processes; the next call starts new ones."""
-        for function in self.functions.functions.values():
-            if isinstance(function, IsolatedReward):
-                function.close()
-
-    def _score_own(self, prompts: Prompts, own: Samples) -> list[Parts]:
-        if not len(own):  # there are fewer prompts than processes: functions need not know what to do with nothing
-            return []
-        asked, texts = prompts.select(own.row_B.tolist()), self.texts(own)
-        pairs = asked.answered_messages(texts) if self.config.reward.conversational else asked.answered(texts)
-        return self.functions.score(*pairs, own.token_ids(), asked.columns)
-
     def _with_model(self, model: "RewardModelScorer", prompts: Prompts, samples: Samples) -> Samples:
+        assert samples.texts is not None
         answered = prompts.select(samples.row_B.tolist())
-        score_B = model.score(answered, samples.token_ids(), self.texts(samples))
+        score_B = model.score(answered, samples.token_ids(), samples.texts)
         reward_B = samples.reward_B + self.model_weight * score_B  # NaN where one of them is
         return samples.replace(reward_B=reward_B, parts={**samples.parts, "model": score_B})
 
@@ -207,7 +210,7 @@ class RewardModelReader:
                     f"{where} chat template, which cannot be applied to row {row} (counted from 0) of {what}: {failure}"
                 )
 
-    def sequences(self, prompts: Prompts, token_ids: list[list[int]], texts: list[str]) -> list[list[int]]:
+    def sequences(self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str]) -> list[list[int]]:
         """Prompts with their answers in the model's tokens.
 
         Args:
@@ -264,7 +267,7 @@ class RewardModelScorer:
         self.reader = reader
         self.engine = engine
 
-    def score(self, prompts: Prompts, token_ids: list[list[int]], texts: list[str]) -> Tensor:
+    def score(self, prompts: Prompts, token_ids: list[list[int]], texts: Sequence[str]) -> Tensor:
         """The scores of the completions of all ranks, which every rank must ask for together.
 
         Args:

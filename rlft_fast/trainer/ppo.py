@@ -149,13 +149,10 @@ class PPOTrainer:
         metrics |= self.phases.metrics()
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
         return StepResult(
-            metrics=metrics, num_prompts=len(experience.prompts), records=self._records(experience),
-            warnings=experience.warnings, tokens=self._token_columns(experience, update.outputs),
+            metrics=metrics, num_prompts=len(experience.prompts), warnings=experience.warnings,
+            records=sample_records(experience.samples, experience.prompts),
+            tokens=self._token_columns(experience, update.outputs),
         )  # fmt: skip
-
-    def _records(self, experience: Experience) -> Iterator[dict[str, Any]]:
-        samples = experience.samples
-        yield from sample_records(samples, experience.prompts, self.judge.texts(samples))
 
     def _token_columns(self, experience: Experience, outputs: Mapping[Output, Tensor]) -> dict[str, Tensor] | None:
         """What `StepResult.tokens` holds; the outputs are of the first optimizer step."""
@@ -183,8 +180,8 @@ class PPOTrainer:
         judge = self.evaluation_judge or self.judge
         metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
-        shown = first.token_ids((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES].tolist())
-        examples = [text.strip() for text in self.tokenizer.batch_decode(shown, skip_special_tokens=True)]
+        shown = first.select((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES])
+        examples = [text.strip() for text in shown.texts or ()]
         num_scored = sum(len(found.row_B[found.has_reward_B].unique()) for found in samples.values())
         return Evaluated(metrics=metrics, examples=examples, num_scored=num_scored)
 

@@ -109,7 +109,7 @@ class World:
 
     def _raise_first(self, own: Exception | None, errors: tuple[type[Exception], ...]) -> NoReturn:
         number = next((i for i, kind in enumerate(errors) if isinstance(own, kind)), None)
-        outcomes = self._all_gather_json([number, text_of(own) or type(own).__name__])
+        outcomes = self.all_gather_json([number, text_of(own) or type(own).__name__])
         kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(outcomes) if kind is not None)
         if own is not None and rank == self.rank:
             raise own
@@ -117,10 +117,12 @@ class World:
         setattr(error, RAISED_BY, rank)
         raise error from own
 
-    def _all_gather_json(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order."""
-        own = torch.tensor(list(json.dumps(value, sort_keys=True).encode()), dtype=torch.uint8)
-        return [json.loads(bytes(part.tolist())) for part in self.all_gather_ragged(own.to(self.device))]
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in rank order."""
+        if self.size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value, sort_keys=True).encode()), dtype=torch.uint8)
+        return [json.loads(part.cpu().numpy().tobytes()) for part in self.all_gather_ragged(own.to(self.device))]
 
     def all_gather_ragged(self, tensor: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
         """Gathers every rank's tensor on every rank, in rank order.
@@ -154,7 +156,7 @@ class World:
         """
         if self.size == 1:
             return
-        first, *others = self._all_gather_json(dict(values))
+        first, *others = self.all_gather_json(dict(values))
         differences = [
             f"{name} is {other.get(name)!r} on rank {rank} and {first.get(name)!r} on rank 0"
             for rank, other in enumerate(others, start=1)

@@ -31,7 +31,7 @@ def assert_same(found: Samples, expected: Samples) -> None:
     assert found._tensors().keys() == expected._tensors().keys()
     for name, tensor in expected._tensors().items():
         torch.testing.assert_close(getattr(found, name), tensor, rtol=0, atol=0, equal_nan=True)
-    assert [*found.parts] == [*expected.parts]
+    assert (found.texts, [*found.parts]) == (expected.texts, [*expected.parts])
     for name, part in expected.parts.items():
         torch.testing.assert_close(found.parts[name], part, rtol=0, atol=0, equal_nan=True)
 
@@ -40,13 +40,14 @@ def gather(rank: int) -> None:
     """In the order of rows and numbers, whichever rank made them; every rank has the names of all parts."""
     world = World.current()
     parts = [{"b": reward, "a": 0.25 * i} for i, reward in enumerate(REWARDS)]
-    whole = with_rewards(to_samples(ANSWERS), REWARDS, parts, ["b", "a"])
+    texts = ["a\0", "", "ä€😀", "\ud800", "e"]
+    whole = with_rewards(to_samples(ANSWERS), REWARDS, parts, ["b", "a"]).replace(texts=texts)
     for first in ([3, 4], [0, 1, 2], [], [0, 1, 2, 3, 4]):  # the samples of rank 0
         own = [i for i in range(5) if (i in first) == (rank == 0)]
         mine = with_rewards(
             to_samples([ANSWERS[i] for i in own]), [REWARDS[i] for i in own], [parts[i] for i in own], ["b", "a"]
         )
-        assert_same(mine.gather(world), whole)
+        assert_same(mine.replace(texts=[texts[i] for i in own]).gather(world), whole)
     narrow, wide = sampled_among(4), sampled_among(6)
     assert_same((narrow.of_rows([0]) if rank == 0 else wide.of_rows([1])).gather(world), mixed(narrow, wide))
     assert_same((narrow if rank == 0 else SAMPLES.select(torch.arange(0))).gather(world), narrow)
@@ -90,9 +91,14 @@ def test_samples_in_another_order_are_the_same_when_gathered():
     assert len(to_samples([]).gather(World())) == 0
 
 
+def test_texts_go_with_their_samples():
+    named = SAMPLES.replace(texts=[*"abcde"])
+    assert named.select(torch.tensor([3, 1, 3])).texts == [*"dbd"]
+    assert cat_samples([named.of_rows([1]), named.of_rows([0])]).texts == [*"deabc"]
+
+
 def test_tokens_as_lists():
     assert SAMPLES.token_ids() == [completion.token_ids for _, completion in ANSWERS]
-    assert SAMPLES.token_ids(range(3, 5)) == [[4], [4, 4]]
 
 
 def test_build_batch_leaves_out_samples_without_a_reward():

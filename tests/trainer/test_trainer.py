@@ -1,5 +1,6 @@
 """Whole runs of a tiny random model on a toy task: they learn, and their numbers are those of the equations."""
 
+import contextlib
 import json
 import math
 from itertools import pairwise
@@ -121,6 +122,24 @@ def test_truncation_penalty_is_for_training_only(model, tmp_path):
     rows = read_lines(tmp_path / "run" / "samples.jsonl")
     assert {(row["finish_reason"], row["reward"]) for row in rows} == {("length", -0.25)}
     assert all(row["parts"] == {f"{HERE}:constant": 0.25, "length": -0.5} for row in rows)
+
+
+def test_a_completion_is_decoded_once(model, tmp_path):
+    """For its reward, and never again for the log or for the answers that are shown."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "sea"}, {"prompt": "ice"}])
+    trainer = PPOTrainer(toy_config(model, tmp_path, evaluation={"path": str(held_out)}))
+    tokenizer, decoded = trainer.tokenizer, []
+
+    class Counting(type(tokenizer)):
+        def _decode(self, token_ids, *args, **kwargs):
+            decoded.append(text := super()._decode(token_ids, *args, **kwargs))
+            return text
+
+    tokenizer.__class__ = Counting
+    with contextlib.closing(trainer):
+        records = [*trainer.train_step(0).records]
+        assert decoded == [record["completion"] for record in records]
+        assert trainer.evaluate().examples == [text.strip() for text in decoded[len(records) :]]
 
 
 def test_the_greedy_baseline_costs_its_length_too(model, tmp_path):
