@@ -45,7 +45,7 @@ class Frozen(Way):
             limit, columns = tile_shape(problem.num_active, hidden, logits_mib)
             compute = partial(_tiles_chunk, problem, columns)
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
-            index = problem.active_index[chunk]
+            index = problem.active[chunk]
             logprob[index], grad_rows = compute(problem.rows(index))
             jacobian[index] = grad_rows.to(hidden.dtype)
         return logprob, jacobian

@@ -6,7 +6,7 @@ Shapes: T packed tokens, A active ones, D hidden, V vocabulary, E trained column
 """
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,16 +116,11 @@ def linear_logprob(
         ValueError: shapes, devices or option values that do not fit.
         TypeError: unsupported dtypes, no tensors, or no process group.
     """
-    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    if adapter_VE is not None:
-        check_tensors(adapter_VE=adapter_VE)
-    dtype = compute_dtype(hidden_TD)
-    problem = Problem(
-        hidden_TD, _joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), threshold_T, adapter_VE, softcap_or_0(softcap), logit_scale,
-        backend, _group_name(vocab_group), workspace_mib, dtype, ignore_index,
+    problem = checked_problem(
+        hidden_TD, weight_VD, target_T, temperature, softcap, adapter_VE=adapter_VE, vocab_group=vocab_group,
+        active_index=active_index, bias_V=bias_V, threshold_T=threshold_T, scale=logit_scale, backend=backend,
+        workspace_mib=workspace_mib, ignore_index=ignore_index,
     )  # fmt: skip
-    check_problem(problem, temperature)
     if return_mean_logits and threshold_T is not None:
         raise ValueError(
             "return_mean_logits does not go with threshold_T, because the logits below a threshold are -inf, and their "
@@ -142,7 +137,7 @@ def linear_logprob(
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob(
-            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, dtype), target_T, bias_V=bias_V,
+            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, problem.dtype), target_T, bias_V=bias_V,
             temperature=temperature, softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
             threshold_T=threshold_T, return_entropy=return_entropy,
             return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
@@ -219,22 +214,17 @@ def linear_logprob_loss(
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
         TypeError: unsupported dtypes, no tensors, or no process group.
     """
-    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T)
-    if adapter_VE is not None:
-        check_tensors(adapter_VE=adapter_VE)
-    dtype = compute_dtype(hidden_TD)
-    problem = Problem(
-        hidden_TD, _joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T, cast(Any, active_index), bias_V,
-        inverse_temperature(temperature, hidden_TD.device), None, adapter_VE, softcap_or_0(softcap), logit_scale,
-        backend, _group_name(vocab_group), workspace_mib, dtype, ignore_index,
+    problem = checked_problem(
+        hidden_TD, weight_VD, target_T, temperature, softcap, adapter_VE=adapter_VE, vocab_group=vocab_group,
+        active_index=active_index, bias_V=bias_V, scale=logit_scale, backend=backend,
+        workspace_mib=workspace_mib, ignore_index=ignore_index,
     )  # fmt: skip
-    check_problem(problem, temperature)
     check_per_token(per_token, target_T)
     problem = _with_backend(problem, "loss")
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob_loss(
-            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, dtype), target_T, loss_fn, *per_token,
+            *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, problem.dtype), target_T, loss_fn, *per_token,
             bias_V=bias_V, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
             ignore_index=ignore_index, return_entropy=return_entropy,
         )  # fmt: skip
@@ -251,7 +241,31 @@ def linear_logprob_loss(
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
-def compute_dtype(hidden: Tensor) -> torch.dtype:
+def checked_problem(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float | Tensor, softcap: float | None, *,
+    adapter_VE: Tensor | None = None, vocab_group: ProcessGroup | None = None, support_TK: Tensor | None = None,
+    **fields: Any,
+) -> Problem:  # fmt: skip
+    """The problem of a call: arguments as the user gave them, and the other fields of `Problem`.
+
+    Raises:
+        ValueError: shapes, devices or option values that do not fit.
+        TypeError: unsupported dtypes, no tensors, or no process group.
+    """
+    optional = {"adapter_VE": adapter_VE, "support_TK": support_TK}
+    given = {name: x for name, x in optional.items() if x is not None}
+    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, **given)
+    dtype = _compute_dtype(hidden_TD)
+    problem = Problem(
+        hidden_TD=hidden_TD, weight_VD=_joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T=target_T,
+        adapter_VE=adapter_VE, inv_temperature=inverse_temperature(temperature, hidden_TD.device),
+        softcap=softcap_or_0(softcap), group=_group_name(vocab_group), dtype=dtype, **fields,
+    )  # fmt: skip
+    check_problem(problem, temperature, support_TK=support_TK)
+    return problem
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of a product with the hidden states: their own or, where autocast is on, a linear layer's."""
     device = hidden.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:

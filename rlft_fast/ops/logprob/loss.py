@@ -297,7 +297,7 @@ class Loss(Way):
         loss = problem.hidden_TD.new_zeros((), dtype=torch.float32)
         for chunks in work.groups:
             for chunk in chunks:
-                index = problem.active_index[chunk.rows]
+                index = problem.active[chunk.rows]
                 rows = problem.rows(index)
                 stats: Any = work.stats(chunk, rows, return_entropy)  # of the type that its own `grad` takes
                 values = [x[index] for x in per_token]
@@ -309,7 +309,7 @@ class Loss(Way):
                 if any(needs_grad):
                     work.grad(chunk, rows, index, stats, upstream)
             if any(needs_grad):
-                work.finish(chunks, problem.active_index[chunks[0].rows.start : chunks[-1].rows.stop])
+                work.finish(chunks, problem.active[chunks[0].rows.start : chunks[-1].rows.stop])
         grads.round_from(*work.sums, empty=not work.groups)
         return loss, logprob, entropy, *grads
 

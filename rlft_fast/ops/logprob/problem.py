@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,21 +17,15 @@ from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.logprob.statistics import Rows
 from rlft_fast.ops.logprob.tiles import float_bias, operand, operand_dtype
 
-# The schema of a problem as the first arguments of an operator: tensors, then numbers and names.
-SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor target, Tensor active_index, Tensor? bias, Tensor inv_temperature, "
-    "Tensor? threshold, Tensor? adapter, float softcap, float scale, str backend, str group, int? workspace_mib, "
-    "ScalarType dtype"
-)
-NUM_ARGUMENTS = 14
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Rows of hidden states, the projection, and how its raw logits become the logits that the softmax sees.
 
     ``z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) * inv_temperature``, without tanh where
     ``softcap`` is 0.
+
+    The fields are the first arguments of an operator, tensors before numbers and names; their types are its `SCHEMA`.
     """
 
     hidden_TD: Tensor
@@ -39,46 +33,43 @@ class Problem:
     """The projection, or this rank's rows of it, in any dtype: it is rounded to ``dtype`` tile by tile."""
     target_T: Tensor
     """int64 rows of ``weight_VD``."""
-    active_index: Tensor
+    active_index: Tensor | None
     """(A,) the tokens that have a target, ascending. None until they are found, which is before any operator runs."""
     bias_V: Tensor | None
     inv_temperature: Tensor
     """float32 (T,), or (1,) for all tokens."""
-    threshold_T: Tensor | None
+    threshold_T: Tensor | None = None
     """Smallest logit that counts; None: every logit counts."""
-    adapter_VE: Tensor | None
+    adapter_VE: Tensor | None = None
     """The last columns of ``weight_VD`` once more, as the input that gets their gradient; the others then get none."""
     softcap: float
     """0 for no soft-capping."""
     scale: float
     backend: str
-    group: str
+    group: str = ""
     """Name of the process group whose ranks hold the other rows of the projection; "" where there are none."""
     workspace_mib: int | None
     dtype: torch.dtype
     """To which hidden states and weight are rounded before they are multiplied."""
-    ignore_index: int = -100
+    ignore_index: int
     """Target of tokens that are not active. Operators read ``active_index`` instead."""
 
-    # ---- an operator's schema -----------------------------------------------------------------------------------
+    # ---- an operator's arguments --------------------------------------------------------------------------------
 
     @staticmethod
     def of(arguments: tuple[Any, ...]) -> Problem:
         """The problem that an operator was given as the first of its arguments."""
-        return Problem(*arguments[:NUM_ARGUMENTS])
+        return Problem(**dict(zip(ARGUMENTS, arguments, strict=False)))
 
     def flat(self) -> tuple[Any, ...]:
         """The problem as `SCHEMA` has it."""
         return (*self.tensors(), *self.scalars())
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.hidden_TD, self.weight_VD, self.target_T, self.active_index, self.bias_V, self.inv_temperature,
-            self.threshold_T, self.adapter_VE,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in _TENSORS)
 
     def scalars(self) -> tuple[Any, ...]:
-        return self.softcap, self.scale, self.backend, self.group, self.workspace_mib, self.dtype
+        return tuple(getattr(self, name) for name in _SCALARS)
 
     # ---- what is computed with ----------------------------------------------------------------------------------
 
@@ -111,8 +102,14 @@ class Problem:
         return hidden_RD if self.adapter_VE is None else hidden_RD[:, -self.adapter_VE.shape[1] :]
 
     @property
+    def active(self) -> Tensor:
+        """(A,) the tokens that have a target, once they are found."""
+        assert self.active_index is not None
+        return self.active_index
+
+    @property
     def num_active(self) -> int:
-        return self.active_index.shape[0]
+        return self.active.shape[0]
 
     @property
     def device_type(self) -> str:
@@ -151,3 +148,16 @@ class Problem:
         for start in range(0, self.vocab, columns):
             tile = slice(start, min(start + columns, self.vocab))
             yield tile, operand(self.weight_VD[tile], self.dtype), None if bias is None else bias[tile]
+
+
+# ---- the schema of a problem as the first arguments of an operator --------------------------------------------------
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", float: "float", int: "int",
+    int | None: "int?", str: "str",
+}  # fmt: skip
+_FIELDS = {name: _SCHEMA_TYPES[kind] for name, kind in get_type_hints(Problem).items()}
+_TENSORS = tuple(name for name, kind in _FIELDS.items() if kind.startswith("Tensor"))
+_SCALARS = tuple(name for name in _FIELDS if name not in _TENSORS)
+ARGUMENTS = (*_TENSORS, *_SCALARS)
+SCHEMA = ", ".join(f"{_FIELDS[name]} {name}" for name in ARGUMENTS)

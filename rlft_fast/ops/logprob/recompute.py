@@ -95,7 +95,7 @@ class Recompute(Way):
         if kept.numel() or in_registers:
             limit = max(problem.num_active, 1)
         for chunk in row_chunks(problem.num_active, limit, problem.device_type):
-            index = problem.active_index[chunk]
+            index = problem.active[chunk]
             rows = problem.rows(index)
             sums = Sums.of_nothing(rows, asked.entropy, asked.sum_prob_squared, asked.mean_logits)
             if in_registers:
@@ -109,7 +109,7 @@ class Recompute(Way):
 
     def empty(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
         keep_logits, *asked_for = options
-        normalizer = problem.hidden_TD.new_empty(2, *problem.active_index.shape, dtype=torch.float32)
+        normalizer = problem.hidden_TD.new_empty(2, *problem.active.shape, dtype=torch.float32)
         return *per_token_results(problem.hidden_TD, *asked_for), normalizer, _kept_logits(problem, keep_logits)
 
     def save(self, ctx: Any, problem: Problem, options: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
@@ -218,7 +218,7 @@ def _backward(
     GEMMs: the logits unless they were kept, dhidden, and dweight or the E of its D columns that an adapter trains.
     """
     grads = Gradients.allocate(problem, needs_grad)
-    active_index = problem.active_index
+    active_index = problem.active
     upstream = grad_logprob[active_index]
     upstream_entropy = None if grad_entropy is None else grad_entropy[active_index]
     seen = seen_rows(upstream, upstream_entropy)

@@ -15,20 +15,12 @@ Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.logprob.checks import (
-    check_problem,
-    check_targets,
-    check_tensors,
-    inverse_temperature,
-    looks_at,
-    softcap_or_0,
-)
-from rlft_fast.ops.logprob.linear import compute_dtype, linear_logprob
+from rlft_fast.ops.logprob.checks import check_targets, looks_at
+from rlft_fast.ops.logprob.linear import checked_problem, linear_logprob
 from rlft_fast.ops.logprob.problem import Problem
 from rlft_fast.ops.logprob.reference import LinearLogprob, transform_logits
 from rlft_fast.ops.precision import sums_in_float32
@@ -95,13 +87,10 @@ def support_logprob(
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
             return_sum_prob_squared=return_sum_prob_squared, workspace_mib=workspace_mib,
         )  # fmt: skip
-    check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, support_TK=support_TK)
-    problem = Problem(
-        hidden_TD, weight_VD, target_T, cast(Any, None), bias_V, inverse_temperature(temperature, hidden_TD.device),
-        None, None, softcap_or_0(softcap), logit_scale, "native", "", workspace_mib, compute_dtype(hidden_TD),
-        ignore_index,
+    problem = checked_problem(
+        hidden_TD, weight_VD, target_T, temperature, softcap, support_TK=support_TK, active_index=None, bias_V=bias_V,
+        scale=logit_scale, backend="native", workspace_mib=workspace_mib, ignore_index=ignore_index,
     )  # fmt: skip
-    check_problem(problem, temperature, support_TK=support_TK)
     if workspace_mib is None:
         problem = replace(problem, workspace_mib=64)
     _check_support(support_TK, problem)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.logprob.problem import NUM_ARGUMENTS, SCHEMA, Problem
+from rlft_fast.ops.logprob.problem import ARGUMENTS, SCHEMA, Problem
 from rlft_fast.ops.logprob.statistics import all_reduce
 from rlft_fast.ops.logprob.tiles import in_huge_pages
 
-_HIDDEN, _WEIGHT, _BIAS, _ADAPTER = 0, 1, 4, 7  # positions in `SCHEMA` of what may need a gradient
+# Positions of the arguments that may need a gradient.
+_HIDDEN, _WEIGHT, _BIAS, _ADAPTER = map(ARGUMENTS.index, ("hidden_TD", "weight_VD", "bias_V", "adapter_VE"))
 
 
 class Way(ABC):
@@ -62,7 +63,7 @@ class Way(ABC):
         ctx.no_gradients = [[None] * len(x) if _is_tensors(x) else None for x in inputs]
         ctx.trained = _WEIGHT if inputs[_ADAPTER] is None else _ADAPTER
         ctx.set_materialize_grads(False)  # autograd would make zeros of dweight's or the kept logits' size
-        self.save(ctx, Problem.of(inputs), inputs[NUM_ARGUMENTS:], output)
+        self.save(ctx, Problem.of(inputs), inputs[len(ARGUMENTS) :], output)
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.needs = [ctx.needs_input_grad[i] for i in (_HIDDEN, ctx.trained, _BIAS)]
@@ -110,7 +111,7 @@ def operator(
     """Registers ``rlft_fast::name``, which takes a problem, flattened, and the options."""
 
     def of_problem(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        return lambda *arguments: function(Problem.of(arguments), *arguments[NUM_ARGUMENTS:])
+        return lambda *arguments: function(Problem.of(arguments), *arguments[len(ARGUMENTS) :])
 
     schema = f"({', '.join(filter(None, (SCHEMA, options)))}) -> ({results})"
     registered = torch.library.custom_op(f"rlft_fast::{name}", of_problem(forward), mutates_args=(), schema=schema)

@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
 from rlft_fast.ops.logprob import reference
+from rlft_fast.ops.logprob.problem import Problem
 from tests.ops.logprob.problems import (
     F32,
     F64,
@@ -128,26 +129,25 @@ def test_each_gradient_is_the_same_alone(backend):
 # ---- torch's own checks ---------------------------------------------------------------------------------------------
 
 
-def flat_problem(
-    requires_grad: bool, threshold: torch.Tensor | None = None, adapter: torch.Tensor | None = None
-) -> list[Any]:
+def small_problem(requires_grad: bool, **fields: Any) -> Problem:
     hidden, weight, target, _ = make_inputs(6, 8, 64)  # V is a multiple of 64: padding columns would hold any value
-    index = torch.arange(6)
-    tensors = [hidden.requires_grad_(requires_grad), weight.requires_grad_(requires_grad), target, index, None]
-    return [*tensors, torch.ones(1), threshold, adapter, 0.0, 1.0, "native", "", 64, F32]
+    return Problem(
+        hidden_TD=hidden.requires_grad_(requires_grad), weight_VD=weight.requires_grad_(requires_grad), target_T=target,
+        active_index=torch.arange(6), bias_V=None, inv_temperature=torch.ones(1), softcap=0.0, scale=1.0,
+        backend="native", workspace_mib=64, dtype=F32, ignore_index=-100, **fields,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(requires_grad):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     namespace = torch.ops.rlft_fast
-    torch.library.opcheck(
-        namespace.linear_logprob, (*flat_problem(requires_grad, torch.zeros(6)), *[True] * 5), test_utils=tests
-    )
-    adapted = flat_problem(requires_grad, adapter=torch.ones(64, 3, requires_grad=requires_grad))
-    adapted[1].requires_grad_(False)
-    torch.library.opcheck(namespace.linear_logprob, (*adapted, *[True] * 5), test_utils=tests)
-    torch.library.opcheck(namespace.linear_logprob_frozen, tuple(flat_problem(requires_grad)), test_utils=tests)
+    above = small_problem(requires_grad, threshold_T=torch.zeros(6))
+    torch.library.opcheck(namespace.linear_logprob, (*above.flat(), *[True] * 5), test_utils=tests)
+    adapted = small_problem(requires_grad, adapter_VE=torch.ones(64, 3, requires_grad=requires_grad))
+    adapted.weight_VD.requires_grad_(False)
+    torch.library.opcheck(namespace.linear_logprob, (*adapted.flat(), *[True] * 5), test_utils=tests)
+    torch.library.opcheck(namespace.linear_logprob_frozen, small_problem(requires_grad).flat(), test_utils=tests)
     torch.library.opcheck(namespace.linear_logprob_frozen_backward, (torch.ones(6, 8), torch.ones(6)))
 
 
