@@ -270,11 +270,11 @@ def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _add_logits(z, first_column, vocab, inv_temperature, scale, target, m, s,
-                ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                LARGE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`_add_block` of some columns of raw logits, and the rows' target logits where they are in them, else 0."""
     j = first_column + tl.arange(0, COLUMNS)
     x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False)
-    if ROWS < 128 or first_column + COLUMNS > vocab:  # the large tile has no registers to spare for the mask
+    if not LARGE or first_column + COLUMNS > vocab:  # the large tile has no registers to spare for the mask
         x = tl.where((j < vocab)[None, :], x, -float("inf"))
     target_logit = tl.sum(tl.where(j[None, :] == target[:, None], x, 0.0), 1)
     m, s, _, _ = _add_block(x, 1, m, s, 0.0, 0.0)
@@ -286,7 +286,8 @@ def _fused_stats_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
     inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, max_ptr, excess_ptr,
     target_logit_ptr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    LARGE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours have few row blocks among them, which stay in L2 while the weights pass by.
     row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
@@ -310,18 +311,18 @@ def _fused_stats_kernel(
         z = product(a_block, a_offset, b_block, b_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH)
         # A row's target is in one tile: the sum picks it. Where that is, the row's numbers tell; to ask the tile would
         # take twice the registers.
-        if COLUMNS == 256:  # exponentials of the whole large tile would not fit the registers beside its logits
+        if LARGE:  # exponentials of the whole large tile would not fit the registers beside its logits
             left, right = _halves(z, ROWS, COLUMNS)
             m, s, target_logit = _add_logits(
-                left, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS // 2
+                left, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, LARGE, COLUMNS // 2
             )
             m, s, in_right = _add_logits(
-                right, tile * COLUMNS + COLUMNS // 2, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS // 2
+                right, tile * COLUMNS + COLUMNS // 2, vocab, inv_temperature, scale, target, m, s, LARGE, COLUMNS // 2
             )
             target_logit += in_right
         else:
             m, s, target_logit = _add_logits(
-                z, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, ROWS, COLUMNS
+                z, tile * COLUMNS, vocab, inv_temperature, scale, target, m, s, LARGE, COLUMNS
             )
         in_tile = (target >= tile * COLUMNS) & (target < (tile + 1) * COLUMNS)
         tl.store(target_logit_ptr + i, target_logit, mask=row_inside & in_tile)
@@ -392,13 +393,13 @@ def _target_logits_kernel(
 @triton.jit
 def _write_odds(
     z, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-    SHIFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SHIFT: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the odds of some columns; returns the sums with these columns added."""
     j = tl.arange(0, COLUMNS)
     column_inside = first_column + j < vocab
     x = _softmax_logits(z, 0.0, inv_temperature[:, None], 0.0, scale, False) - reference[:, None]
-    if ROWS < 128 or first_column + COLUMNS > vocab:  # as in _fused_stats_kernel
+    if not LARGE or first_column + COLUMNS > vocab:  # as in _add_logits
         x = tl.where(column_inside[None, :], x, -float("inf"))
     m = tl.maximum(m, tl.max(x, 1))
     e = tl.where(j[None, :] == (target - first_column)[:, None], 0.0, tl.exp(x))
@@ -421,11 +422,11 @@ def _write_halves(
     left, right = _halves(z, ROWS, COLUMNS)
     m, s, q = _write_odds(
         left, first_column, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride,
-        SHIFT, ROWS, COLUMNS // 2,
+        SHIFT, True, ROWS, COLUMNS // 2,
     )  # fmt: skip
     return _write_odds(
         right, first_column + COLUMNS // 2, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out,
-        out_stride, SHIFT, ROWS, COLUMNS // 2,
+        out_stride, SHIFT, True, ROWS, COLUMNS // 2,
     )  # fmt: skip
 
 
@@ -434,8 +435,8 @@ def _fused_odds_kernel(
     hidden_ptr, weight_ptr, rows, dim, vocab, hidden_stride, weight_stride, weight_stride_d, target_ptr,
     inv_temperature_ptr, inv_temperature_stride, scale, row_blocks, splits, tiles_per_split, reference_ptr, chosen_ptr,
     out_ptr, out_stride, max_ptr, sum_ptr, shift_ptr,
-    SHIFT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    SHIFT: tl.constexpr, LARGE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row_block, split = tile_of(tl.program_id(0), row_blocks, splits, GROUP)
     first_row = row_block * ROWS
@@ -464,7 +465,7 @@ def _fused_odds_kernel(
             a_block, a_offset, b_block, b_offset + d_offset, DEPTH * weight_stride_d, dim, EVEN, ROWS, COLUMNS, DEPTH
         )
         # Odds are written and added up. Of the whole large tile they would not fit the registers beside the logits.
-        if COLUMNS == 256:
+        if LARGE:
             left, right = _halves(z, ROWS, COLUMNS)
             m, s, q = _write_halves(
                 left, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
@@ -477,7 +478,7 @@ def _fused_odds_kernel(
         else:
             m, s, q = _write_odds(
                 z, j, vocab, row_inside, inv_temperature, scale, reference, target, m, s, q, out, out_stride, SHIFT,
-                ROWS, COLUMNS,
+                LARGE, ROWS, COLUMNS,
             )  # fmt: skip
     if is_chosen:
         at = split * rows + i
@@ -569,7 +570,7 @@ def fused_stats(
     _fused_stats_kernel[(row_blocks * splits,)](
         hidden, weight, num_rows, dim, vocab, hidden.stride(0), *weight.stride(), target, inv_temperature,
         int(inv_temperature.shape[0] != 1), scale, row_blocks, splits, tiles_per_split, *partial, target_logit,
-        EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+        LARGE=shape == _LARGE, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
     )  # fmt: skip
     parts, is_top = Sums(*partial, None, None, target_logit).at(partial[0].amax(0))
     maximum.copy_(parts.maximum)
@@ -634,7 +635,7 @@ def fused_odds(
         _fused_odds_kernel[(row_blocks * splits,)](
             *operands, num_rows, dim, vocab, *strides, target, *temperature, row_blocks, splits, tiles_per_split,
             reference, chosen, odds, odds.stride(0), maximum, sums[0], sums[1] if with_shift else None,
-            SHIFT=with_shift, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
+            SHIFT=with_shift, LARGE=shape == _LARGE, EVEN=dim % shape["DEPTH"] == 0, **shape, **SCHEDULE,
         )  # fmt: skip
         return maximum.amax(0), sums[0].sum(0), sums[1].sum(0) if with_shift else None
 
