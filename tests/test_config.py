@@ -309,6 +309,14 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             "gpus is 2, but rollout.vllm.tensor_parallel is 1",
         ),
         ({"cluster.critic": {}}, "cluster.critic is given, but the run has no critic"),
+        (
+            {"rollout.temperature": 0.005, "rollout.backend": "vllm"},
+            r"rollout\.temperature is 0\.005, but vLLM would sample at 0\.01",
+        ),
+        (
+            {"evaluation": {"path": "x.jsonl", "temperature": 1e-3}, "rollout.backend": "vllm"},
+            r"evaluation\.temperature is 0\.001, but vLLM would sample at 0\.01",
+        ),
         ({"rollout.top_p": 0.9}, r"top_p is 0\.9 without a top_k"),
         ({"algorithm.advantage": "rloo", "rollout.samples_per_prompt": 1}, "rloo compares samples"),
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),

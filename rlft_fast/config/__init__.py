@@ -8,7 +8,7 @@ from rlft_fast.config.base import ConfigError, Section, section_of, sections, se
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase, run_roles
-from rlft_fast.config.rollout import RolloutConfig, VLLMConfig
+from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
     CheckpointConfig,
     ClusterConfig,
@@ -22,6 +22,7 @@ from rlft_fast.config.run import (
 from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
 
 __all__ = [
+    "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",
     "AlgorithmConfig",
     "CheckpointConfig",

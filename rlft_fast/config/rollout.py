@@ -9,6 +9,9 @@ from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.servers import ServerEntry
 
+SMALLEST_VLLM_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a smaller one is asked for, but reports it only in its log."""
+
 
 class VLLMConfig(Section):
     """The generator vLLM."""

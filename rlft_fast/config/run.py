@@ -22,7 +22,7 @@ from rlft_fast.config.paths import AS_TYPED, FunctionName, LocalPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import run_roles
-from rlft_fast.config.rollout import RolloutConfig
+from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
 from rlft_fast.files import read_text
 
 
@@ -254,6 +254,17 @@ class Config(Section):
                 f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "
                 f"{self.rollout.vllm.tensor_parallel}: set both to the same number"
             )
+
+    @rule
+    def _vllm_takes_the_temperatures(self) -> Iterator[str]:
+        if self.rollout.backend != "vllm":
+            return
+        for name, section in {"rollout": self.rollout, "evaluation": self.evaluation}.items():
+            if section is not None and 0 < section.temperature < SMALLEST_VLLM_TEMPERATURE:
+                yield (
+                    f"{name}.temperature is {section.temperature}, but vLLM would sample at "
+                    f"{SMALLEST_VLLM_TEMPERATURE}: raise it, or set rollout.backend to hf"
+                )
 
     @rule
     def _advantage_has_what_it_needs(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import VLLMConfig
+from rlft_fast.config import SMALLEST_VLLM_TEMPERATURE, VLLMConfig
 from rlft_fast.models import split_stop
 from rlft_fast.rollout.types import (
     Answers,
@@ -48,7 +48,15 @@ def request_fields(
         model: that is sampled from.
         end_ids: tokens that end a completion, beside the model's own.
         stop: texts that end a completion.
+
+    Raises:
+        ValueError: vLLM would sample at another temperature.
     """
+    if 0 < params.temperature < SMALLEST_VLLM_TEMPERATURE:
+        raise ValueError(
+            f"temperature is {params.temperature}, but vLLM would sample at {SMALLEST_VLLM_TEMPERATURE}: raise it, or "
+            "give 0 for the most likely tokens"
+        )
     num_logprobs = 0  # besides the sampled token's
     if params.support_size is not None:
         num_logprobs = min(with_ties(params.support_size), model.vocab_size)  # of all tokens that are kept
