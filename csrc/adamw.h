@@ -8,10 +8,18 @@
 // step included. The factors of a whole tensor are computed in double, because 1 - 0.999f has only four digits left.
 // The correction of the second moment, c = sqrt(1 - beta2^t), is a part of two factors, so that each element needs only
 // one division: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps).
+//
+// float32 computation may keep its moments in bfloat16. They are rounded stochastically: up with a probability that is
+// the distance to the lower neighbour, so that the expected moment is exact. Rounded to nearest, a moment would stand
+// still, because beta2 = 0.999 changes it by less than half of a bfloat16's last place, 2^-9. The weight moves by the
+// moments before they are rounded.
 #pragma once
 
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "portable.h"
@@ -33,10 +41,19 @@ struct AdamWFactors {
   C step_size;   // c * lr / (1 - beta1^t)
   C eps;         // c * eps
   bool is_slow;  // beta1 > 1/2; adamw_element says why
+  uint32_t seed;
 };
 
+// A hash whose bits are independent of each other: lowbias32 of C. Wellons' "Prospecting for hash functions", 2018.
+RLFT_INLINE uint32_t hash(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// `tensor` is the index of the tensor in the operator's lists.
 template <class C>
-RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step) {
+RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coefficient, double step, int64_t tensor) {
   const double correction = std::sqrt(1 - std::pow(s.beta2, step));
   return {
       static_cast<C>(coefficient),
@@ -48,7 +65,29 @@ RLFT_INLINE AdamWFactors<C> adamw_factors(const AdamWSettings& s, double coeffic
       static_cast<C>(correction * s.lr / (1 - std::pow(s.beta1, step))),
       static_cast<C>(correction * s.eps),
       s.beta1 > 0.5,
+      hash(hash(static_cast<uint32_t>(step)) + static_cast<uint32_t>(tensor)),
   };
+}
+
+struct RoundedMoment {
+  uint16_t bits;  // of a bfloat16
+};
+
+RLFT_INLINE float widened(RoundedMoment moment) {
+  const uint32_t bits = static_cast<uint32_t>(moment.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// `random` is uniform in [0, 2^16), the weight of the bits that are dropped.
+RLFT_INLINE RoundedMoment rounded(float value, uint32_t random) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  bits = is_finite ? bits + random : is_nan ? bits | 0x00400000u : bits;
+  return {static_cast<uint16_t>(bits >> 16)};
 }
 
 template <class C>
@@ -61,6 +100,30 @@ RLFT_INLINE void adamw_element(C& weight, C gradient, C& exp_avg, C& exp_avg_sq,
   exp_avg = near + (f.is_slow ? f.one_minus_beta1 : f.beta1) * (far - near);
   exp_avg_sq = f.beta2 * exp_avg_sq + f.one_minus_beta2 * g * g;
   weight = f.decay * weight - f.step_size * exp_avg / (std::sqrt(exp_avg_sq) + f.eps);
+}
+
+// `index` is the element's in its tensor, modulo 2^32. M is C, or RoundedMoment.
+template <class C, class M>
+RLFT_INLINE void adamw_element(C& weight, C gradient, M& exp_avg, M& exp_avg_sq, uint32_t index,
+                               const AdamWFactors<C>& f) {
+  if constexpr (std::is_same_v<M, C>) {
+    adamw_element(weight, gradient, exp_avg, exp_avg_sq, f);
+  } else {
+    C m = widened(exp_avg), v = widened(exp_avg_sq);
+    adamw_element(weight, gradient, m, v, f);
+    const uint32_t random = hash(f.seed + index * 0x9e3779b9u);
+    exp_avg = rounded(m, random & 0xffff);
+    exp_avg_sq = rounded(v, random >> 16);
+  }
+}
+
+// Calls f(M*) with a null pointer, where M is the type of moments of this dtype.
+template <class C, class F>
+void dispatch_moments(ScalarType dtype, const F& f) {
+  if constexpr (std::is_same_v<C, float>) {
+    if (dtype == ScalarType::BFloat16) return f(static_cast<RoundedMoment*>(nullptr));
+  }
+  f(static_cast<C*>(nullptr));
 }
 
 // The operator's lists have one entry per parameter. `masters` is empty if the parameters are float32 or float64.
@@ -92,8 +155,10 @@ inline void check_adamw(const AdamWLists& lists, const std::optional<Tensor>& lr
   check("grads", lists.grads, lists.grads.empty() ? compute : lists.grads[0].scalar_type());
   STD_TORCH_CHECK((lists.grads[0].scalar_type() == ScalarType::Double) == is_double,
                   "parameters and gradients must both be float64 or neither");
-  check("exp_avgs", lists.exp_avgs, compute);
-  check("exp_avg_sqs", lists.exp_avg_sqs, compute);
+  const bool are_rounded =
+      !is_double && !lists.exp_avgs.empty() && lists.exp_avgs[0].scalar_type() == ScalarType::BFloat16;
+  check("exp_avgs", lists.exp_avgs, are_rounded ? ScalarType::BFloat16 : compute);
+  check("exp_avg_sqs", lists.exp_avg_sqs, are_rounded ? ScalarType::BFloat16 : compute);
   if (first.scalar_type() != compute) check("masters", lists.masters, compute);
   STD_TORCH_CHECK(lists.steps.size() == lists.params.size(), "steps must be as many as params");
   const auto check_scalar = [&](const char* name, const Tensor& scalar) {

@@ -30,6 +30,8 @@ class OptimizerConfig(Section):
     """Added to AdamW's denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices. Biases and norms are never decayed."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of AdamW's moments. bfloat16, rounded stochastically, saves 4 bytes for each trained weight."""
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null or 0: the norm is only measured."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -57,8 +59,8 @@ class ModelConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, float32 on a CPU.
 
-    Optimizer state is always float32. On a CPU auto follows param_dtype. GPUs before Ampere have no fast bfloat16: name
-    float32 there."""
+    Optimizer state does not follow it. On a CPU auto follows param_dtype. GPUs before Ampere have no fast bfloat16:
+    name float32 there."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
     shard_size: MayChange[Literal["auto"] | int] = -1

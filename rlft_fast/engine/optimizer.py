@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
@@ -19,7 +20,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     ]
     return FusedAdamW(
         [group for group in groups if group["params"]],
-        lr=config.learning_rate, betas=config.betas, eps=config.eps,
+        lr=config.learning_rate, betas=config.betas, eps=config.eps, moment_dtype=getattr(torch, config.moment_dtype),
     )  # fmt: skip
 
 

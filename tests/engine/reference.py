@@ -34,9 +34,9 @@ def make_engine(path: Path, *, max_tokens: int = 64, dtype: str = "float32", **o
     return engine
 
 
-def make_engines(path: Path) -> dict[str, FSDPEngine]:
+def make_engines(path: Path, **optimizer: Any) -> dict[str, FSDPEngine]:
     """Adam's moments, a schedule in its middle, and a critic whose head is in no model folder."""
-    options = {"optimizer": {"schedule": "linear", "warmup_steps": 1}, "max_tokens": 24}
+    options = {"optimizer": {"schedule": "linear", "warmup_steps": 1} | optimizer, "max_tokens": 24}
     return {"actor": make_engine(path, **options), "critic": make_engine(path, head="value", **options)}
 
 

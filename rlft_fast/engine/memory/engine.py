@@ -182,10 +182,11 @@ def prepare(
 def state_by_part(model: RLModel, config: EngineConfig, shard_size: int) -> dict[str, int]:
     """Bytes of the first rank's weights, reduced gradients and optimizer state."""
     kept, numel = getattr(torch, config.param_dtype).itemsize, local_numel(trained(model), shard_size)
+    moment = getattr(torch, config.optimizer.moment_dtype).itemsize
     return {
         "parameters": kept * local_numel(model.parameters(), shard_size),
         "gradients": kept * numel,
-        "optimizer": (2 * _FLOAT + (_FLOAT if kept < _FLOAT else 0)) * numel,
+        "optimizer": (2 * moment + (_FLOAT if kept < _FLOAT else 0)) * numel,
     }
 
 

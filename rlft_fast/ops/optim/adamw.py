@@ -8,7 +8,8 @@
 with m_hat = m / (1 - beta1^t) and v_hat = v / (1 - beta2^t). Clipping by scaling the gradients first would read and
 write them once more; here the coefficient is one more factor, and gradients are only read. A bfloat16 or float16
 parameter has a float32 master, and the step updates the master: a narrow parameter would lose every update smaller than
-half a unit of its last place.
+half a unit of its last place. Moments may be bfloat16, rounded stochastically (Gupta et al. 2015, arXiv:1502.02551):
+rounded to nearest, v would stand still, because beta2 = 0.999 changes it by less than its last place.
 """
 
 import weakref
@@ -23,8 +24,6 @@ from torch.optim.optimizer import ParamsT
 
 from rlft_fast.ops.optim.checks import (
     NARROW,
-    STATE,
-    WIDE,
     check_count,
     check_gradient,
     check_moment,
@@ -34,6 +33,7 @@ from rlft_fast.ops.optim.checks import (
     check_settings,
     check_state,
     local_part,
+    state_dtypes,
 )
 from rlft_fast.ops.optim.memory_order import in_order_of, is_dense
 
@@ -48,7 +48,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     The master is the weight: change a narrow parameter by hand, and the next step overwrites it.
 
-    The signature is that of `torch.optim.AdamW`.
+    The signature is that of `torch.optim.AdamW`, and ``moment_dtype``.
 
     Args:
         params: parameters or parameter groups, as for any optimizer. A parameter with gaps between its elements is
@@ -63,10 +63,15 @@ class FusedAdamW(torch.optim.Optimizer):
         capturable: see ``foreach``.
         differentiable: see ``amsgrad``.
         fused: see ``foreach``.
+        moment_dtype: dtype of the moments of float32, bfloat16 and float16 parameters: float32, or bfloat16 in half of
+            the memory. Their rounding is random, and repeats with the step count. A loaded state is converted.
 
     Raises:
         ValueError: a number is out of range, or a group asks for amsgrad, maximize or differentiable.
+        TypeError: the moments cannot have this dtype.
     """
+
+    moment_dtype: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -82,10 +87,17 @@ class FusedAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         check_offered({"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16.")
+        self.moment_dtype = moment_dtype
         self._seen: dict[Tensor, _Seen] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"moment_dtype": self.moment_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._seen = {}
@@ -179,16 +191,20 @@ class FusedAdamW(torch.optim.Optimizer):
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         states = state_dict["state"]  # keys and parameters may differ in number: the base class raises the error
-        return {p: _loaded_state(p, states[key]) for key, p in zip(keys, parameters, strict=False) if key in states}
+        return {
+            p: _loaded_state(p, states[key], state_dtypes(p, self.moment_dtype))
+            for key, p in zip(keys, parameters, strict=False)
+            if key in states
+        }
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             check_parameter(parameter)
-            wide = WIDE[parameter.dtype]
+            dtypes = state_dtypes(parameter, self.moment_dtype)
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=dtypes[key])
         if parameter.dtype in NARROW and "master" not in state:
             state["master"] = parameter.detach().float()
         return state
@@ -199,7 +215,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if seen is not None and _is_seen(seen, state := self.state[parameter]):
             return state
         state = self._state_of(parameter)
-        check_state(parameter, state)
+        check_state(parameter, state, state_dtypes(parameter, self.moment_dtype))
         self._seen[parameter] = _seen(state)
         return state
 
@@ -306,7 +322,7 @@ def _step(group: dict[str, Any], parts: list[_Parts], coefficient: Tensor | None
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-def _loaded_state(parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+def _loaded_state(parameter: Tensor, saved: dict[str, Any], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """Converts the state that torch's AdamW or ours saved: moments of any dtype, a step count on any device."""
     if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
         raise ValueError(
@@ -315,10 +331,10 @@ def _loaded_state(parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]
         )
     check_count(saved["step"])
     state = {"step": torch.as_tensor(saved["step"], dtype=torch.float32, device=parameter.device).reshape(())}
-    for key in STATE[: 3 if parameter.dtype in NARROW else 2]:
+    for key, dtype in dtypes.items():
         if key in saved:
             check_moment(key, saved[key], parameter)
-            state[key] = saved[key].to(device=parameter.device, dtype=WIDE[parameter.dtype])
+            state[key] = saved[key].to(device=parameter.device, dtype=dtype)
     return state
 
 

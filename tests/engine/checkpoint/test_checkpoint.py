@@ -19,8 +19,9 @@ from tests.support.privileges import permissions_hold
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
 
 
-def test_continues_bit_for_bit(tiny_model, tmp_path):
-    engines = make_engines(tiny_model("llama-tied"))
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_continues_bit_for_bit(moment_dtype, tiny_model, tmp_path):
+    engines = make_engines(tiny_model("llama-tied"), moment_dtype=moment_dtype)
     step(engines, seed=0)
     bad = random_batch().replace(advantage_T=torch.full((random_batch().num_tokens,), torch.inf))
     engines["actor"].train_step(bad, policy_loss())
@@ -28,7 +29,7 @@ def test_continues_bit_for_bit(tiny_model, tmp_path):
     assert manager.save(3, engines, STATE) == tmp_path / "step_00000003"
     expected = step(engines, seed=1)
 
-    resumed = make_engines(tiny_model("llama-tied"))
+    resumed = make_engines(tiny_model("llama-tied"), moment_dtype=moment_dtype)
     assert CheckpointManager(tmp_path).load(resumed) == STATE
     assert resumed["actor"].counters() == {"step": 1, "skipped_steps": 1}
     assert step(resumed, seed=1) == expected

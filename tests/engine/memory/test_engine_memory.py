@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.memory.engine import (
@@ -194,10 +194,20 @@ def test_copies_add_up_their_gradients_once_a_step(tmp_path):
 
 def test_gradients_are_as_wide_as_the_weights(tmp_path):
     """Those that are reduced: in float32, and then cast."""
-    config = EngineConfig(max_tokens=256, compute_dtype="bfloat16", param_dtype="bfloat16", workspace_mib=16)
-    plan = plan_engine_memory(str(save_model(tmp_path, width=64)), config, 2, device_type="cpu")
+    path, settings = str(save_model(tmp_path, width=64)), {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"}
+    config = EngineConfig(max_tokens=256, **settings, workspace_mib=16)
+    plan = plan_engine_memory(path, config, 2, device_type="cpu")
     assert plan.memory["gradients"] == plan.memory["parameters"]
     assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
+
+
+def test_bfloat16_moments_take_what_the_engine_allocates(tmp_path):
+    path = str(save_model(tmp_path, width=64))
+    config = EngineConfig(max_tokens=256, optimizer=OptimizerConfig(moment_dtype="bfloat16"), compile=False)
+    engine = FSDPEngine(path, config, num_training_steps=1).initialize()
+    state = [x for name, x in engine.state_tensors().items() if name.startswith("optimizer.") and x.dim() > 0]
+    plan = plan_engine_memory(path, config, 1, device_type="cpu")
+    assert num_bytes(state) == plan.memory["optimizer"] == plan.memory["parameters"]
 
 
 def needed_bytes(path: str, config: EngineConfig, max_tokens: int, world_size: int, num_micro_batches: int = 1) -> int:

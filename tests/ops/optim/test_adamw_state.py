@@ -252,9 +252,10 @@ def test_a_flat_state_dict_loads_without_gradients_only():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype, device):
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype, moment_dtype, device):
     lists = [random_tensors([(3,), (4, 5)], dtype, device, seed) for seed in range(2)]
-    lists += [[x.float() for x in lists[0]], [x.float().square() for x in lists[0]]]
+    lists += [[x.to(moment_dtype) for x in lists[0]], [x.to(moment_dtype).square() for x in lists[0]]]
     masters = [] if dtype == torch.float32 else [x.float() for x in lists[0]]
     steps = [torch.ones((), device=device) for _ in range(2)]
     zero, half = torch.zeros((), device=device), torch.full((), 0.5, device=device)

@@ -67,10 +67,11 @@ def check_export(run: Path, output: Path) -> None:
         ({"actor__lora": {"rank": 2}, "actor__optimizer__learning_rate": 0.05}, 2),
         ({"actor__sequence_parallel": 2}, 2),
         ({"actor__shard_size": 1, "actor__compute_dtype": "bfloat16", "actor__param_dtype": "bfloat16"}, 2),
+        ({"actor__optimizer__moment_dtype": "bfloat16", "actor__optimizer__learning_rate": 0.05}, 2),
         ({"actor__cpu_offload": True}, 2),
         ({"actor__offload_between_phases": True}, 1),
     ],
-    ids=["lora", "sequence_parallel", "hybrid", "cpu_offload", "offload_between_phases"],
+    ids=["lora", "sequence_parallel", "hybrid", "bfloat16_moments", "cpu_offload", "offload_between_phases"],
 )
 def test_killed_resumed_and_exported(options, world_size, tiny_model, tmp_path):
     model, (whole, killed) = tiny_model("llama"), (tmp_path / "whole", tmp_path / "killed")
