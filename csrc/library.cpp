@@ -32,12 +32,12 @@ STABLE_TORCH_LIBRARY(rlft_fast, m) {
   m.def(
       "logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor(b!) max, Tensor(c!) excess, "
-      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit, ScalarType? weight_dtype=None) -> ()");
+      "Tensor(d!)? sum_exp_shift, Tensor(e!) target_logit, ScalarType? weight_dtype=None, Tensor? adapter=None) -> ()");
   m.def(
       "logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor(a!) logits, int tile_columns, Tensor target, "
       "Tensor? bias, Tensor inv_temperature, float softcap, float scale, Tensor max, Tensor log_sum, Tensor? entropy, "
       "Tensor grad_logprob, Tensor? grad_entropy, Tensor(b!)? grad_hidden, Tensor(c!)? grad_weight, "
-      "Tensor(d!)? grad_bias, bool accumulate, ScalarType? weight_dtype=None) -> ()");
+      "Tensor(d!)? grad_bias, bool accumulate, ScalarType? weight_dtype=None, Tensor? adapter=None) -> ()");
   m.def("use_huge_pages_(Tensor(a!) x) -> ()");
 
   // packing: padded (B, L, *) <-> packed (T, *), and tensors that are derived from cu_seqlens (B + 1) int32.

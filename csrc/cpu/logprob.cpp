@@ -152,6 +152,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, bool accumula
 
 struct Chunk {
   Tensor hidden, weight, logits;           // (R, D) and (V, D) float32 or narrower, (R * V,) float32
+  std::optional<Tensor> adapter;           // (V, E) the last columns: the weight is then (V, D - E)
   std::optional<ScalarType> weight_dtype;  // to which the weight is rounded before it is multiplied
   int64_t tile_columns;
   Tile whole;
@@ -169,35 +170,54 @@ struct Chunk {
   Tensor tile_rows(Tensor matrix, int64_t index) const {  // (columns, D) of a (V, D) matrix
     return torch::stable::narrow(matrix, 0, start(index), columns(index));
   }
+  Tensor rounded_rows(const Tensor& matrix, int64_t index) const {
+    const Tensor rows = tile_rows(matrix, index);
+    return weight_dtype ? torch::stable::to(rows, *weight_dtype) : rows;
+  }
+  // (columns, D) in float32. An adapter is copied beside the weight tile by tile: the copy stays in the thread's cache.
   Tensor tile_weight(int64_t index) const {
-    const Tensor rows = tile_rows(weight, index);
-    const Tensor rounded = weight_dtype ? torch::stable::to(rows, *weight_dtype) : rows;
-    return torch::stable::to(rounded, ScalarType::Float);
+    if (!adapter) return torch::stable::to(rounded_rows(weight, index), ScalarType::Float);
+    Tensor joined = torch::stable::new_empty(weight, {columns(index), hidden.size(1)}, ScalarType::Float);
+    Tensor left = torch::stable::narrow(joined, 1, 0, weight.size(1));
+    Tensor right = torch::stable::narrow(joined, 1, weight.size(1), adapter->size(1));
+    torch::stable::copy_(left, rounded_rows(weight, index));
+    torch::stable::copy_(right, rounded_rows(*adapter, index));
+    return joined;
   }
 };
 
 Chunk make_chunk(const Tensor& hidden, const Tensor& weight, const Tensor& logits, int64_t tile_columns,
                  const Tensor& target, const std::optional<Tensor>& bias, const Tensor& inv_temperature, double softcap,
-                 double scale, const std::optional<ScalarType>& weight_dtype) {
-  STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) &&
-                      hidden.scalar_type() == ScalarType::Float,
-                  "hidden must be a float32 matrix, and weight must have as many columns");
+                 double scale, const std::optional<ScalarType>& weight_dtype, const std::optional<Tensor>& adapter) {
+  STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.scalar_type() == ScalarType::Float,
+                  "hidden must be a float32 matrix, and weight a matrix");
+  STD_TORCH_CHECK(!adapter || (adapter->dim() == 2 && adapter->size(0) == weight.size(0)),
+                  "adapter must be a matrix of as many rows as weight");
+  STD_TORCH_CHECK(hidden.size(1) == weight.size(1) + (adapter ? adapter->size(1) : 0),
+                  "hidden must have the columns of weight and adapter");
   const int64_t rows = hidden.size(0);
   check_problem(rows, weight.size(0), target, bias, inv_temperature);
   STD_TORCH_CHECK(logits.dim() == 1 && logits.is_contiguous() && logits.numel() >= rows * weight.size(0),
                   "logits must have room for rows x vocabulary");
   STD_TORCH_CHECK(tile_columns > 0 && tile_columns % kBlock == 0, "tiles must be multiples of ", kBlock,
                   " columns, got ", tile_columns);
-  return {hidden,       weight,       logits,
-          weight_dtype, tile_columns, make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale)};
+  return {
+      .hidden = hidden,
+      .weight = weight,
+      .logits = logits,
+      .adapter = adapter,
+      .weight_dtype = weight_dtype,
+      .tile_columns = tile_columns,
+      .whole = make_tile(logits, rows, 0, 0, target, 0, bias, inv_temperature, softcap, scale),
+  };
 }
 
 void logprob_chunk_stats_(Tensor hidden, Tensor weight, Tensor logits, int64_t tile_columns, Tensor target,
                           std::optional<Tensor> bias, Tensor inv_temperature, double softcap, double scale, Tensor max,
                           Tensor excess, std::optional<Tensor> sum_exp_shift, Tensor target_logit,
-                          std::optional<ScalarType> weight_dtype) {
-  const Chunk chunk =
-      make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale, weight_dtype);
+                          std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter) {
+  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
+                                 weight_dtype, adapter);
   const int64_t rows = chunk.whole.rows, tiles = chunk.num_tiles();
   check_stats(rows, max, excess, sum_exp_shift, std::nullopt, target_logit, std::nullopt);
   const int64_t blocks = (weight.size(0) + kBlock - 1) / kBlock;
@@ -237,9 +257,9 @@ void logprob_chunk_grad_(Tensor hidden, Tensor weight, Tensor logits, int64_t ti
                          Tensor log_sum, std::optional<Tensor> entropy, Tensor grad_logprob,
                          std::optional<Tensor> grad_entropy, std::optional<Tensor> grad_hidden,
                          std::optional<Tensor> grad_weight, std::optional<Tensor> grad_bias, bool accumulate,
-                         std::optional<ScalarType> weight_dtype) {
-  const Chunk chunk =
-      make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale, weight_dtype);
+                         std::optional<ScalarType> weight_dtype, std::optional<Tensor> adapter) {
+  const Chunk chunk = make_chunk(hidden, weight, logits, tile_columns, target, bias, inv_temperature, softcap, scale,
+                                 weight_dtype, adapter);
   const Upstream upstream = make_upstream(chunk.whole.rows, max, log_sum, entropy, grad_logprob, grad_entropy);
   if (grad_hidden) check_contiguous("grad_hidden", *grad_hidden, hidden.size(0), hidden.size(1));
   Tensor trained = hidden;  // the columns that multiply the trained ones of the weight, its last: all, or an adapter's

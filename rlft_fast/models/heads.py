@@ -65,7 +65,7 @@ class LogprobHead(nn.Module):
         """The hidden states and None; with an adapter [x, s A x] and B.
 
         [x, s A x] [W, B]^T is W x + s B A x. It avoids the rounded sum of W and B A, in which small updates would be
-        lost. The price: W is copied, with B beside it.
+        lost.
         """
         if self.lora_A is None or self.lora_B is None or not self.lora_enabled:
             return hidden, None

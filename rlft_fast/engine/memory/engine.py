@@ -213,7 +213,10 @@ def head_scratch_bytes(model: RLModel, work: Workload, device_type: str) -> int:
     num_rows = -(-work.num_tokens // config.sequence_parallel)
     trained_columns = 0 if not work.trains else dim if model.head.weight.requires_grad else rank
     dtype = getattr(torch, config.compute_dtype)
-    return scratch_bytes(num_rows, dim + rank, vocab, dtype, device_type, workspace_mib, trained_columns)
+    scratch = scratch_bytes(num_rows, dim + rank, vocab, dtype, device_type, workspace_mib, trained_columns)
+    # On a GPU the operator's caller copies the weight, with an adapter beside it. `simulate` runs as on a CPU.
+    is_copied = rank and device_type == "cuda"
+    return scratch + (vocab * (dim + rank) * dtype.itemsize if is_copied else 0)
 
 
 def largest_max_tokens(

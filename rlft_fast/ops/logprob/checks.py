@@ -57,7 +57,7 @@ def check_problem(problem: Problem, temperature: float | Tensor, **others: Tenso
     if not abs(problem.scale) < math.inf:
         raise ValueError(f"logit_scale must be finite, got {problem.scale}")
     check_tensors(**tensors)
-    _check_shapes(hidden, weight, target, bias)
+    _check_shapes(problem)
     if problem.vocab == 0 and not problem.group:
         raise ValueError("weight_VD has no rows: the vocabulary must hold at least one token")
     _check_dtypes(hidden, weight, target, bias)
@@ -171,8 +171,10 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
             )
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+def _check_shapes(problem: Problem) -> None:
+    hidden, weight, target, bias = problem.hidden_TD, problem.weight_VD, problem.target_T, problem.bias_V
+    is_alone = problem.adapter_VE is None  # else `check_adapter` has compared the columns
+    if is_alone and (hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]):
         raise ValueError(
             f"expected hidden_TD (T, D) and weight_VD (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}; "
             "flatten batched hidden states to two dimensions"

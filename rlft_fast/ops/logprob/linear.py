@@ -92,8 +92,8 @@ def linear_logprob(
         threshold_T: (T,) leaves the tokens with ``z`` below it out of the softmax: see :func:`support_logprob`.
         adapter_VE: (V, E) trained columns beside a ``weight_VD`` that needs no gradient, as a low-rank adapter has
             them. The last E columns of ``hidden_TD`` multiply them. The gradient of the other columns is not computed:
-            forward and backward together cost 3 + E / D GEMMs. The projection is copied once, with the adapter beside
-            it, in the dtype in which they are multiplied.
+            forward and backward together cost 3 + E / D GEMMs. The compiled kernels of CPUs copy both beside each
+            other tile by tile. Triton and GPUs copy the whole projection once, in the dtype that is multiplied.
         active_index: (A,) int64 indices of the rows whose target is not ``ignore_index``, ascending. Known on the
             host it spares a device synchronisation; computed from ``target_T`` when None.
         vocab_group: process group whose ranks each hold consecutive rows of the whole projection, in rank order and as
@@ -143,9 +143,9 @@ def linear_logprob(
             return_sum_prob_squared=return_sum_prob_squared, return_top1=return_top1,
             return_mean_logits=return_mean_logits,
         )  # fmt: skip
+    problem, _ = _localize(problem, vocab_group)
     if workspace_mib is None:
         problem = replace(problem, workspace_mib=default_tile_mib(problem.device_type, freezes and has_odds(problem)))
-    problem, _ = _localize(problem, vocab_group)
     if freezes:
         logprob, _ = FROZEN(problem)
         return LinearLogprob(logprob)
@@ -255,11 +255,12 @@ def checked_problem(
     optional = {"adapter_VE": adapter_VE, "support_TK": support_TK}
     given = {name: x for name, x in optional.items() if x is not None}
     check_tensors(hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T, **given)
-    dtype = _compute_dtype(hidden_TD)
+    if adapter_VE is not None:
+        check_adapter(hidden_TD, weight_VD, adapter_VE)
     problem = Problem(
-        hidden_TD=hidden_TD, weight_VD=_joined(hidden_TD, weight_VD, adapter_VE, dtype), target_T=target_T,
+        hidden_TD=hidden_TD, weight_VD=weight_VD, target_T=target_T,
         adapter_VE=adapter_VE, inv_temperature=inverse_temperature(temperature, hidden_TD.device),
-        softcap=softcap_or_0(softcap), group=_group_name(vocab_group), dtype=dtype, **fields,
+        softcap=softcap_or_0(softcap), group=_group_name(vocab_group), dtype=_compute_dtype(hidden_TD), **fields,
     )  # fmt: skip
     check_problem(problem, temperature, support_TK=support_TK)
     return problem
@@ -271,17 +272,6 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
         return hidden.dtype
     return torch.get_autocast_dtype(device)
-
-
-def _joined(hidden: Tensor, weight: Tensor, adapter: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The whole projection, copied in the dtype that is multiplied where an adapter is beside it."""
-    if adapter is None:
-        return weight
-    check_adapter(hidden, weight, adapter)
-    joined = weight.new_empty(weight.shape[0], hidden.shape[1], dtype=dtype)
-    joined[:, : weight.shape[1]] = weight.detach()
-    joined[:, weight.shape[1] :] = adapter.detach()
-    return joined
 
 
 def _group_name(group: ProcessGroup | None) -> str:
@@ -307,7 +297,12 @@ def _with_backend(problem: Problem, kind: str) -> Problem:
 
 
 def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:
-    """The problem with its active tokens found, and targets as rows of this rank's weight; and all ranks' [V, D, T]."""
+    """The problem as operators take it, and all ranks' [V, D, T].
+
+    Its active tokens are found, its targets are rows of this rank's weight, and an adapter is where kernels read it.
+    """
+    if problem.backend != "native" or problem.device_type != "cpu":
+        problem = problem.joined()
     check_no_tangent(problem.hidden_TD, problem.trained, problem.bias_V)
     target_T, ignore_index = problem.target_T, problem.ignore_index
     active_index = problem.active_index

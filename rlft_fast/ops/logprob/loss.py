@@ -109,13 +109,15 @@ class _ThreadTiles:
         num_logits = min(limit, num_rows) * problem.vocab
         self.logits = in_huge_pages(problem.hidden_TD.new_empty(num_logits, dtype=torch.float32))
         self.sums = grads.accumulators(in_float=True)
-        self.rounding = {"weight_dtype": problem.dtype} if problem.casts_weight else {}
+        _, *adapter = problem.parts
+        self.options: dict[str, Any] = {"weight_dtype": problem.dtype} if problem.casts_weight else {}
+        self.options |= {"adapter": adapter[0]} if adapter else {}
 
     def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
         sums = Sums.of_nothing(rows, return_entropy)
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_stats_(
-                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.rounding
+                *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.options
             )
         return sums.finish(self.problem.group, self.problem.vocab)
 
@@ -128,7 +130,7 @@ class _ThreadTiles:
         with sums_in_float32(rows.hidden_RD):
             torch.ops.rlft_fast.logprob_chunk_grad_(
                 *self._arguments(rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy,
-                grad_rows, *self.sums, chunk.rows.start > 0, **self.rounding,
+                grad_rows, *self.sums, chunk.rows.start > 0, **self.options,
             )  # fmt: skip
         if grad_rows is not None:
             self.grads.set_hidden(index, grad_rows, self.problem.group)
@@ -290,6 +292,7 @@ class Loss(Way):
         grads = Gradients.allocate(problem, needs_grad)
         problem = replace(
             problem, hidden_TD=problem.hidden_TD.detach(), weight_VD=problem.weight_VD.detach(),
+            adapter_VE=None if problem.adapter_VE is None else problem.adapter_VE.detach(),
             bias_V=float_bias(problem.bias_V),
         )  # fmt: skip
         work = _divide(problem, grads, _widest(problem.weight_VD, shards))

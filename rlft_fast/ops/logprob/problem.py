@@ -7,7 +7,7 @@ columns of an adapter.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 import torch
@@ -30,7 +30,10 @@ class Problem:
 
     hidden_TD: Tensor
     weight_VD: Tensor
-    """The projection, or this rank's rows of it, in any dtype: it is rounded to ``dtype`` tile by tile."""
+    """The projection, or this rank's rows of it, in any dtype: it is rounded to ``dtype`` tile by tile.
+
+    Beside an adapter it is (V, D - E), the other columns, or (V, D) once `joined` has copied both into one matrix.
+    """
     target_T: Tensor
     """int64 rows of ``weight_VD``."""
     active_index: Tensor | None
@@ -41,7 +44,7 @@ class Problem:
     threshold_T: Tensor | None = None
     """Smallest logit that counts; None: every logit counts."""
     adapter_VE: Tensor | None = None
-    """The last columns of ``weight_VD`` once more, as the input that gets their gradient; the others then get none."""
+    """The last columns of the projection, which get a gradient; the others then get none."""
     softcap: float
     """0 for no soft-capping."""
     scale: float
@@ -80,7 +83,7 @@ class Problem:
     @property
     def casts_weight(self) -> bool:
         """Whether the weight is rounded to another dtype, tile by tile, so that no copy of it exists."""
-        return self.weight_VD.dtype != self.dtype
+        return any(part.dtype != self.dtype for part in self.parts)
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -91,6 +94,13 @@ class Problem:
     def is_plain(self) -> bool:
         """Whether the softmax sees the logits as they are, at most multiplied by a number."""
         return self.bias_V is None and self.softcap == 0 and self.threshold_T is None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The matrices that hold the projection's columns: the weight and, where they are not joined, the adapter."""
+        if self.adapter_VE is None or self.weight_VD.shape[1] == self.hidden_TD.shape[1]:
+            return (self.weight_VD,)
+        return self.weight_VD, self.adapter_VE
 
     @property
     def trained(self) -> Tensor:
@@ -142,12 +152,34 @@ class Problem:
             None if self.threshold_T is None else self.threshold_T[index],
         )  # fmt: skip
 
+    def joined(self) -> Problem:
+        """The same problem with the whole projection in one matrix, in the dtype that is multiplied.
+
+        For kernels that read a whole matrix, and for GPUs: they take few rows of logits at a time, and would copy the
+        projection for each chunk of rows.
+        """
+        return self if len(self.parts) == 1 else replace(self, weight_VD=self._join(slice(None), self.dtype))
+
+    def weight_rows(self, rows: slice | Tensor) -> Tensor:
+        """Rows of the projection (C, D) with an adapter's columns, in the dtype that GEMMs multiply in."""
+        if len(self.parts) == 1:
+            return operand(self.weight_VD[rows], self.dtype)
+        return self._join(rows, self.operand_dtype)
+
+    def _join(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of some rows of all parts beside each other."""
+        parts = [part.detach()[rows].to(self.dtype) for part in self.parts]
+        joined = self.weight_VD.new_empty(parts[0].shape[0], self.hidden_TD.shape[1], dtype=dtype)
+        for columns, part in zip(joined.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
+            columns.copy_(part)
+        return joined
+
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Slices of the vocabulary with their weight rows and bias, in the dtype that GEMMs multiply in."""
         bias = float_bias(self.bias_V)
         for start in range(0, self.vocab, columns):
             tile = slice(start, min(start + columns, self.vocab))
-            yield tile, operand(self.weight_VD[tile], self.dtype), None if bias is None else bias[tile]
+            yield tile, self.weight_rows(tile), None if bias is None else bias[tile]
 
 
 # ---- the schema of a problem as the first arguments of an operator --------------------------------------------------

@@ -11,11 +11,14 @@ from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.memory.engine import (
     USABLE,
+    head_scratch_bytes,
     inference_bytes,
     largest_max_tokens,
     least_bytes,
     plan_engine_memory,
 )
+from rlft_fast.engine.memory.simulation import Workload
+from rlft_fast.engine.sharding.build import build_model
 from rlft_fast.ops.logprob.workspace import scratch_bytes
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from rlft_fast.world import leaving_process_group
@@ -225,6 +228,16 @@ def test_largest_cap_fits_and_hardly_more_does(tmp_path):
     assert largest_max_tokens(path, config, 1, 2, memory, other_bytes=0.5 * memory) < 0.5 * largest
     assert largest_max_tokens(path, config, 1, 2, 0.1 * 2**30) == 0
     assert largest_max_tokens(path, config, 1, 2, 1e15) == 1 << 20
+
+
+def test_on_a_gpu_an_adapted_head_is_copied(tmp_path):
+    path, rank = str(save_model(tmp_path, width=64, vocab_size=5003)), 4
+    config = EngineConfig(compute_dtype="bfloat16", lora={"rank": rank, "target_modules": ["q_proj", "lm_head"]})
+    model = build_model(path, config, "logprob", trains=True)
+    work = Workload(path=path, config=config, world_size=1, num_tokens=128)
+    for device, copied in {"cuda": 5003 * (64 + rank) * 2, "cpu": 0}.items():
+        scratch = scratch_bytes(128, 64 + rank, 5003, torch.bfloat16, device, None, trained_columns=rank)
+        assert head_scratch_bytes(model, work, device) == scratch + copied
 
 
 @pytest.mark.slow

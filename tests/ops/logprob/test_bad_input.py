@@ -199,12 +199,14 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
     tile = (logits, target, 0, bias, inv_temperature, 0.0, 1.0)
     rows = [torch.zeros(R) for _ in range(8)]
     chunk = (torch.randn(R, D), torch.randn(C, D), torch.empty(R * C), 496, target, bias, inv_temperature, 0.0, 1.0)
+    adapted = torch.randn(R, D + 2)
     gradients = (torch.empty(R, D), torch.empty(C, D), torch.empty(C), False)
     return {
         "logprob_stats_": (*tile, *rows[:5], torch.zeros(R, dtype=torch.float64)),
         "logprob_grad_": (*tile, *rows[:5], out),
         "logprob_frozen_": (*tile, *rows[:5], torch.zeros(R, D), out),
         "logprob_chunk_stats_": (*chunk, *rows[:4]),
+        "logprob_chunk_stats_ of an adapter": (adapted, *chunk[1:], *rows[:4], None, torch.randn(C, 2)),
         "logprob_chunk_grad_": (*chunk, *rows[:5], *gradients),
     }
 
@@ -212,7 +214,7 @@ def operator_arguments() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("name", operator_arguments())
 def test_operators_refuse_tensors_of_another_size(name):
     """They would write behind a tensor that is too small."""
-    operator, arguments = getattr(torch.ops.rlft_fast, name), operator_arguments()[name]
+    operator, arguments = getattr(torch.ops.rlft_fast, name.split()[0]), operator_arguments()[name]
     operator(*arguments)
     for i, x in enumerate(arguments):
         if isinstance(x, Tensor):
@@ -220,7 +222,8 @@ def test_operators_refuse_tensors_of_another_size(name):
             if name == "logprob_chunk_grad_":  # an adapter's gradient may have fewer columns, but some
                 sizes += (x[..., :0],)
             dtypes = (x.long() if x.is_floating_point() else x.float(),)
-            is_weight = name.startswith("logprob_chunk") and i == 1  # which may have any dtype
+            # A weight or an adapter, which may have any dtype.
+            is_weight = name.startswith("logprob_chunk") and (i == 1 or (x.dim() == 2 and i == len(arguments) - 1))
             for wrong in sizes if is_weight else sizes + dtypes:
                 with pytest.raises(RuntimeError, match="must"):
                     operator(*arguments[:i], wrong, *arguments[i + 1 :])

@@ -264,6 +264,22 @@ def test_a_frozen_weight_has_no_gradient_in_memory(backend):
     assert peak_mib(lambda: train(logprob_of(backend, workspace_mib=4), hidden, weight, target)) < 64
 
 
+@pytest.mark.parametrize("way", ["no grad", "frozen", "recomputed", "loss"])
+def test_an_adapter_is_joined_to_the_weight_tile_by_tile(way):
+    hidden, weight, target, _ = make_inputs(32, 256, 32768)  # logits of 4 MiB
+    frozen, adapter = weight[:, :-4].contiguous(), weight[:, -4:].contiguous()  # of 31.5 MiB
+    trained = [x.requires_grad_() for x in {"no grad": (), "frozen": (hidden,)}.get(way, (hidden, adapter))]
+
+    def step():
+        if way == "loss":
+            function, value = loss_of("native"), lambda logprob, _: logprob
+            return torch.autograd.grad(function(hidden, frozen, target, value, adapter_VE=adapter).loss, trained)
+        logprob = logprob_of("native", workspace_mib=2)(hidden, frozen, target, adapter_VE=adapter).logprob
+        return torch.autograd.grad(logprob.sum(), trained) if trained else logprob
+
+    assert peak_allocated_bytes(step) < 12 * 2**20  # a copy alone would take 32 MiB
+
+
 @pytest.mark.parametrize("trained", ["hidden", "weight", "hidden and weight"])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("softcap", [None, 20.0])
