@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
-from rlft_fast.data import IGNORE_INDEX
 from rlft_fast.models.architectures import padded_attention
 from rlft_fast.models.packed import ModelInputs, packed_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.vision import has_vision
-from rlft_fast.ops import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
-from rlft_fast.ops.logprob import LossFunction, check_losses
+from rlft_fast.ops import (
+    LinearLogprob,
+    LinearLogprobLoss,
+    linear_logprob,
+    linear_logprob_loss,
+    support_logprob,
+    support_logprob_loss,
+)
+from rlft_fast.ops.logprob import LossFunction
 from rlft_fast.plugins import parameter_names
 
 
@@ -137,28 +143,25 @@ class LogprobHead(nn.Module):
             "temperature": temperature.flatten() if isinstance(temperature, Tensor) else temperature,
         }  # fmt: skip
         per_token = tuple(x.flatten() for x in per_token)
+        weight = self.weight
+        if weight.requires_grad and adapter is not None:  # the ops train an adapter beside a frozen weight alone
+            weight, adapter = torch.cat([weight, adapter], dim=-1), None
+        arguments = (hidden_TD, weight, target_T)
+        options["adapter_VE"] = adapter
         if support is not None:
             options["support_TK"] = support.flatten(0, -2)
-            arguments = (hidden_TD, _joined(self.weight, adapter), target_T)
             if loss_fn is None:
                 result = support_logprob(*arguments, **options, return_sum_prob_squared=return_sum_prob_squared)
             else:
-                result = _support_logprob_loss(*arguments, loss_fn, *per_token, **options)
+                result = support_logprob_loss(*arguments, loss_fn, *per_token, **options)
         else:
-            weight = self.weight
-            if weight.requires_grad:  # beside an adapter: it has no part of its own then
-                weight, adapter = _joined(weight, adapter), None
-            options |= {"adapter_VE": adapter, "active_index": active_index}
+            options["active_index"] = active_index
             if loss_fn is None:
-                result = linear_logprob(hidden_TD, weight, target_T, **options, **extras)
+                result = linear_logprob(*arguments, **options, **extras)
             else:
-                result = linear_logprob_loss(hidden_TD, weight, target_T, loss_fn, *per_token, **options)
+                result = linear_logprob_loss(*arguments, loss_fn, *per_token, **options)
         statistics = {name: x for name, x in result._asdict().items() if x is not None and name != "loss"}
         return result._replace(**{name: _reshaped(x, target) for name, x in statistics.items()})
-
-
-def _joined(weight: Tensor, adapter: Tensor | None) -> Tensor:
-    return weight if adapter is None else torch.cat([weight, adapter], dim=-1)
 
 
 def _check_goes_with(what: str, asked: dict[str, bool]) -> None:
@@ -185,17 +188,6 @@ def _check_rows(
         if (shape[:-1] if name == "support" else shape) != rows:
             expected = f"{(*rows, 'K')} to hold ids" if name == "support" else f"{rows} to hold one value"
             raise ValueError(f"{name} has shape {shape}, expected {expected} for each hidden state")
-
-
-def _support_logprob_loss(
-    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, loss_fn: LossFunction, *per_token: Tensor, **options: Any
-) -> LinearLogprobLoss:
-    """`linear_logprob_loss` over a support. Its few logits are kept for the backward pass."""
-    logprob, entropy, *_ = support_logprob(hidden_TD, weight_VD, target_T, **options)
-    loss_T = loss_fn(logprob, entropy, *per_token)
-    check_losses(loss_T, logprob)  # `where` would repeat a reduced loss for every token
-    loss_T = loss_T.where(target_T != IGNORE_INDEX, 0)
-    return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())
 
 
 def _reshaped(values: Tensor, like: Tensor) -> Tensor:

@@ -1,6 +1,13 @@
 """Kernels for reinforcement fine-tuning, usable from any trainer: they need torch and nothing else."""
 
-from rlft_fast.ops.logprob import LinearLogprob, LinearLogprobLoss, linear_logprob, linear_logprob_loss, support_logprob
+from rlft_fast.ops.logprob import (
+    LinearLogprob,
+    LinearLogprobLoss,
+    linear_logprob,
+    linear_logprob_loss,
+    support_logprob,
+    support_logprob_loss,
+)
 from rlft_fast.ops.optim import ClipCoefficient, FusedAdamW, clip_coefficient, clip_grad_norm_, grad_norm
 from rlft_fast.ops.packing import (
     MaskedTokens,
@@ -41,5 +48,6 @@ __all__ = [
     "segment_sum",
     "slice_tokens",
     "support_logprob",
+    "support_logprob_loss",
     "unpad",
 ]

@@ -1,20 +1,19 @@
-"""Log-probabilities of the vocabulary projection: `linear_logprob`, its loss, and over a support."""
+"""Log-probabilities of the vocabulary projection and their losses: `linear_logprob`, `support_logprob`."""
 
-from rlft_fast.ops.logprob.checks import check_losses
 from rlft_fast.ops.logprob.linear import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
-from rlft_fast.ops.logprob.support import gathered_bytes, support_logprob
+from rlft_fast.ops.logprob.support import gathered_bytes, support_logprob, support_logprob_loss
 from rlft_fast.ops.logprob.workspace import default_tile_mib, scratch_bytes
 
 __all__ = [
     "LinearLogprob",
     "LinearLogprobLoss",
     "LossFunction",
-    "check_losses",
     "default_tile_mib",
     "gathered_bytes",
     "linear_logprob",
     "linear_logprob_loss",
     "scratch_bytes",
     "support_logprob",
+    "support_logprob_loss",
 ]

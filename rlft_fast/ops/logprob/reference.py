@@ -167,9 +167,16 @@ def linear_logprob_loss(
     **options,
 ) -> LinearLogprobLoss:
     """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
-    ignore_index = options.get("ignore_index", -100)
-    logprob, entropy, *_ = linear_logprob(hidden_TD, weight_VD, target_T, **options)
+    result = linear_logprob(hidden_TD, weight_VD, target_T, **options)
+    return sum_of_losses(result, target_T, loss_fn, per_token, options.get("ignore_index", -100))
+
+
+def sum_of_losses(
+    result: LinearLogprob, target_T: Tensor, loss_fn: LossFunction, per_token: tuple[Tensor, ...], ignore_index: int
+) -> LinearLogprobLoss:
+    """The loss of statistics that are known for all tokens, differentiable by autograd."""
+    logprob, entropy, *_ = result
     loss_T = loss_fn(logprob, entropy, *per_token)
-    check_losses(loss_T, logprob)
+    check_losses(loss_T, logprob)  # `where` would repeat a reduced loss for every token
     loss_T = loss_T.where(target_T != ignore_index, 0)
     return LinearLogprobLoss(loss_T.sum(), logprob.detach(), None if entropy is None else entropy.detach())

@@ -15,14 +15,21 @@ Shapes: T packed tokens, K most tokens of a support, D hidden, V vocabulary.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlft_fast.ops.logprob.checks import check_targets, looks_at
+from rlft_fast.ops.logprob.checks import check_per_token, check_targets, looks_at
 from rlft_fast.ops.logprob.linear import checked_problem, linear_logprob
 from rlft_fast.ops.logprob.problem import Problem
-from rlft_fast.ops.logprob.reference import LinearLogprob, transform_logits
+from rlft_fast.ops.logprob.reference import (
+    LinearLogprob,
+    LinearLogprobLoss,
+    LossFunction,
+    sum_of_losses,
+    transform_logits,
+)
 from rlft_fast.ops.precision import sums_in_float32
 
 
@@ -40,6 +47,7 @@ def support_logprob(
     ignore_index: int = -100,
     return_entropy: bool = False,
     return_sum_prob_squared: bool = False,
+    adapter_VE: Tensor | None = None,
     workspace_mib: int | None = None,
 ) -> LinearLogprob:
     """Log-probability of each target under the softmax over its row's support, given in one of two ways.
@@ -52,8 +60,7 @@ def support_logprob(
     Args:
         hidden_TD: (T, D) final hidden states; float32, bfloat16 or float16.
         weight_VD: (V, D) projection on the same device, of which the gathered rows are rounded as in
-            :func:`linear_logprob`; with a low-rank adapter, whose rows are gathered, too, both joined:
-            ``torch.cat([weight, adapter], dim=-1)``.
+            :func:`linear_logprob`. With ``adapter_VE`` it is (V, D - E).
         target_T: (T,) int64 vocabulary ids. Rows equal to ``ignore_index`` give 0.
         support_TK: (T, K) int64 vocabulary ids that sampling kept, each once; -1 fills up shorter supports.
         threshold_T: (T,) smallest logit that sampling kept, after soft-capping, scale, bias and temperature: the z
@@ -66,12 +73,13 @@ def support_logprob(
         ignore_index: target value of the rows to leave out.
         return_entropy: also return the entropy over the support, in nats.
         return_sum_prob_squared: also return the sum of squared probabilities over the support (not differentiated).
+        adapter_VE: (V, E) trained columns beside a ``weight_VD`` that needs no gradient, as in :func:`linear_logprob`.
         workspace_mib: upper bound on the gathered weight rows, or the logits, held at once, in MiB; None for 64, and
             256 for a threshold on a GPU.
 
     Returns:
-        :class:`LinearLogprob` of (T,) float32 tensors, differentiable in hidden, weight and bias. A target that is not
-        among its row's ids gives -inf: it could not have been drawn.
+        :class:`LinearLogprob` of (T,) float32 tensors, differentiable in hidden, weight, bias and adapter. A target
+        that is not among its row's ids gives -inf: it could not have been drawn.
 
     Raises:
         ValueError: not one of support and threshold; shapes, devices or option values that do not fit; (on the CPU) ids
@@ -85,17 +93,51 @@ def support_logprob(
         return linear_logprob(
             hidden_TD, weight_VD, target_T, threshold_T=threshold_T, bias_V=bias_V, temperature=temperature,
             softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, return_entropy=return_entropy,
-            return_sum_prob_squared=return_sum_prob_squared, workspace_mib=workspace_mib,
+            return_sum_prob_squared=return_sum_prob_squared, adapter_VE=adapter_VE, workspace_mib=workspace_mib,
         )  # fmt: skip
     problem = checked_problem(
-        hidden_TD, weight_VD, target_T, temperature, softcap, support_TK=support_TK, active_index=None, bias_V=bias_V,
-        scale=logit_scale, backend="native", workspace_mib=workspace_mib, ignore_index=ignore_index,
+        hidden_TD, weight_VD, target_T, temperature, softcap, support_TK=support_TK, adapter_VE=adapter_VE,
+        active_index=None, bias_V=bias_V, scale=logit_scale, backend="native", workspace_mib=workspace_mib,
+        ignore_index=ignore_index,
     )  # fmt: skip
     if workspace_mib is None:
         problem = replace(problem, workspace_mib=64)
     _check_support(support_TK, problem)
     check_targets(target_T, problem.vocab, ignore_index)
     return _over_ids(problem, temperature, support_TK, return_entropy, return_sum_prob_squared)
+
+
+def support_logprob_loss(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    loss_fn: LossFunction,
+    *per_token: Tensor,
+    ignore_index: int = -100,
+    **options: Any,
+) -> LinearLogprobLoss:
+    """Sum of any per-token loss of :func:`support_logprob`'s statistics.
+
+    Args:
+        hidden_TD: (T, D) final hidden states.
+        weight_VD: (V, D) projection.
+        target_T: (T,) int64 vocabulary ids; rows equal to ``ignore_index`` add nothing to the loss.
+        loss_fn: ``loss_fn(logprob, entropy, *per_token) -> (T,)``, called once. Entropies are None unless
+            ``return_entropy`` is given.
+        *per_token: (T,) tensors for ``loss_fn``.
+        ignore_index: target value of the rows to leave out.
+        **options: those of :func:`support_logprob`, one of ``support_TK`` and ``threshold_T`` among them.
+
+    Returns:
+        ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
+
+    Raises:
+        ValueError: as :func:`support_logprob`, or a ``loss_fn`` of the wrong output shape.
+        TypeError: unsupported dtypes, or no tensors.
+    """
+    result = support_logprob(hidden_TD, weight_VD, target_T, ignore_index=ignore_index, **options)
+    check_per_token(per_token, target_T)
+    return sum_of_losses(result, target_T, loss_fn, per_token, ignore_index)
 
 
 def _over_ids(
@@ -105,9 +147,13 @@ def _over_ids(
     target_T = problem.target_T
     active = target_T != problem.ignore_index
     ids_TK = support_TK.clamp(min=0)
-    z = torch.ops.rlft_fast.support_logits(
-        problem.hidden_TD, problem.weight_VD, ids_TK, problem.workspace_mib, problem.dtype
+    columns = problem.hidden_TD.split([part.shape[1] for part in problem.parts], dim=1)
+    z, *of_adapter = (
+        torch.ops.rlft_fast.support_logits(x, part, ids_TK, problem.workspace_mib, problem.dtype)
+        for x, part in zip(columns, problem.parts, strict=True)
     )
+    for others in of_adapter:
+        z = z + others
     if problem.bias_V is not None:
         z = z + problem.bias_V.float()[ids_TK]  # in this order its gradient is added up in float32, too
     z, zeros_T2 = _SeenRows.apply(z)

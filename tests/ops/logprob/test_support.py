@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.ops.problems import make_inputs
-from rlft_fast.ops import linear_logprob, support_logprob
+from rlft_fast.ops import linear_logprob, support_logprob, support_logprob_loss
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.reference import transform_logits
-from tests.ops.logprob.problems import each_kernel
+from tests.ops.logprob.problems import each_kernel, ppo_clip
 from tests.support.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
@@ -254,6 +254,65 @@ def test_workspace_bounds_the_memory_of_the_gathered_rows(dtype):
         return torch.autograd.grad(logprob.sum(), inputs)
 
     assert peak_allocated_bytes(step) < 5.2 * 2**20  # also gradients, and tensors of the size of the support
+
+
+@pytest.mark.parametrize("threshold", [False, True])
+def test_an_adapter_beside_a_frozen_weight(threshold):
+    """Its gradient, hidden's and the log-probabilities are those of both joined, which are never copied."""
+    hidden, weight, target, support = support_problem()
+    frozen, adapter, h = weight[:, :-4], weight[:, -4:].clone().requires_grad_(), hidden.clone().requires_grad_()
+    how = {"support_TK": None, "threshold_T": torch.zeros(T)} if threshold else {"support_TK": support}
+    out = support_logprob(h, frozen, target, adapter_VE=adapter, **how, return_entropy=True)
+    ours = [*out[:2], *torch.autograd.grad((out.logprob + out.entropy).sum(), [h, adapter])]
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    if threshold:
+        truth = reference.linear_logprob(*exact, target, threshold_T=torch.zeros(T).double(), return_entropy=True)
+    else:
+        truth = reference.support_logprob(*exact, target, support)
+    dhidden, dweight = torch.autograd.grad((truth.logprob + truth.entropy).sum(), exact)
+    for actual, expected in zip(ours, [*truth[:2], dhidden, dweight[:, -4:]], strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapted_weight_is_neither_copied_nor_given_a_gradient():
+    hidden, weight, target, support = support_problem(V=100_000)
+    frozen, adapter = weight[:, :-1], weight[:, -1:].clone().requires_grad_()
+
+    def step():
+        logprob = support_logprob(hidden, frozen, target, support, adapter_VE=adapter).logprob
+        return torch.autograd.grad(logprob.sum(), adapter)
+
+    assert peak_allocated_bytes(step) < 2 * 2**20  # of 100,000 x 16 numbers, a copy would take 6.1 MiB
+
+
+@pytest.mark.parametrize("threshold", [False, True])
+def test_a_loss_over_a_support(threshold):
+    """PPO's loss and its gradients, by the float64 reference; ignored rows add nothing."""
+    hidden, weight, target, support = support_problem()
+    target[::7] = -100
+    old, advantage = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
+    how = {"threshold_T": torch.zeros(T)} if threshold else {"support_TK": support}
+    inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = support_logprob_loss(*inputs, target, ppo_clip, old, advantage, return_entropy=True, **how)
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    if threshold:
+        truth = reference.linear_logprob(*exact, target, threshold_T=torch.zeros(T).double(), return_entropy=True)
+    else:
+        truth = reference.support_logprob(*exact, target, support)
+    loss = ppo_clip(*truth[:2], old, advantage)[target != -100].sum()
+    assert not any(x.requires_grad for x in (out.logprob, out.entropy))
+    results = [out.loss, *out[1:], *torch.autograd.grad(out.loss, inputs)]
+    for actual, expected in zip(results, [loss, *truth[:2], *torch.autograd.grad(loss, exact)], strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_over_a_support_refuses_what_is_no_loss_per_token():
+    *problem, support = support_problem()
+    call = partial(support_logprob_loss, *problem, support_TK=support)
+    with pytest.raises(ValueError, match=r"loss_fn must return one loss per token, a \(30,\) tensor; got \(\)"):
+        call(lambda logprob, _: logprob.sum())
+    with pytest.raises(ValueError, match=r"per_token\[0\] must be a \(30,\) tensor"):
+        call(lambda logprob, _, x: logprob * x, torch.ones(1))
 
 
 def test_the_temperature_has_no_gradient():
