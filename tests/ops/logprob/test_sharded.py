@@ -96,11 +96,13 @@ def test_uneven_shards():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_shards_that_all_ranks_refuse():
     run_distributed(check_shards_that_all_ranks_refuse, 2)
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", SHARDS)
 def test_sharded_vocabulary(world_size):
     run_distributed(check_vocab_group, world_size, world_size)
@@ -127,6 +129,7 @@ def check_targets_that_no_shard_can_give(rank: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_targets_that_no_shard_can_give():
     run_distributed(check_targets_that_no_shard_can_give, 2)
 

@@ -14,12 +14,16 @@ from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, support_logprob, support_logprob_loss
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.reference import transform_logits
-from tests.ops.logprob.problems import each_kernel, ppo_clip
+from tests.ops.logprob.problems import INTERPRETED, ppo_clip
 from tests.support.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
 T, D, V = 30, 16, 200
 INF = torch.inf
+# A threshold is for users of the op: seconds of Triton's interpreter are not for every run of the tests.
+of_a_threshold = pytest.mark.parametrize(
+    "backend", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in INTERPRETED)]
+)
 
 
 def support_problem(seed: int = 0, top_k: int = 12, V: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -75,7 +79,7 @@ def test_whole_vocabulary_is_linear_logprob():
 
 
 # Beyond a tile of columns, so that whole tiles hold no token that is kept; 40 rows of a mebibyte are two chunks.
-@each_kernel
+@of_a_threshold
 @pytest.mark.parametrize("V", [37, 4100])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,7 +108,7 @@ def test_threshold_no_further_from_truth_than_masking(dtype, softcap, V, backend
         assert_no_further_from_truth(actual, plain, exact)
 
 
-@each_kernel
+@of_a_threshold
 @pytest.mark.parametrize("train_hidden", [False, True])
 def test_threshold_of_a_frozen_weight(train_hidden, backend):
     """A frozen weight takes other ways: no gradient at all, and a gradient of the hidden states alone."""
@@ -145,7 +149,7 @@ def test_target_below_the_threshold_is_kept():
     torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5)
 
 
-@each_kernel
+@of_a_threshold
 def test_threshold_with_bad_rows_and_silent_rows(backend):
     """A row of nan changes no other row, and adds nothing to a gradient if the loss does not see it."""
     hidden, weight, target, _ = support_problem()
