@@ -328,6 +328,8 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
             if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 _count_unasked(self.get_output_embeddings(), model_class.__name__)
             return model_class.forward(self, *args, **inputs, **{name: options[name] for name in shared & set(options)})
+        if renames_cache and "past_key_values" in inputs and "cache" not in inputs:
+            inputs["cache"] = inputs.pop("past_key_values")
         _check_keywords(model_class, inputs, inputs.keys() if takes_any else known)
         heads = _patched_heads(self.get_output_embeddings(), model_class.__name__)
         if takes_cache:  # nobody gets it, and with a cache transformers lets packed sequences attend to each other
@@ -377,6 +379,7 @@ def _patched_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # verl, for example, replaces forwards. A forward from outside of transformers may read any keyword from **kwargs.
     takes_any = any(not each.__module__.startswith("transformers.") and _has_kwargs(each) for each in forwards)
     takes_cache = "use_cache" in known
+    renames_cache = "cache" in known and "past_key_values" not in known  # transformers 5.24; PEFT keeps the old name
     known |= {*TransformersKwargs.__annotations__, "return_dict"}  # a decorator of the forwards takes return_dict
     signature = inspect.Signature(sorted((own | added).values(), key=lambda parameter: parameter.kind))
     names = {
