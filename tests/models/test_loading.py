@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -23,6 +21,8 @@ from transformers import (
     GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -507,6 +507,7 @@ ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
         (LlamaForCausalLM, LlamaConfig(**SMALL, is_causal=False), "lets tokens see later ones"),
         (RobertaForCausalLM, RobertaConfig(**ROBERTA), "counts positions from its padding token"),
+        (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2), "builds masks of its own"),
     ],
 )
 def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class, config, reason):
@@ -515,19 +516,12 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class,
         load_policy(tmp_path)
 
 
-# Vision-language models; a model with attention of its own; one whose text half is not where its class says; a type for
-# which transformers has no causal language model.
+# Vision-language models; a model with attention of its own; a type for which transformers has no causal language model.
 @pytest.mark.parametrize(
     ("architecture", "model_type", "reason"),
     [
         ("LlavaForConditionalGeneration", "llava", "a vision-language model of type llava, which is not supported"),
         ("MllamaForConditionalGeneration", "mllama", "a vision-language model of type mllama, which is not supported"),
-        pytest.param(
-            "MllamaForCausalLM", "mllama", "has no backbone under the name 'language_model' of its class",
-            marks=pytest.mark.skipif(
-                Version(transformers.__version__) >= Version("5.24"), reason="from 5.24 on its text half is found"
-            ),
-        ),
         ("FalconForCausalLM", "falcon", "does not take its attention from transformers' AttentionInterface"),
         ("Mistral4ForCausalLM", "mistral4", "has no ModelForCausalLM of type mistral4"),
     ],
