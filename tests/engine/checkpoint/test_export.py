@@ -23,7 +23,7 @@ from rlft_fast.models import load_tokenizer
 from tests.engine import reference
 from tests.engine.reference import make_engine, names, policy_loss, random_batch
 from tests.support.distributed import run_distributed
-from tests.support.memory import peak_mib, requires_proc
+from tests.support.memory import keep_no_freed_memory, peak_mib, requires_proc
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 
 SHARD_BYTES = 30_000  # more than a block's matrix, less than the embedding
@@ -194,6 +194,7 @@ def test_the_exported_model_stops_where_the_rollout_did(by, file, tiny_model, tm
 
 
 def check_memory(rank: int, model: Path, output: Path) -> None:
+    keep_no_freed_memory()  # before there is any
     engine = make_engine(model, num_training_steps=None)
     total_mib = sum(weight.numel() for weight in engine.model.parameters()) * 2 / 2**20
 
@@ -201,8 +202,8 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
         export_hf(engine, output, dtype="bfloat16", max_shard_bytes=8 << 20, overwrite=True)
 
     assert total_mib > 72
-    # A file of 8 MiB, and the weight after it in float32, 8 MiB, and in bfloat16, 4 MiB; malloc keeps a few more.
-    assert peak_mib(export) < 24
+    # A file of at most 8 MiB, and the weight after it in bfloat16, 4 MiB. A copy of the weight in float32 has 8 MiB.
+    assert peak_mib(export) < 13
 
 
 @pytest.mark.dist
