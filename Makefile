@@ -31,6 +31,8 @@ SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 NEWEST    := $(CURDIR)/build/newest
+# The suites beside make test that .ci/run knows, in its order (tests/suites.py).
+SUITES    := cuda sanitize emulate test-oldest test-slow gpu-rehearsal test-peers test-vllm test-ray crash-test
 # The kernels of other CPUs that test-cpus takes, by torch's names, and the suites of numbers that it runs.
 KERNELS   ?= avx2 default
 NUMBERS   := tests/ops tests/rl tests/models tests/engine tests/data tests/rollout/test_hf.py \
@@ -40,6 +42,8 @@ DOCS      := $(CURDIR)/build/site/environment
 WHEEL     := $(CURDIR)/build/wheel/$(subst =,,$(subst /,_,$(PYTHON)-$(TORCH)))
 PYTHONS   ?= $(foreach minor,11 12 13,$(shell python3.$(minor) -c "import sys; print(sys.executable)" 2>/dev/null))
 BUILT     := $(VENV)/.built
+# Writes down that the target's suite has passed with these options: .ci/run leaves it out until its inputs change.
+PASSED     = @$(BIN)/python -m tests.suites passed $@ THIN=$(THIN) KILLS=$(KILLS)
 SITE      := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NATIVE    := $(shell find csrc -type f) setup.py
 FORMATTED := $(shell find csrc tests/cuda_emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -49,12 +53,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | lint"
+	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
 	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
 	@echo "     docs | clean"
@@ -97,14 +101,17 @@ test: install
 # What takes minutes: the demo has to learn its task, and the tests marked thin have all their variants.
 test-slow: install
 	$(BIN)/python -m pytest $(TWO) $(THINNED) -m "slow and not vllm"
+	$(PASSED)
 
 # Rollouts by a real vLLM; minutes.
 test-vllm: install-vllm
 	$(BIN)/python -m pytest $(THINNED) -m vllm
+	$(PASSED)
 
-# Worker groups on a real Ray; with generators where vLLM is installed.
-test-ray: install-ray
+# Worker groups and generators on a real Ray.
+test-ray: install-vllm install-ray
 	$(BIN)/python -m pytest $(THINNED) -m ray tests/cluster tests/test_docs.py
+	$(PASSED)
 
 # The integrations inside their trainers, our maths beside theirs, and trackers, in an environment that lays theirs over
 # ours.
@@ -114,6 +121,7 @@ test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
 	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py
+	$(PASSED)
 
 install-peers: $(BESIDE)/.installed
 
@@ -134,6 +142,7 @@ test-oldest: install-oldest
 	PYTHONSAFEPATH=1 PYTHONPATH=$(OLDEST)/built:$(CURDIR) \
 	$(OLDEST)/bin/python -m pytest $(TWO) $(THINNED) -o pythonpath= -m "not slow and not vllm and not dist" \
 	  tests/ops tests/models tests/engine tests/data/test_batch.py tests/rl tests/rollout/test_hf.py
+	$(PASSED)
 
 install-oldest: $(OLDEST)/.installed
 
@@ -184,6 +193,12 @@ crash-test-ray: install-vllm install-ray
 # kill -9 at random moments of a saving run of two processes; minutes.
 crash-test: install
 	$(BIN)/python -m tests.crash_test --rounds $(KILLS)
+	$(PASSED)
+
+# Every suite at full length: hours.
+nightly: install
+	$(MAKE) THIN= lint docs test $(SUITES) test-newest test-cpus crash-test-ray
+	$(BIN)/python -m tests.suites passed $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -191,12 +206,14 @@ lint: install
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
+	@$(BIN)/python -m tests.suites age
 
 # The CUDA half for every architecture, also beside a torch without CUDA, for which `make install` leaves it out. No kernel
 # may spill registers.
 cuda: install
 	RLFT_FAST_CUDA_ONLY=1 $(BIN)/python setup.py -q build_ext --inplace
 	$(BIN)/python -m pytest tests/test_build.py
+	$(PASSED)
 
 # The tests of the compiled CPU code under AddressSanitizer and UBSan, in a build of its own. Left out is what weighs
 # memory, which here is mostly the sanitizer's, what starts processes, and Triton's interpreter.
@@ -206,16 +223,19 @@ sanitize: install
 	PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED)/lib:$(CURDIR) \
 	$(SANITIZED_PYTHON) -m pytest $(TWO) $(THINNED) -o pythonpath= --capture=sys -m "not dist and not slow" \
 	  -k "not memory and not triton" tests/ops tests/data/test_planning.py
+	$(PASSED)
 
 # The tests marked gpu without a GPU: tests/cuda_emulator runs the threads of the CUDA kernels on the CPU, under the same
 # sanitizers. It takes CUDA's headers.
 emulate: install $(EMULATED)
 	RLFT_EMULATED_KERNELS=$(EMULATED) $(SANITIZED_PYTHON) -m pytest -n 2 $(THINNED) --capture=sys \
 	  -p tests.cuda_emulator.plugin -m gpu tests/cuda_emulator/kernels.py tests/ops
+	$(PASSED)
 
 # benchmarks/gpu.sh from end to end on the emulated GPU, without the packages that a bare GPU machine lacks.
 gpu-rehearsal: install $(EMULATED)
 	RLFT_EMULATED_KERNELS=$(EMULATED) $(BIN)/python -m pytest $(THINNED) tests/cuda_emulator/gpu_sh.py
+	$(PASSED)
 
 $(EMULATED): $(NATIVE) tests/cuda_emulator/cuda/launch.cuh tests/cuda_emulator/device.cpp | install
 	@mkdir -p $(@D)

@@ -1,0 +1,123 @@
+"""A suite runs if a change can have broken it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import suites
+from tests.suites import COMMON, MOST_COMMITS, NIGHTLY, ROOT, SUITES, Suite
+
+TWO = {"ops": Suite(("csrc",), "THIN=6"), "runs": Suite(("runs", "one.py"), "KILLS=15")}
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    return subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    for name in ("csrc/a.cpp", "runs/b.py", "one.py", "other.py", "Makefile", "tests/passed.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}" if name.endswith("json") else name)
+    (tmp_path / ".gitignore").write_text("*.so\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    return tmp_path
+
+
+def pass_all(root: Path) -> None:
+    for name, suite in TWO.items():
+        suites.write_passed(name, suites.inputs_hash(suite, root), root)
+
+
+def changed(root: Path) -> set[str]:
+    return {name for name, reason in suites.due(TWO, root).items() if "changed" in reason}
+
+
+def test_what_has_never_passed_runs(root):
+    assert changed(root) == {"ops", "runs"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("other.py", "new", set()),
+        ("csrc/a.cpp", "new", {"ops"}),
+        ("csrc/new.cpp", "", {"ops"}),
+        ("csrc/built.so", "", set()),
+        ("one.py", "new", {"runs"}),
+        ("Makefile", "new", {"ops", "runs"}),
+        ("csrc/a.cpp", None, {"ops"}),
+        ("tests/passed.json", None, {"ops", "runs"}),
+    ],
+)
+@pytest.mark.parametrize("commits", [False, True])
+def test_what_changed_since_it_passed_runs(commits, name, text, expected, root):
+    pass_all(root)
+    assert changed(root) == set()
+    (root / name).unlink() if text is None else (root / name).write_text(text)
+    if commits:
+        git(root, "add", "--all")
+        git(root, "commit", "--quiet", "--allow-empty", "--message", "second")
+    assert changed(root) == expected
+
+
+def test_the_same_files_in_another_order_of_commits_are_no_change(root, tmp_path_factory):
+    pass_all(root)
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "passed")
+    clone = tmp_path_factory.mktemp("clones") / "clone"
+    subprocess.run(["git", "clone", "--quiet", root, clone], check=True)
+    assert changed(clone) == set()
+
+
+def test_one_that_is_left_out_is_drawn_by_the_commit(root):
+    pass_all(root)
+    drawn = set()
+    for i in range(12):
+        git(root, "commit", "--quiet", "--allow-empty", "--message", f"{i}")
+        reasons = suites.due(TWO, root)
+        assert len(reasons) == 1
+        assert suites.due(TWO, root) == reasons
+        drawn |= reasons.keys()
+    assert drawn == {"ops", "runs"}
+
+
+def test_outside_of_a_checkout_all_run(tmp_path):
+    assert suites.due(TWO, tmp_path).keys() == TWO.keys()
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "counts"),
+    [
+        ("ops", {"THIN": ""}, True),
+        ("ops", {"THIN": "6"}, True),
+        ("ops", {"THIN": "7"}, False),
+        ("runs", {"THIN": "2"}, False),
+        ("runs", {"KILLS": "50"}, True),
+        ("runs", {"KILLS": "14"}, False),
+    ],
+)
+def test_a_pass_of_less_than_ci_runs_does_not_count(suite, given, counts):
+    assert suites.is_as_strict(TWO[suite], given) == counts
+
+
+def test_the_nightly_run_gets_old(root):
+    assert "never" in str(suites.nightly_warning(root))
+    suites.write_passed(NIGHTLY, git(root, "rev-parse", "HEAD").strip(), root)
+    for number in range(MOST_COMMITS):
+        assert suites.nightly_warning(root) is None
+        git(root, "commit", "--quiet", "--allow-empty", "--message", f"{number}")
+    assert suites.nightly_warning(root) == f"make nightly passed last {MOST_COMMITS} commits ago: run it"
+    suites.write_passed(NIGHTLY, "0" * 40, root)
+    assert "does not have" in str(suites.nightly_warning(root))
+
+
+def test_all_inputs_exist_and_every_room_is_one():
+    inputs = {path for suite in SUITES.values() for path in (*COMMON, *suite.inputs)}
+    assert [path for path in inputs if not (ROOT / path).exists()] == []
+    rooms = [path for path in (ROOT / "rlft_fast").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert [room.name for room in rooms if str(room.relative_to(ROOT)) not in inputs] == []
