@@ -1,4 +1,4 @@
-"""The memory of a pass, found by running the real model code under `FakeTensorMode`, which computes nothing.
+"""The memory of a pass, found by running the real model code on tensors without data, which computes nothing.
 
 So any architecture is covered. Of equal blocks only a few run. The peak between the same two blocks is recorded for two
 models with a few blocks each, and grows by the same bytes with every further block.
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -195,7 +194,7 @@ def run_blocks(
     model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(f"rlft_fast::{operator}") as tracker:
+    with MemoryTracker(f"rlft_fast::{operator}") as tracker:
         materialize(model, world.device)
         _stand_in(model)
         if repeats is not None:

@@ -6,34 +6,40 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlft_fast.engine.memory.trace import Moment, Note
 
+_DEVICE, _UNSAFE_VIEW = torch.ops.prim.device.default, torch.ops.aten._unsafe_view.default
 
-class MemoryTracker(TorchDispatchMode):
-    """Follows the bytes of all storages that operators create while it is active. Works on fake tensors, too.
+
+class MemoryTracker(FakeTensorMode):
+    """Runs operators on tensors without data, and follows the bytes of all storages that they create.
+
+    It is a `FakeTensorMode` because a second mode beside one would see every operator once more, which takes a third
+    of a plan's time.
 
     Args:
         operator: ``namespace::name`` of an operator that takes memory inside, where the tracker does not see it.
 
     Attributes:
         moment: the present moment, as `mark` has named it.
-        notes: the bytes after each operator, results included, and at the beginning of each moment.
+        notes: the bytes after each operator, results included, and at the beginning of each moment. A view allocates
+            nothing and has no note.
         elsewhere: returns how many of the bytes are on another device at present, and do not count; None: no bytes.
     """
 
     def __init__(self, operator: str) -> None:
-        super().__init__()
+        super().__init__(allow_non_fake_inputs=True)
         self.operator = operator
         self.moment: Moment = ("setup",)
         self.notes: list[Note] = []
         self.elsewhere: Callable[[], int] | None = None
         self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         self._left_out_bytes = 0
+        self._depth = 0  # of operators that run inside of an operator which is made of others
 
     def mark(self, moment: Moment) -> None:
         """Begins another moment."""
@@ -50,18 +56,42 @@ class MemoryTracker(TorchDispatchMode):
         self._left_out_bytes = self._all_bytes() if offloaded else 0
         self.notes = [] if offloaded else [Note(self.moment, False, peak)]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that torch makes otherwise takes time at every call
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:  # autograd reads it for every gradient: more than half of all calls
+            return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls operators on its shards, which come here again
-        outputs = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # reads a tensor's device, which more than half of all calls do
-            return outputs
+        if func.namespace == "profiler":
+            return func(*args, **(kwargs or {}))
+        if (func.is_view or func is _UNSAFE_VIEW) and self._depth == 0 and isinstance(args[0], FakeTensor):
+            return self._view(func, *args, **(kwargs or {}))
+        self._depth += 1
+        try:
+            outputs = self.dispatch(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._follow(outputs)
+            self._note(func.name() == self.operator)
+        return outputs
+
+    def _view(self, func, base: FakeTensor, *args, **kwargs):
+        """Other views of the storage of `base`, found without torch's cache of results, which takes longer."""
+        with in_kernel_invocation_manager(self):
+            outputs = func(base, *args, **kwargs)
+        if isinstance(outputs, Tensor):
+            return FakeTensor(self, outputs, base.fake_device)
+        return type(outputs)(FakeTensor(self, output, base.fake_device) for output in outputs)
+
+    def _follow(self, outputs: object) -> None:
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and _device(tensor).type != "meta":
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = storage
-        self._note(func.name() == self.operator)
-        return outputs
 
     def _all_bytes(self) -> int:
         """Sizes are read anew each time, because FSDP frees weights by resizing their storage without an operator."""
