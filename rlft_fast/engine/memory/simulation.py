@@ -27,7 +27,7 @@ from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.trace import MANY_ROWS, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
-from rlft_fast.engine.sharding import build_model, reduce_gradients, shard
+from rlft_fast.engine.sharding import build_model, checkpoint_activations, decoder_blocks, reduce_gradients, shard
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -36,6 +36,7 @@ from rlft_fast.models import (
     all_rows_of_own_heads,
     has_vision,
     materialize,
+    require_divisible_heads,
 )
 from rlft_fast.ops import gather_heads_scatter_tokens
 from rlft_fast.rl import PolicyLoss, ValueLoss
@@ -112,15 +113,10 @@ def simulate(workload: Workload) -> Peaks:
 
 def _config_of_pass(workload: Workload) -> EngineConfig:
     """Without what the pass does not read: passes that differ in nothing else are simulated once."""
-    config = _without_caps(workload.config)
+    config = workload.config.model_copy(update={"max_tokens": 1, "offload_between_phases": False})
     if workload.trains:
         return config
     return config.model_copy(update={"activation_checkpointing": "none", "reduce_every_micro_batch": False})
-
-
-def _without_caps(config: EngineConfig) -> EngineConfig:
-    """Without what a model and its passes do not read."""
-    return config.model_copy(update={"max_tokens": 1, "offload_between_phases": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +188,8 @@ def run_blocks(
     config = workload.config
     group = world.sequence_group(config.sequence_parallel)
     model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
+    if workload.trains and config.activation_checkpointing != "none":
+        checkpoint_activations(decoder_blocks(model, config.wrap), config.activation_checkpointing)
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
     with MemoryTracker(f"rlft_fast::{operator}") as tracker:
@@ -221,9 +219,16 @@ def build(workload: Workload) -> RLModel:
 
 
 def build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool) -> RLModel:
-    """A model without memory whose blocks are not compiled, to measure. Callers share it, so they never change it."""
-    unsharded = _without_caps(config).model_copy(update={"compile": False, "shard_size": -1})
-    return _build_plain(path, unsharded, head, trains, model_config(path))
+    """A model without memory and without checkpointing, to measure. Callers share it, so they never change it.
+
+    Raises:
+        ValueError: as `build_model` does.
+    """
+    kept = {name: getattr(config, name) for name in ("param_dtype", "workspace_mib", "wrap", "lora")}
+    plain = EngineConfig(compute_dtype="bfloat16", compile=False, **kept)
+    model = _build_plain(path, plain, head, trains, model_config(path))
+    require_divisible_heads(model.backbone, config.sequence_parallel)
+    return model
 
 
 @lru_cache(maxsize=16)

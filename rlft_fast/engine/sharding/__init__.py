@@ -6,6 +6,7 @@ wrap      which modules FSDP2 shards as units, and how the units behave
 mesh      which ranks share one copy of a model
 """
 
+from rlft_fast.engine.sharding.blocks import checkpoint_activations
 from rlft_fast.engine.sharding.build import (
     build_model,
     is_wrapped,
@@ -29,6 +30,7 @@ from rlft_fast.engine.sharding.wrap import (
 
 __all__ = [
     "build_model",
+    "checkpoint_activations",
     "decoder_blocks",
     "describe_units",
     "device_memory",
