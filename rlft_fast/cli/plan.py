@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in sizes]
     if any(fits):
         return 0
-    report_advice(config, own.gpus, sizes[0], own.memory * 1e9)
+    report_advice(config, own.gpus, own.memory * 1e9)
     return 1
 
 
@@ -46,7 +46,7 @@ def _parser() -> Parser:
         description="Compute what the run of CONFIG needs on each of N GPUs: memory by part and phase, the largest "
         "token cap of the policy that fits, and the bytes sent per optimizer step. There are two plans: the policy "
         "sharded over all GPUs, and sharded over the GPUs of one node (HSDP). Only config.json of each model is read. "
-        "If nothing fits, settings that would fit are named, and the exit status is 1.",
+        "If nothing fits, the fastest settings that fit are printed, and the exit status is 1.",
         epilog="`rlft-fast train --help` explains every --key.",
         allow_abbrev=False,
     )
@@ -96,14 +96,12 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     return fits
 
 
-def report_advice(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> None:
-    """Prints the settings with which the run would fit, unless vLLM's memory is what does not, as `report` said."""
+def report_advice(config: Config, world_size: int, memory_bytes: float) -> None:
+    """Prints the fastest settings with which the run would fit."""
     from rlft_fast.engine.memory import advice, plan_memory
 
-    config = _sharded(config, shard_size)
     plan = plan_memory(config, world_size, memory_bytes)
-    if not plan.refusal:
-        print(f"\nNothing fits. {printable(advice(config, plan, world_size, memory_bytes))}")
+    print(f"\nNothing fits. {printable(advice(config, plan, world_size, memory_bytes))}")
 
 
 def _sharded(config: Config, shard_size: int) -> Config:

@@ -77,9 +77,8 @@ def test_plan_that_does_not_fit(config_file, capsys):
     assert main(["plan", config_file, "--gpus", "1", "--memory", "0.00001", *saving.split()]) == 1
     output = capsys.readouterr().out
     assert output.count("does not fit into 0.0") == 3
-    assert output.endswith(
-        "\nNothing fits. No other settings are enough: use more ranks, shorter sequences or a smaller model\n"
-    )
+    assert "\nNothing fits. No other settings are enough: the phase 'update actor' takes at least 0.0 GB of" in output
+    assert output.endswith(": use more ranks, more memory, shorter sequences or a smaller model\n")
     assert "largest max_tokens             0  below the longest sequence, 64" in output
 
 
@@ -91,8 +90,7 @@ def test_settings_that_would_fit_are_named(config_file, capsys):
     assert main(arguments) == 1
     advice = capsys.readouterr().out.splitlines()[-1]
     assert advice.startswith("Nothing fits. It fits with ")
-    key, value = re.search(r"(actor\.\w+): (\w+)", advice).groups()
-    assert main([*arguments, f"--{key}", value]) == 0
+    assert main([*arguments, *advice.removeprefix("Nothing fits. It fits with ").split()]) == 0
 
 
 @pytest.mark.parametrize("option", ["--gpus=0", "--gpus=-2", "--memory=0", "--memory=nan", "--gpus-per-node=0"])

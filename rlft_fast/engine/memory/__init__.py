@@ -1,6 +1,7 @@
 """The memory that a run needs per rank, planned before the run from simulated engines.
 
 fit           refuses a run that does not fit into memory, and says what would make it fit
+search        the fastest combination of settings with which a run fits
 run           all models of a run and the generator, phase by phase
 engine        one model: memory by part, largest token cap, bytes sent per step
 generator     vLLM's memory, or the memory of transformers' ``generate``

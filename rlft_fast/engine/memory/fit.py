@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rlft_fast.config import Config, Role, run_roles, set_key
 from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
+from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import (
     MemoryPlan,
     Phase,
@@ -16,10 +17,13 @@ from rlft_fast.engine.memory.run import (
     surely_exceeds,
     surely_fits,
 )
+from rlft_fast.engine.memory.search import Search
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
+from rlft_fast.models import PolicyModel
 
 _GIB = 2**30
+_WIDER_GENERATORS = 3  # values of vLLM's `tensor_parallel` that are tried: wider ones only generate slower
 _SAMPLE_BYTES = 256  # at least: the texts and ids of an answer as Python objects, and its seed, row and reward
 
 
@@ -91,32 +95,55 @@ def advice(
     device_type: str = "cuda",
     host_bytes: float = math.inf,
 ) -> str:
-    """Changes of the configuration with which a run fits whose plan does not, as a sentence. Every change is planned.
+    """The fastest settings with which a run fits whose plan does not, as a sentence. The settings were planned.
 
     Args:
         config: configuration of the run.
-        plan: its plan, without a `refusal`.
+        plan: its plan.
         world_size: number of ranks.
         memory_bytes: memory of each rank's device.
         device_type: ``"cuda"`` or ``"cpu"``.
         host_bytes: CPU memory for each rank.
     """
+    changes, least = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
+    if changes is not None:
+        return f"It fits with {' '.join(_option(*change) for change in changes.items())}"
+    worst = least.worst(memory_bytes)
+    return (
+        f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "
+        f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use more ranks, more memory, shorter sequences or a smaller "
+        "model"
+    )
 
-    def fits(changes: dict[str, Any]) -> bool:
+
+def propose(
+    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
+) -> tuple[dict[str, Any] | None, MemoryPlan]:
+    """The fastest changes of the configuration with which a run fits. Arguments as in `advice`.
+
+    Returns:
+        Values by dotted key, None if no combination of settings fits; and the plan with them, or a bound of the plan
+        with the settings that take least.
+    """
+
+    def planned(changes: dict[str, Any]) -> MemoryPlan | None:
         try:
             other = changed(config, changes)
             if surely_exceeds(other, world_size, memory_bytes, device_type):
-                return False
-            return plan_memory(other, world_size, memory_bytes, device_type).fits(memory_bytes, host_bytes)
+                return None
+            return plan_memory(other, world_size, memory_bytes, device_type)
         except MemoryPlanError:
             raise
         except ValueError:  # the run cannot have this setting
-            return False
+            return None
 
     largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
-    remedies = {key: values for key, values in _remedies(config, world_size, device_type, largest, failing) if values}
-    return _advice(remedies, fits)
+    decisions = [
+        *_decisions(config, world_size, memory_bytes, device_type, largest, failing, refused=bool(plan.refusal))
+    ]
+    search = Search(config, plan, world_size, memory_bytes, device_type, host_bytes)
+    return search.fastest(decisions, planned)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
@@ -156,71 +183,94 @@ def _parts(plan: MemoryPlan, phase: Phase) -> str:
     return f"{', '.join(owners)}; most for {' and '.join(largest)}"
 
 
-def _advice(remedies: dict[str, list[Any]], fits: Callable[[dict[str, Any]], bool]) -> str:
-    """Names changes with which the run fits: single changes, or else several together. Every change was tried."""
-    # The strongest value is planned first: where it does not fit, no milder value does, and a plan takes seconds.
-    alone = {
-        key: next((value for value in values[:-1] if fits({key: value})), values[-1])
-        if fits({key: values[-1]})
-        else None
-        for key, values in remedies.items()
-    }
-    if found := [_setting(key, value) for key, value in alone.items() if value is not None]:
-        return f"It fits with {' or with '.join(found)}"
-    together: dict[str, Any] = {}
-    for key, values in remedies.items():
-        together[key] = values[-1]
-        if key.endswith(".cpu_offload"):
-            together.pop(key.replace("cpu_offload", "offload_between_phases"), None)
-        if fits(together):
-            return "It fits with all of " + ", ".join(_setting(*change) for change in together.items())
-    return "No other settings are enough: use more ranks, shorter sequences or a smaller model"
+def _decisions(
+    config: Config,
+    world_size: int,
+    memory_bytes: float,
+    device_type: str,
+    largest: int,
+    failing: list[str],
+    *,
+    refused: bool,
+) -> Iterator[list[dict[str, Any]]]:
+    """Decisions that lower memory: for each the changes of the configuration among which to choose.
 
-
-def _remedies(
-    config: Config, world_size: int, device_type: str, largest: int, failing: list[str]
-) -> Iterator[tuple[str, list[Any]]]:
-    """Keys that lower memory, each with values from the mildest to the strongest. Cheap changes come first.
+    Two models that train and do not fit get the same settings, since the combinations of their own are too many.
 
     Args:
         config: configuration of the run.
         world_size: number of ranks.
+        memory_bytes: memory of each rank's device.
         device_type: ``"cuda"`` or ``"cpu"``.
         largest: token cap with which the policy's update fits.
         failing: names of the phases that do not fit. Keys that do not lower the memory of these phases are left out.
+        refused: whether vLLM could not start.
     """
-    longest = longest_sequence(config)
-    as_the_actor = {"score", "infer reference"} & {*failing}
+    rollout, as_the_actor = config.rollout, {"score", "infer reference"} & {*failing}
+    settings: dict[str, dict[Any, dict[str, Any]]] = {}
     for name, role in run_roles(config).items():
         in_failing = {f"update {name}", f"infer {name}"} & {*failing} or (name == "actor" and as_the_actor)
         if role.trains and in_failing:
-            caps = [largest] if name == "actor" else [longest]
-            yield f"{name}.max_tokens", [cap for cap in caps if longest <= cap < role.config.max_tokens]
-            yield f"{name}.activation_checkpointing", ["full"] * (role.config.activation_checkpointing != "full")
-            yield f"{name}.sequence_parallel", _wider(role, world_size)
-            waits = is_wrapped(role.config, world_size) and not role.config.reduce_every_micro_batch
-            yield f"{name}.reduce_every_micro_batch", [True] * waits
-            yield f"{name}.shard_size", [-1] * (role.config.shard_size not in (-1, world_size))
+            caps = {longest_sequence(config)} | ({largest} if name == "actor" else set())
+            for key, values in _stronger(config, role, world_size, caps):
+                for value in values:
+                    settings.setdefault(key, {}).setdefault(value, {})[f"{name}.{key}"] = value
+    for choices in settings.values():
+        yield [{}, *choices.values()]
     if device_type == "cuda":
         yield from _offloads(config)
-    if config.rollout.backend == "hf" and "generate" in failing:
-        yield "rollout.batch_size", [2**n for n in reversed(range((config.rollout.batch_size - 1).bit_length()))]
+        own = not rollout.servers and (config.cluster is None or config.cluster.generators is None)
+        if rollout.backend == "vllm" and own and (refused or "sync" in failing):
+            yield _choices("rollout.vllm.tensor_parallel", _wider_generators(config, world_size, memory_bytes))
+    if rollout.backend == "hf" and "generate" in failing:
+        smaller = [2**n for n in reversed(range((rollout.batch_size - 1).bit_length()))]
+        yield _choices("rollout.batch_size", smaller)
 
 
-def _wider(role: Role, world_size: int) -> list[int]:
-    """Larger values of `sequence_parallel` that divide the numbers of ranks and attention heads."""
-    model = build_plain(role.path, role.config, role.head, trains=False)
-    common = math.gcd(world_size, model.backbone.config.get_text_config().num_attention_heads)
-    return [n for n in range(2 * role.config.sequence_parallel, common + 1) if common % n == 0]
+def _stronger(config: Config, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """Settings of a model that trains, each with the values that need less memory than its own."""
+    engine, modes = role.config, ["none", "selective", "full"]
+    yield "max_tokens", [cap for cap in sorted(caps) if longest_sequence(config) <= cap < engine.max_tokens]
+    yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 :]
+    yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel)
+    waits = is_wrapped(engine, world_size) and not engine.reduce_every_micro_batch
+    yield "reduce_every_micro_batch", [True] * waits
+    yield "shard_size", [-1] * (engine.shard_size not in (-1, world_size))
 
 
-def _offloads(config: Config) -> Iterator[tuple[str, list[Any]]]:
+def _choices(key: str, values: list[Any]) -> list[dict[str, Any]]:
+    return [{}, *({key: value} for value in values)]
+
+
+def _wider_generators(config: Config, world_size: int, memory_bytes: float) -> list[int]:
+    """The least values of vLLM's `tensor_parallel` with which it starts, which divide the ranks and attention heads."""
+    actor, key = run_roles(config)["actor"], "rollout.vllm.tensor_parallel"
+    policy = build_plain(actor.path, actor.config, actor.head, actor.trains)
+    assert isinstance(policy, PolicyModel)
+    wider = _divisors(_heads(actor), world_size, 2 * config.rollout.vllm.tensor_parallel)
+    refusals = (
+        (n, GeneratorMemory(changed(config, {key: n}), policy, world_size, memory_bytes, "cuda").refusal())
+        for n in wider
+    )
+    return [n for n, refusal in refusals if not refusal][:_WIDER_GENERATORS]
+
+
+def _heads(role: Role) -> int:
+    model = build_plain(role.path, role.config, role.head, role.trains)
+    return model.backbone.config.get_text_config().num_attention_heads
+
+
+def _divisors(number: int, other: int, least: int) -> list[int]:
+    common = math.gcd(number, other)
+    return [n for n in range(least, common + 1) if common % n == 0]
+
+
+def _offloads(config: Config) -> Iterator[list[dict[str, Any]]]:
     sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
     for name, section in sections.items():
         if section is not None and not (section.cpu_offload or section.offload_between_phases):
-            for key in ("offload_between_phases", "cpu_offload"):
-                yield f"{name}.{key}", [True]
+            yield [{}, {f"{name}.offload_between_phases": True}, {f"{name}.cpu_offload": True}]
 
 
-def _setting(key: str, value: Any) -> str:
-    return f"{key}: {json.dumps(value) if isinstance(value, bool) else value}"
+def _option(key: str, value: Any) -> str:
+    return f"--{key} {json.dumps(value) if isinstance(value, bool) else value}"

@@ -100,20 +100,48 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
         MemoryPlanError: a model does not run on tensors without data.
     """
     config = config.for_device(device_type)
-    roles = run_roles(config)
     engines = {
         name: plan_engine_memory(
             role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
             head=role.head, memory_bytes=int(memory_bytes),
         )
-        for name, role in roles.items()
+        for name, role in run_roles(config).items()
         if role.trains
     }  # fmt: skip
-    residents = {name: _Resident(role, world_size, memory_bytes, device_type) for name, role in roles.items()}
+    updates = {name: engine.total_bytes for name, engine in engines.items()}
+    return _in_phases(config, world_size, memory_bytes, device_type, engines, updates, infers=True)
+
+
+def bound_memory(
+    config: Config, world_size: int, memory_bytes: float, device_type: str, updates: dict[str, int]
+) -> MemoryPlan:
+    """A plan that takes no simulation: without the bytes of inference, and with given bytes of updates.
+
+    Args:
+        config: configuration of the run.
+        world_size: number of ranks.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        updates: bytes on the device in the update of each model that trains.
+
+    Raises:
+        ValueError: as `plan_memory` does.
+    """
+    return _in_phases(config.for_device(device_type), world_size, memory_bytes, device_type, {}, updates, infers=False)
+
+
+def _in_phases(
+    config: Config, world_size: int, memory_bytes: float, device_type: str, engines: dict[str, EngineMemory],
+    updates: dict[str, int], *, infers: bool,
+) -> MemoryPlan:  # fmt: skip
+    residents = {
+        name: _Resident(role, world_size, memory_bytes, device_type, infers=infers)
+        for name, role in run_roles(config).items()
+    }
     policy = residents["actor"].model
     assert isinstance(policy, PolicyModel)
     generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
-    phases = list(_phases(residents, engines, generator))
+    phases = list(_phases(residents, updates, generator))
     return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
 
 
@@ -217,9 +245,10 @@ class _Resident:
         world_size: number of ranks.
         memory_bytes: memory of each rank's device.
         device_type: ``"cuda"`` or ``"cpu"``.
+        infers: whether the bytes of its inference are simulated, or left out.
     """
 
-    def __init__(self, role: Role, world_size: int, memory_bytes: float, device_type: str) -> None:
+    def __init__(self, role: Role, world_size: int, memory_bytes: float, device_type: str, *, infers: bool) -> None:
         self.role = role
         arguments = role.path, role.config, world_size, device_type, role.head
         self.model, work = prepare(*arguments, trains=role.trains, memory_bytes=int(memory_bytes))
@@ -228,7 +257,7 @@ class _Resident:
         self.optimizer = state["optimizer"] if role.trains else 0
         self.always_off = work.offloaded
         self.off_between = device_type == "cuda" and role.config.offload_between_phases
-        self.inference = inference_bytes(*arguments, int(memory_bytes))
+        self.inference = inference_bytes(*arguments, int(memory_bytes)) if infers else 0
 
     @property
     def waiting(self) -> int:
@@ -248,9 +277,7 @@ class _Resident:
         return off[doing] if self.off_between else 0
 
 
-def _phases(
-    residents: dict[str, _Resident], engines: dict[str, EngineMemory], generator: GeneratorMemory
-) -> Iterator[Phase]:
+def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator: GeneratorMemory) -> Iterator[Phase]:
     """The phases of a step, in order. A reward model scores before vLLM sleeps."""
 
     def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
@@ -276,6 +303,6 @@ def _phases(
     for name in working("infer"):
         yield infers(name, generator.asleep_bytes)
     for name in reversed(working("update")):
-        yield phase(f"update {name}", name, "update", engines[name].total_bytes, generator.asleep_bytes)
+        yield phase(f"update {name}", name, "update", updates[name], generator.asleep_bytes)
     if generator.in_vllm:
         yield phase("sync", "actor", "infer", actor.inferring + generator.bucket_bytes, generator.loading_bytes)

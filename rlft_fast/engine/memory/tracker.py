@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from operator import call
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -60,7 +61,7 @@ class MemoryTracker(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the wrapper that torch makes otherwise takes time at every call
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # autograd reads it for every gradient: more than half of all calls
             return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
@@ -79,7 +80,7 @@ class MemoryTracker(FakeTensorMode):
             self._note(func.name() == self.operator)
         return outputs
 
-    def _view(self, func, base: FakeTensor, *args, **kwargs):
+    def _view(self, func: Any, base: FakeTensor, *args: Any, **kwargs: Any) -> Any:
         """Other views of the storage of `base`, found without torch's cache of results, which takes longer."""
         with in_kernel_invocation_manager(self):
             outputs = func(base, *args, **kwargs)

@@ -2,16 +2,19 @@
 
 import re
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import yaml
 
 from rlft_fast.config import Config
+from rlft_fast.engine.memory import simulation
 from rlft_fast.engine.memory.engine import USABLE
-from rlft_fast.engine.memory.fit import DoesNotFitError, changed, check_run, check_samples
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
+from rlft_fast.engine.memory.search import Search
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, SamplingParams
 from rlft_fast.trainer.ppo import PPOTrainer
@@ -186,28 +189,51 @@ def memory_for(config: Config, share: float = 1.0) -> float:
     return share * phase_bytes(plan_memory(config, 4, 80 * GIB))["update actor"]["actor"] / USABLE
 
 
-def settings(message: str) -> tuple[list[dict[str, Any]], bool]:
-    """What is advised, each alone or all together."""
-    advice = message.split("It fits with ")[1].removesuffix(".")
-    together = advice.startswith("all of ")
-    parts = advice.removeprefix("all of ").split(", " if together else " or with ")
-    return [{key: yaml.safe_load(value)} for key, value in (part.split(": ") for part in parts)], together
+def settings(message: str) -> dict[str, Any]:
+    """What is advised, as it could be pasted behind a command."""
+    words = message.split("It fits with ")[1].removesuffix(".").split()
+    assert all(word.startswith("--") for word in words[::2])
+    return {key.removeprefix("--"): yaml.safe_load(value) for key, value in zip(words[::2], words[1::2], strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_that_fits_when_ranks_share_sequences(long_run):
-    memory = memory_for(long_run(actor__sequence_parallel=4), 1.01)
-    assert check_run(long_run(actor__sequence_parallel=4), 4, memory, "cuda", 80 * GIB) is not None
-    with pytest.raises(DoesNotFitError, match="the phase 'update actor' needs") as refused:
-        check_run(long_run(), 4, memory, "cuda", 80 * GIB)
-    advised, together = settings(str(refused.value))
-    assert not together
-    assert {"actor.sequence_parallel": 4} in advised
-    assert "max_tokens" not in str(refused.value)  # the configuration forbids a lower one
+@pytest.mark.parametrize("needed", [{"sequence_parallel": 4}, {"activation_checkpointing": "full"}], ids=str)
+def test_the_fastest_of_all_combinations_is_found(needed, long_run):
+    """All of them are planned here, of which the search plans one or two."""
+    config = long_run()
+    memory = memory_for(long_run(**{f"actor__{key}": value for key, value in needed.items()}), 1.01)
+    values = {
+        "activation_checkpointing": ["selective", "full"], "sequence_parallel": [2, 4],
+        "reduce_every_micro_batch": [True],
+    }  # fmt: skip
+    decisions = [[{}, *({f"actor.{key}": value} for value in few)] for key, few in values.items()]
+    planned: list[dict[str, Any]] = []
+
+    def plan(changes: dict[str, Any]) -> MemoryPlan:
+        planned.append(changes)
+        return plan_memory(changed(config, changes), 4, memory)
+
+    search = Search(config, plan({}), 4, memory, "cuda", 80 * GIB)
+    found, _ = search.fastest(decisions, plan)
+    assert len(planned) <= 4
+    everything = [{key: x for part in parts for key, x in part.items()} for parts in product(*decisions)]
+    fitting = [changes for changes in everything if plan(changes).fits(memory)]
+    assert {} not in fitting
+    assert found == min(fitting, key=lambda changes: search.seconds(changed(config, changes).for_device("cuda")))
 
 
-# Something alone; only several together; a cap that may be lowered; CPUs, which have nowhere to offload to.
+def test_advice_simulates_one_more_step(long_run):
+    """Hundreds of combinations are bounded by the plan that does not fit."""
+    config = long_run(actor__reduce_every_micro_batch=True)
+    memory = memory_for(config, 0.8)
+    plan = plan_memory(config, 4, memory)
+    before = simulation._simulate.cache_info().misses
+    assert settings(advice(config, plan, 4, memory))
+    assert simulation._simulate.cache_info().misses == before + 1
+
+
+# One setting; several together; a cap that may be lowered; CPUs, which have nowhere to offload to.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "share", "device_type"),
@@ -220,18 +246,17 @@ def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long
     memory = memory_for(config, share)
     with pytest.raises(DoesNotFitError) as refused:
         check_run(config, 4, memory, device_type, 80 * GIB)
-    advised, together = settings(str(refused.value))
-    if together:
-        advised = [{key: value for change in advised for key, value in change.items()}]
-    for change in advised:
-        assert plan_memory(changed(config, change), 4, memory, device_type).fits(memory), change
-    assert ("actor.max_tokens" in str(refused.value)) == ("actor__max_tokens" in changes)
+    advised = settings(str(refused.value))
+    assert plan_memory(changed(config, advised), 4, memory, device_type).fits(memory)
+    for key in advised:  # none of them can be left out
+        fewer = {other: value for other, value in advised.items() if other != key}
+        assert not plan_memory(changed(config, fewer), 4, memory, device_type).fits(memory), key
     assert not (device_type == "cpu" and re.search("offload", str(refused.value)))
 
 
 @pytest.mark.slow
 def test_nothing_helps(long_run):
-    with pytest.raises(DoesNotFitError, match="use more ranks, shorter sequences or a smaller model"):
+    with pytest.raises(DoesNotFitError, match="use more ranks, more memory, shorter"):
         check_run(long_run(rollout__backend="hf"), 1, 2**20, "cpu", 2**20)
 
 

@@ -1,0 +1,218 @@
+"""The fastest combination of settings with which a run fits.
+
+A plan takes seconds, so few combinations are planned. Each combination first gets an estimate of its seconds, and a
+bound of its memory from the plan that does not fit. Combinations whose bound fits are planned in the order of their
+seconds, and the first that fits is the answer. A plan that does not fit teaches how many bytes each token takes with
+its kind of activation checkpointing, which sharpens the bounds of the others.
+
+The seconds of a step are the floating-point operations of the update, with the operations that are computed again; the
+bytes that a rank sends for weights, gradients and shared sequences; and the bytes that move between a GPU and the CPU's
+memory. The rates are of an H100, in round numbers: only the order of the combinations depends on them.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from rlft_fast.config import Config, EngineConfig, Role, run_roles
+from rlft_fast.engine.flops import model_flops
+from rlft_fast.engine.memory.engine import EngineMemory, sent_bytes, state_by_part, waiting_gradient_bytes
+from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, most_micro_batches
+from rlft_fast.engine.memory.simulation import build_plain
+from rlft_fast.engine.sharding import resolve_shard_size, state_bytes
+
+Changes = dict[str, Any]
+
+_FLOPS = 4e14  # per second
+_SENT_BYTES = 5e10  # per second
+_MOVED_BYTES = 1e10  # per second, between a GPU and the CPU's memory, with nothing else at the same time
+_STEPPED_BYTES = 5e9  # per second, of optimizer state that a rank's share of the CPU steps
+_COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # share of forward and backward; the norms, or all
+_KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}  # share of the activations that a model keeps at least, about
+# Shares of the update's seconds for each doubling of vLLM's ranks, and of the batches of transformers' `generate`.
+_SPLIT_GENERATION, _SPLIT_BATCH = 0.02, 0.2
+
+
+class Search:
+    """Estimates of a run with other settings.
+
+    Args:
+        config: configuration of the run.
+        plan: its plan, which does not fit.
+        world_size: number of ranks.
+        memory_bytes: memory of each rank's device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        host_bytes: CPU memory for each rank.
+    """
+
+    def __init__(
+        self, config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str,
+        host_bytes: float,
+    ) -> None:  # fmt: skip
+        self.config, self.plan = config.for_device(device_type), plan
+        self.world_size, self.memory_bytes = world_size, memory_bytes
+        self.device_type, self.host_bytes = device_type, host_bytes
+        self.trained = {
+            name: _Trained(role, plan.engines[name], world_size, memory_bytes)
+            for name, role in run_roles(self.config).items()
+            if role.trains
+        }
+
+    def fastest(
+        self, decisions: list[list[Changes]], planned: Callable[[Changes], MemoryPlan | None]
+    ) -> tuple[Changes | None, MemoryPlan]:
+        """The fastest combination that fits.
+
+        Args:
+            decisions: for each decision the changes of the configuration among which to choose.
+            planned: returns the plan of the configuration with changes; None if the run cannot have them.
+
+        Returns:
+            The changes and their plan; or None, and the bound of the combination with the least excess.
+        """
+        combinations = [
+            {key: value for changes in choice for key, value in changes.items()} for choice in product(*decisions)
+        ]
+        configs = [(changes, _changed(self.config, changes)) for changes in combinations]
+        least = self.plan
+        for changes, config in sorted(configs, key=lambda pair: self.seconds(pair[1])):
+            bound = self.bound(config)
+            if bound is None or not changes:
+                continue
+            if bound.fits(self.memory_bytes, self.host_bytes):
+                plan = planned(changes)
+                if plan is None:
+                    continue
+                if plan.fits(self.memory_bytes, self.host_bytes):
+                    return changes, plan
+                for name, engine in plan.engines.items():
+                    self.trained[name].learn(run_roles(config)[name].config, engine)
+                bound = plan
+            least = min(least, bound, key=self._excess)
+        return None, least
+
+    def bound(self, config: Config) -> MemoryPlan | None:
+        """A plan with no more bytes than the run takes, about; None if the run cannot have the settings."""
+        roles = run_roles(config)
+        try:
+            updates = {
+                name: trained.bytes_at_least(
+                    roles[name].config, most_micro_batches(config, self.world_size, roles[name].config)
+                )
+                for name, trained in self.trained.items()
+            }
+            alone = [Phase(name=f"update {name}", memory={name: size}) for name, size in updates.items()]
+            if any(phase.total_bytes > phase.limit(self.memory_bytes) for phase in alone):
+                return MemoryPlan(engines={}, phases=alone)  # whatever the other models take
+            return bound_memory(config, self.world_size, self.memory_bytes, self.device_type, updates)
+        except ValueError:
+            return None
+
+    def seconds(self, config: Config) -> float:
+        """About the seconds of a step, apart from those that no setting changes."""
+        roles, updates, moves = run_roles(config), 0.0, 0.0
+        for name, trained in self.trained.items():
+            engine = roles[name].config
+            num_micro_batches = most_micro_batches(config, self.world_size, engine)
+            updates += trained.update_seconds(engine, num_micro_batches)
+            moves += trained.move_seconds(engine, num_micro_batches)
+        if "reference" in roles:
+            moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
+        generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel.bit_length()
+        return updates * (1 + generation + _SPLIT_BATCH / config.rollout.batch_size) + moves
+
+    def _excess(self, plan: MemoryPlan) -> float:
+        worst = plan.worst(self.memory_bytes)
+        return worst.total_bytes - worst.limit(self.memory_bytes)
+
+
+class _Trained:
+    """A model that trains, with other settings than those of a plan.
+
+    Args:
+        role: the model's role.
+        engine: its part of the plan.
+        world_size: number of ranks.
+        memory_bytes: memory of each rank's device.
+    """
+
+    def __init__(self, role: Role, engine: EngineMemory, world_size: int, memory_bytes: float) -> None:
+        self.config, self.world_size, self.memory_bytes = role.config, world_size, int(memory_bytes)
+        self.model = build_plain(role.path, role.config, role.head, trains=True)
+        flops, text = model_flops(self.model), self.model.backbone.config.get_text_config()
+        self.flops_per_row = flops.per_token + flops.per_active
+        # Queries, keys, values and outputs, in the forward, again, and in the backward.
+        self.exchanged_per_row = 12 * text.num_hidden_layers * text.hidden_size * self._width(role.config)
+        kept = engine.memory["activations"] / _KEPT[role.config.activation_checkpointing]
+        workspace = engine.memory["logits workspace"]
+        self.bytes_per_row = {mode: (kept * share + workspace) / _rows(role.config) for mode, share in _KEPT.items()}
+        self.rest = dict.fromkeys(_KEPT, _rest(engine))
+        self._state, self._sent = cache(self._state_of), cache(self._sent_of)
+
+    def learn(self, config: EngineConfig, engine: EngineMemory) -> None:
+        """Takes the bytes of a token, and those that no token adds, from a plan with these settings."""
+        in_all = engine.memory["activations"] + engine.memory["logits workspace"]
+        self.bytes_per_row[config.activation_checkpointing] = in_all / _rows(config)
+        self.rest[config.activation_checkpointing] = _rest(engine)
+
+    def bytes_at_least(self, config: EngineConfig, num_micro_batches: int) -> int:
+        """Bytes of an update."""
+        mode = config.activation_checkpointing
+        state = 0 if config.cpu_offload else self._state(config.shard_size)
+        waiting = waiting_gradient_bytes(self.model, config, self.world_size, num_micro_batches)
+        return int(state + waiting + self.rest[mode] + self.bytes_per_row[mode] * _rows(config))
+
+    def update_seconds(self, config: EngineConfig, num_micro_batches: int) -> float:
+        rows, ranks = num_micro_batches * _rows(config), config.sequence_parallel
+        computed = self.flops_per_row * rows * (1 + _COMPUTED_AGAIN[config.activation_checkpointing])
+        sent = self._sent(config.shard_size, num_micro_batches, config.reduce_every_micro_batch)
+        exchanged = self.exchanged_per_row * rows * (ranks - 1) / ranks
+        return computed / _FLOPS + (sent + exchanged) / _SENT_BYTES
+
+    def move_seconds(self, config: EngineConfig, num_micro_batches: int) -> float:
+        """Of the state to the GPU and back once a step; or of weights in every micro-batch, and of steps on the CPU."""
+        state = self._state(config.shard_size)
+        if config.cpu_offload:
+            return num_micro_batches * state / _MOVED_BYTES + state / _STEPPED_BYTES
+        return 2 * state / _MOVED_BYTES if config.offload_between_phases else 0.0
+
+    def _state_of(self, shard_size: Literal["auto"] | int) -> int:
+        state = state_by_part(self.model, self.config, self._shards(shard_size))
+        return state["parameters"] + state["optimizer"]
+
+    def _sent_of(self, shard_size: Literal["auto"] | int, num_micro_batches: int, reduces_each: bool) -> int:
+        config = self.config.model_copy(update={"reduce_every_micro_batch": reduces_each})
+        shards = self._shards(shard_size)
+        return sent_bytes(self.model, config, self.world_size // shards, shards, num_micro_batches)
+
+    def _shards(self, shard_size: Literal["auto"] | int) -> int:
+        return resolve_shard_size(
+            shard_size, self.world_size, state_bytes(self.model, self.config), self.memory_bytes
+        )  # fmt: skip
+
+    @staticmethod
+    def _width(config: EngineConfig) -> int:
+        return getattr(torch, config.compute_dtype).itemsize
+
+
+def _rest(engine: EngineMemory) -> int:
+    """Bytes of gathered units, and of reduced gradients that exist at the peak."""
+    return engine.memory["gradients"] + engine.memory["gathered units"]
+
+
+def _rows(config: EngineConfig) -> int:
+    """Tokens of a micro-batch on each rank."""
+    return -(-config.max_tokens // config.sequence_parallel)
+
+
+def _changed(config: Any, changes: Changes) -> Any:
+    """The configuration with other values by dotted key, which are not checked: hundreds of copies are made."""
+    for key, value in changes.items():
+        section, _, rest = key.partition(".")
+        config = config.model_copy(
+            update={section: _changed(getattr(config, section), {rest: value}) if rest else value}
+        )
+    return config
