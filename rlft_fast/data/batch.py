@@ -308,6 +308,10 @@ class Batch:
         asking = Batch.from_columns(self.input_ids_T, self.lengths, each, last, one, is_sampled, {})
         return asking.replace(multi_modal_inputs=self.multi_modal_inputs)
 
+    def unweighted(self) -> Self:
+        """The batch without weights: all tokens of `loss_mask_T` are active."""
+        return self.replace(loss_weight_T=None)
+
     def replace(self, **fields: Any) -> Self:
         """A batch with the named fields exchanged, checked like any other."""
         return dataclasses.replace(self, **fields)

@@ -27,6 +27,10 @@ class Share:
     offsets: np.ndarray
     scale: float = 1.0
 
+    def unweighted(self) -> "Share":
+        """The share with `Batch.unweighted` of its batch."""
+        return dataclasses.replace(self, batch=self.batch.unweighted())
+
     def micro_batches(self) -> list[Batch]:
         return [self.batch.select(np.arange(begin, end)) for begin, end in pairwise(self.offsets)]
 

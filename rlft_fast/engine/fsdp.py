@@ -9,7 +9,6 @@ their order, or the number of ranks.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -85,7 +84,7 @@ class FSDPEngine(EngineState):
                 `check_batch`), or the head does not give an output.
         """
         self._check_outputs(outputs)
-        work = self._work(_unweighted(batch))
+        work = self._work(batch.unweighted())
         done: list[MicroBatchOutputs] = []
         with self.eval_mode():
             try:
@@ -350,13 +349,6 @@ class FSDPEngine(EngineState):
             self.step += 1
         else:
             self.skipped_steps += 1
-
-
-def _unweighted(batch: Batch | Share) -> Batch | Share:
-    """With all tokens of ``loss_mask_T`` active."""
-    if isinstance(batch, Share):
-        return replace(batch, batch=batch.batch.replace(loss_weight_T=None))
-    return batch.replace(loss_weight_T=None)
 
 
 def _with_weights(batch: Batch | Share, loss: Loss) -> tuple[Batch | Share, float]:

@@ -127,8 +127,8 @@ class Learner:
             asks = not steps and (defers_old or mini_batch.logprob_T is None)
             if not steps and self.objective.starts_on_policy:
                 loss = replace(loss, on_policy=True)
-            metrics = self.models.actor.train_step(
-                _unweighted(mini_batch), loss, outputs=outputs if asks else None, schedule_step=schedule_step
+            metrics = self.models.actor.train_step(  # every optimizer step has weights of its own, from its loss
+                mini_batch.unweighted(), loss, outputs=outputs if asks else None, schedule_step=schedule_step
             )
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
@@ -141,7 +141,7 @@ class Learner:
         self, critic: FSDPEngine | RemoteEngine, mini_batch: Batch, schedule_step: int
     ) -> dict[str, float]:
         assert self.value_loss is not None
-        values = critic.train_step(_unweighted(mini_batch), self.value_loss, schedule_step=schedule_step)
+        values = critic.train_step(mini_batch.unweighted(), self.value_loss, schedule_step=schedule_step)
         moments = {name: torch.tensor(value) for name, value in values.items()}
         names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
         metrics = {f"critic_{name}": values[name] for name in names}
@@ -157,12 +157,7 @@ class Learner:
         facts, critic = self.models.actor.facts, self.models.engines.get("critic")
         flops = facts.flops.of(batch)
         if critic is not None:
-            flops += critic.facts.flops.of(_unweighted(batch))
+            flops += critic.facts.flops.of(batch.unweighted())
         flops_per_second = flops * self.config.algorithm.epochs / seconds / facts.num_ranks
         found = {"tflops_update": flops_per_second / 1e12}
         return found if facts.peak_flops is None else found | {"mfu_update": flops_per_second / facts.peak_flops}
-
-
-def _unweighted(batch: Batch) -> Batch:
-    """The batch without weights: every optimizer step has weights of its own, from its loss."""
-    return batch.replace(loss_weight_T=None)
