@@ -24,7 +24,7 @@ from rlft_fast.run.lock import locked
 from rlft_fast.run.log import RunLog
 from rlft_fast.run.plot import plot_runs
 from rlft_fast.run.progress import Progress, measure_of_best
-from rlft_fast.run.protocol import StepResult, Trainer
+from rlft_fast.run.protocol import Evaluated, StepResult, Trainer
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.world import STOP, World
@@ -177,7 +177,8 @@ class Run:
         self.trainer.start(progress.step)
         STOP.can_leave = self.is_hurried
         if self.trainer.example_prompts and progress.before is None:
-            progress.before, progress.examples_before, _ = self._evaluate()
+            found = self._evaluate()
+            progress.before, progress.examples_before = found.metrics, found.examples
         self._evaluate_if_due()  # the judge may have failed at it, and the run goes on from there
         while progress.step < config.steps:
             STOP.raise_if_asked(self.world)
@@ -263,10 +264,12 @@ class Run:
         is_last = progress.step == self.config.steps
         due = evaluation is not None and (is_last or (evaluation.every and progress.step % evaluation.every == 0))
         if due and (progress.evaluated < progress.step or (is_last and progress.after is None)):
-            progress.after, progress.examples_after, progress.num_scored = self._evaluate()
+            found = self._evaluate()
+            progress.after, progress.examples_after = found.metrics, found.examples
+            progress.num_scored = found.num_scored
 
-    def _evaluate(self) -> tuple[dict[str, float], list[str], int]:
-        """Metrics, examples and the number of judged prompts, see `Evaluated`; the best policy is exported."""
+    def _evaluate(self) -> Evaluated:
+        """Evaluates the policy, and exports it if it is the best so far."""
         found, progress = self.trainer.evaluate(), self.progress
         if found.metrics:
             self.log.metrics(progress.step, found.metrics)
@@ -278,7 +281,7 @@ class Run:
                 progress.best = {"step": progress.step, "value": value, **measure_of_best(self.config)}
             except CheckpointError as error:  # on all ranks; a copy is no reason to end a run
                 self.log.message(f"warning: the best policy so far, of step {progress.step}, is not kept: {error}")
-        return found.metrics, found.examples, found.num_scored
+        return found
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
