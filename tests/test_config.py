@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 import rlft_fast
 from rlft_fast.config import AlgorithmConfig, Config, ConfigError, section_of, sections
@@ -88,7 +87,7 @@ def test_parsing_leaves_its_input_alone():
 
 
 def test_configuration_is_immutable():
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match="temperature cannot be set: a RolloutConfig is immutable, so make a new"):
         Config.parse(MINIMAL).rollout.temperature = 0.5  # pyrefly: ignore
 
 

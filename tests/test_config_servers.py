@@ -104,6 +104,9 @@ def test_no_section_made_in_python_shows_a_password():
         with pytest.raises(ValidationError) as caught:
             wrong()
         assert SECRET not in f"{caught.value}{caught.value!r}"
+    with pytest.raises(ConfigError, match="servers cannot be set") as caught:
+        RolloutConfig().servers = (url,)  # pyrefly: ignore
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
     with pytest.raises(ConfigError, match=r"cluster\.address: an address must have no name and password") as caught:
         Config.parse(MINIMAL | {"cluster": {"address": url}})
     assert SECRET not in "".join(traceback.format_exception(caught.value))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from rlft_fast.config.peers import KEYS
 
@@ -34,6 +34,18 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False,
         hide_input_in_errors=True,  # it may have a password
     )  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:  # pyrefly: ignore [bad-class-definition]
+        """Refuses every key. The error of pydantic shows the value even with ``hide_input_in_errors``.
+
+        Raises:
+            ConfigError: always, because sections are immutable.
+        """
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            kind = type(self).__name__
+            raise ConfigError(f"{name} cannot be set: a {kind} is immutable, so make a new {kind}") from None
 
     @field_validator("*", mode="before")
     @classmethod
