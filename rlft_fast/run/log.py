@@ -109,6 +109,7 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line of numbers and shows it. JSON has only finite numbers, so others are written as null."""
+        values = {name: _in_float64(value) for name, value in values.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write("metrics.jsonl", {"step": step, "time": round(time.time(), 3), **finite})
         for tracker in self.trackers:
@@ -140,6 +141,15 @@ class RunLog:
         if self.active:
             with open(self.directory / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _in_float64(value: float) -> float:
+    """The number; an infinity for an integer that float64 does not hold."""
+    try:
+        float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    return value
 
 
 def _shown(values: Mapping[str, float]) -> str:

@@ -44,6 +44,14 @@ def test_a_skipped_step_is_shown_from_then_on(tmp_path, capsys):
     assert shown == ["step 1  reward_mean 0.5"] + [f"step {i}  reward_mean 0.5  skipped_steps 1" for i in (2, 3)]
 
 
+def test_an_integer_beyond_float64_is_an_infinity(tmp_path, capsys):
+    with RunLog(tmp_path, num_steps=1, rank=0) as log:
+        log.metrics(1, {"reward_mean": 10**400, "accuracy": -(10**400), "tokens_per_second": 2**53 + 1})
+    assert capsys.readouterr().out == "step 1  reward_mean inf  accuracy -inf  tokens_per_second 9.007e+15\n"
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["reward_mean"], line["accuracy"], line["tokens_per_second"]) == (None, None, 2**53 + 1)
+
+
 HOSTILE = "\x1b[2J\x1b]0;title\x07 \u202eevil\u202c \r[red]a\x00\ud800"
 HARMLESS = r"\x1b[2J\x1b]0;title\x07 \u202eevil\u202c \r[red]a\x00\ud800"
 
