@@ -3,8 +3,10 @@
 The command line prints only the message of these errors, without a traceback.
 """
 
+import ast
+import inspect
 import signal as signals
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
@@ -102,18 +104,20 @@ def needing_train() -> Iterator[None]:
         raise
 
 
-def names_on_first_use(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+def names_on_first_use(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that imports its names on first use. It needs the extra `train`.
+
+    The package's source says where the names are, by its imports under ``if TYPE_CHECKING``. Type checkers read the
+    same imports.
 
     Args:
         package: its name.
-        modules: the names of the package's face, by the modules that have them.
 
     Raises:
         ModuleNotFoundError: see `needing_train`; at once, not at the first use.
     """
     with needing_train():
-        places = {name: module for module, names in modules.items() for name in names}
+        places = _imports_for_types(package)
 
     def find(name: str) -> Any:
         if name not in places:
@@ -122,6 +126,15 @@ def names_on_first_use(package: str, modules: Mapping[str, tuple[str, ...]]) -> 
             return getattr(import_module(places[name]), name)
 
     return find
+
+
+def _imports_for_types(package: str) -> dict[str, str]:
+    """The module of every name that the package imports under ``if TYPE_CHECKING``."""
+    source = inspect.getsource(import_module(package))
+    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    checked = (node for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING" for node in block.body)
+    imports = (node for node in checked if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def printable(text: object) -> str:

@@ -28,3 +28,8 @@ def test_what_another_package_uses_is_in_the_face_of_its_own():
     assert len(imports) > 100
     faces = {module: getattr(import_module(module), "__all__", []) for _, module, _ in imports}
     assert [(place, module, name) for place, module, name in imports if name not in faces[module]] == []
+
+
+def test_names_that_are_imported_on_first_use_are_found():
+    package = import_module("rlft_fast.run")
+    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []

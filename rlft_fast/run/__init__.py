@@ -56,41 +56,4 @@ __all__ = [
     "token_columns",
 ]
 
-__getattr__ = names_on_first_use(
-    __name__,
-    {
-        "rlft_fast.run.folder": (
-            "claim",
-            "dotted",
-            "naming_start",
-            "require_same",
-            "require_usable",
-        ),
-        "rlft_fast.run.lock": ("require_unlocked",),
-        "rlft_fast.run.log": ("RunLog",),
-        "rlft_fast.run.phases": ("Phases",),
-        "rlft_fast.run.plot": (
-            "COLORS",
-            "PANELS",
-            "drawable",
-            "is_exact_integer",
-            "parse_json",
-            "plot_runs",
-            "read_metrics",
-        ),
-        "rlft_fast.run.protocol": (
-            "Evaluated",
-            "StepResult",
-            "Trainer",
-        ),
-        "rlft_fast.run.run": (
-            "Run",
-            "by_first",
-        ),
-        "rlft_fast.run.tokens": (
-            "read_tokens",
-            "token_columns",
-        ),
-        "rlft_fast.run.trackers": ("require_trackers",),
-    },
-)
+__getattr__ = names_on_first_use(__name__)

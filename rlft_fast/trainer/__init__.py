@@ -45,24 +45,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = names_on_first_use(
-    __name__,
-    {
-        "rlft_fast.run": (
-            "claim",
-            "require_usable",
-            "require_unlocked",
-            "COLORS",
-            "PANELS",
-            "plot_runs",
-            "read_metrics",
-            "Run",
-            "read_tokens",
-        ),
-        "rlft_fast.trainer.evaluation": ("evaluate",),
-        "rlft_fast.trainer.launch": ("train",),
-        "rlft_fast.trainer.ppo": ("PPOTrainer",),
-        "rlft_fast.trainer.preflight": ("check_folder", "check_inputs"),
-        "rlft_fast.trainer.prompts": ("Prompts", "load_prompts"),
-    },
-)
+__getattr__ = names_on_first_use(__name__)
