@@ -299,8 +299,8 @@ class Batch:
     def asking_at_the_end(self) -> "Batch":
         """The same sequences with one position active in each: the last. For models that judge whole sequences.
 
-        A position is active if the next token is of interest, so each sequence gets one token more, which nothing
-        depends on and which therefore never runs.
+        A position is active if the next token is of interest, so each sequence gets a dummy last token. The dummy never
+        runs, because no other token depends on it.
         """
         last = self.input_ids_T[self.cu_seqlens[1:].long() - 1]
         each, one = np.arange(len(last)), np.ones(len(last), np.int64)

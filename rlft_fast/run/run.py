@@ -29,7 +29,7 @@ from rlft_fast.run.tokens import write_tokens
 from rlft_fast.run.trackers import TrackedRun, Tracker
 from rlft_fast.world import STOP, World
 
-_MAX_LOST = 3  # workers replaced in a row, without a new checkpoint in between
+_MAX_LOST = 3  # restarts of lost workers without a new checkpoint in between
 
 
 class DivergedError(RunError):
@@ -340,7 +340,7 @@ class Run:
 
 
 def by_first(world: World, action: Callable[[], object]) -> None:
-    """Does something on the first process; where that is refused, no process goes on."""
+    """Acts on the first process. If the action raises a ValueError or an OSError, every process raises it."""
     world.together(lambda: world.is_first and action(), ValueError, OSError)
 
 

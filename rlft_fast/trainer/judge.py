@@ -64,7 +64,7 @@ class Judge:
 
     @classmethod
     def for_evaluation(cls, config: Config, tokenizer: PreTrainedTokenizerBase, world: World) -> "Judge | None":
-        """The judge of the held-out answers, where they are judged in another way than those to learn from.
+        """The judge of the held-out answers; None if the judge of the training answers scores them, too.
 
         Raises:
             ValueError: a function cannot be used.
