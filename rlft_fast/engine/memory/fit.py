@@ -17,7 +17,7 @@ from rlft_fast.engine.memory.run import (
     surely_exceeds,
     surely_fits,
 )
-from rlft_fast.engine.memory.search import Search
+from rlft_fast.engine.memory.search import Proposal, Search
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
 from rlft_fast.models import PolicyModel
@@ -105,26 +105,23 @@ def advice(
         device_type: ``"cuda"`` or ``"cpu"``.
         host_bytes: CPU memory for each rank.
     """
-    changes, least = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
-    if changes is not None:
-        return f"It fits with {' '.join(_option(*change) for change in changes.items())}"
-    worst = least.worst(memory_bytes)
+    proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
+    if proposal.fits:
+        return f"It fits with {' '.join(_option(*change) for change in proposal.changes.items())}"
+    if proposal.plan.refusal:
+        return f"No other settings are enough: {proposal.plan.refusal}"
+    worst, ranks = proposal.plan.worst(memory_bytes), proposal.enough_ranks
+    more = f"about {ranks} ranks" if ranks else "more memory (more ranks are not enough)"
     return (
         f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "
-        f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use more ranks, more memory, shorter sequences or a smaller "
-        "model"
+        f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use {more}, shorter sequences or a smaller model"
     )
 
 
 def propose(
     config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
-) -> tuple[dict[str, Any] | None, MemoryPlan]:
-    """The fastest changes of the configuration with which a run fits. Arguments as in `advice`.
-
-    Returns:
-        Values by dotted key, None if no combination of settings fits; and the plan with them, or a bound of the plan
-        with the settings that take least.
-    """
+) -> Proposal:
+    """The fastest changes of the configuration with which a run fits. Arguments as in `advice`."""
 
     def planned(changes: dict[str, Any]) -> MemoryPlan | None:
         try:
@@ -139,9 +136,8 @@ def propose(
 
     largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
-    decisions = [
-        *_decisions(config, world_size, memory_bytes, device_type, largest, failing, refused=bool(plan.refusal))
-    ]
+    refused = bool(plan.refusal)
+    decisions = [*_decisions(config, world_size, memory_bytes, device_type, largest, failing, refused=refused)]
     search = Search(config, plan, world_size, memory_bytes, device_type, host_bytes)
     return search.fastest(decisions, planned)
 

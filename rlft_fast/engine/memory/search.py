@@ -11,6 +11,8 @@ memory. The rates are of an H100, in round numbers: only the order of the combin
 """
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -34,6 +36,23 @@ _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # share of fo
 _KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}  # share of the activations that a model keeps at least, about
 # Shares of the update's seconds for each doubling of vLLM's ranks, and of the batches of transformers' `generate`.
 _SPLIT_GENERATION, _SPLIT_BATCH = 0.02, 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """What a search found.
+
+    Attributes:
+        fits: whether a combination fits.
+        changes: values by dotted key of the fastest that fits; or else of a combination that takes the least memory.
+        plan: its plan; or else a bound of its plan.
+        enough_ranks: a number of ranks with which the combination would fit, about; 0 if no number is enough.
+    """
+
+    fits: bool
+    changes: Changes
+    plan: MemoryPlan
+    enough_ranks: int = 0
 
 
 class Search:
@@ -61,23 +80,18 @@ class Search:
             if role.trains
         }
 
-    def fastest(
-        self, decisions: list[list[Changes]], planned: Callable[[Changes], MemoryPlan | None]
-    ) -> tuple[Changes | None, MemoryPlan]:
+    def fastest(self, decisions: list[list[Changes]], planned: Callable[[Changes], MemoryPlan | None]) -> Proposal:
         """The fastest combination that fits.
 
         Args:
             decisions: for each decision the changes of the configuration among which to choose.
             planned: returns the plan of the configuration with changes; None if the run cannot have them.
-
-        Returns:
-            The changes and their plan; or None, and the bound of the combination with the least excess.
         """
         combinations = [
             {key: value for changes in choice for key, value in changes.items()} for choice in product(*decisions)
         ]
         configs = [(changes, _changed(self.config, changes)) for changes in combinations]
-        least = self.plan
+        least = Proposal(fits=False, changes={}, plan=self.plan)
         for changes, config in sorted(configs, key=lambda pair: self.seconds(pair[1])):
             bound = self.bound(config)
             if bound is None or not changes:
@@ -87,12 +101,23 @@ class Search:
                 if plan is None:
                     continue
                 if plan.fits(self.memory_bytes, self.host_bytes):
-                    return changes, plan
+                    return Proposal(fits=True, changes=changes, plan=plan)
                 for name, engine in plan.engines.items():
                     self.trained[name].learn(run_roles(config)[name].config, engine)
                 bound = plan
-            least = min(least, bound, key=self._excess)
-        return None, least
+            if self._excess(bound) < self._excess(least.plan):
+                least = Proposal(fits=False, changes=changes, plan=bound)
+        return replace(least, enough_ranks=self._enough_ranks(_changed(self.config, least.changes)))
+
+    def _enough_ranks(self, config: Config) -> int:
+        for factor in (2**n for n in range(1, 8)):
+            more = copy(self)
+            more.world_size = factor * self.world_size
+            more.trained = {name: trained.on(more.world_size) for name, trained in self.trained.items()}
+            bound = more.bound(config)
+            if bound is not None and bound.fits(self.memory_bytes, self.host_bytes):
+                return more.world_size
+        return 0
 
     def bound(self, config: Config) -> MemoryPlan | None:
         """A plan with no more bytes than the run takes, about; None if the run cannot have the settings."""
@@ -151,6 +176,13 @@ class _Trained:
         self.bytes_per_row = {mode: (kept * share + workspace) / _rows(role.config) for mode, share in _KEPT.items()}
         self.rest = dict.fromkeys(_KEPT, _rest(engine))
         self._state, self._sent = cache(self._state_of), cache(self._sent_of)
+
+    def on(self, world_size: int) -> "_Trained":
+        """The same model on other ranks."""
+        other = copy(self)
+        other.world_size = world_size
+        other._state, other._sent = cache(other._state_of), cache(other._sent_of)
+        return other
 
     def learn(self, config: EngineConfig, engine: EngineMemory) -> None:
         """Takes the bytes of a token, and those that no token adds, from a plan with these settings."""

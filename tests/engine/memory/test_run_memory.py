@@ -165,6 +165,9 @@ def test_vllm_without_room_for_its_weights_is_refused(config_of):
     config = config_of(rollout__backend="vllm", rollout__vllm__gpu_memory_utilization=0.001)
     with pytest.raises(DoesNotFitError, match=r"gpu_memory_utilization 0\.001 gives vLLM .* raise it, or"):
         check_run(config, 1, 0.02 * GIB, "cuda", GIB)
+    plan = plan_memory(config, 1, 0.02 * GIB)
+    expected = f"No other settings are enough: {plan.refusal}"
+    assert advice(config, plan, 1, 0.02 * GIB) == expected
 
 
 # ---- the gate -------------------------------------------------------------------------------------------------------
@@ -215,12 +218,14 @@ def test_the_fastest_of_all_combinations_is_found(needed, long_run):
         return plan_memory(changed(config, changes), 4, memory)
 
     search = Search(config, plan({}), 4, memory, "cuda", 80 * GIB)
-    found, _ = search.fastest(decisions, plan)
+    found = search.fastest(decisions, plan)
     assert len(planned) <= 4
     everything = [{key: x for part in parts for key, x in part.items()} for parts in product(*decisions)]
     fitting = [changes for changes in everything if plan(changes).fits(memory)]
     assert {} not in fitting
-    assert found == min(fitting, key=lambda changes: search.seconds(changed(config, changes).for_device("cuda")))
+    assert found.changes == min(
+        fitting, key=lambda changes: search.seconds(changed(config, changes).for_device("cuda"))
+    )
 
 
 def test_advice_simulates_one_more_step(long_run):
@@ -255,8 +260,21 @@ def test_advice_is_followed_by_a_run_that_fits(changes, share, device_type, long
 
 
 @pytest.mark.slow
+def test_more_ranks_are_named_where_they_help(long_run):
+    """Weights and moments of a rank are most of its memory."""
+    config = long_run(rollout__backend="hf", rollout__batch_size=1, actor__param_dtype="bfloat16")
+    config = changed(config, {"actor.activation_checkpointing": "full", "actor.reduce_every_micro_batch": True})
+    plan = plan_memory(config, 2, 80 * GIB)
+    memory = plan.worst(80 * GIB).total_bytes / USABLE
+    assert plan_memory(config, 2, 1.001 * memory).fits(1.001 * memory)
+    proposal = Search(config, plan, 1, memory, "cuda", 80 * GIB).fastest([[{}]], lambda _: None)
+    assert not proposal.fits
+    assert proposal.enough_ranks == 2
+
+
+@pytest.mark.slow
 def test_nothing_helps(long_run):
-    with pytest.raises(DoesNotFitError, match="use more ranks, more memory, shorter"):
+    with pytest.raises(DoesNotFitError, match=r"use more memory \(more ranks are not enough\), shorter"):
         check_run(long_run(rollout__backend="hf"), 1, 2**20, "cpu", 2**20)
 
 
