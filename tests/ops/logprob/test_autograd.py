@@ -181,7 +181,9 @@ def test_gradcheck_of_the_reference():
     assert torch.autograd.gradcheck(adapted, [hidden, adapter])
 
 
-def test_compiles_to_one_graph():
+# Inductor's C++ takes most of the time.
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_to_one_graph(compiler):
     hidden, weight, target, old, advantage = loss_problem(T=40, V=300)
 
     def step(h: Tensor, w: Tensor) -> Tensor:
@@ -190,5 +192,5 @@ def test_compiles_to_one_graph():
         fused = linear_logprob_loss(h * 1.0, w, target, ppo_clip, old, advantage)
         return ((result.logprob + frozen.logprob) * advantage).sum() + result.entropy.sum() + 2 * fused.loss
 
-    compiled = gradients(torch.compile(step, fullgraph=True), hidden, weight)
+    compiled = gradients(torch.compile(step, fullgraph=True, backend=compiler), hidden, weight)
     torch.testing.assert_close(compiled, gradients(step, hidden, weight))
