@@ -10,7 +10,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -19,32 +18,12 @@ import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.integrations.comparison import Agreement, Comparison
 from benchmarks.integrations.workload import OURS, THEIRS, TRAINERS, Task, Work, make_task
-from benchmarks.support.harness import NUM_THREADS, Results, Variant, clock, fresh_memory, weigh
+from benchmarks.support.harness import NUM_THREADS, Variant, clock, fresh_memory, weigh
 from benchmarks.support.sides import ROOT
 
 TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far both heads of a trainer agree.
-
-    Attributes:
-        loss: difference of the losses, beside their size where it is more than 1.
-        gradient: norm of the difference of all gradients, beside the norm of the gradients.
-    """
-
-    loss: float
-    gradient: float
-
-
-@dataclass
-class Comparison:
-    """What `compare` finds: times and memory of every pass, and the agreement by trainer."""
-
-    results: Results = field(default_factory=Results)
-    agreement: dict[str, Agreement] = field(default_factory=dict)
 
 
 def compare(folder: str, work: Work, rounds: int) -> Comparison:

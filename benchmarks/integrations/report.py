@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from benchmarks.integrations.compare import Comparison
+from benchmarks.integrations.comparison import Comparison
 from benchmarks.integrations.workload import FLOOR, HF, OURS, THEIRS, TRAINERS, TRL_TRAINERS, Work
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import Measurement, environment

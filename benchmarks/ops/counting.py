@@ -6,19 +6,52 @@ fake_gpu.install()
 
 import json  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from benchmarks.ops.predict import Counts, Gemm, count_ways  # noqa: E402
+from benchmarks.ops.counts import WAYS, Counts, Gemm, Shape  # noqa: E402
+from benchmarks.ops.ways import ppo_clip  # noqa: E402
+from rlft_fast.ops import linear_logprob, linear_logprob_loss  # noqa: E402
 
 aten = torch.ops.aten
 _FREE = (  # of the names of operators that launch nothing
     "aten::empty", "aten::new_empty", "aten::detach", "aten::lift", "aten::view", "aten::_unsafe_view", "aten::alias",
 )  # fmt: skip
 _GATHER = {aten.index.Tensor, aten.index_select.default, aten.gather.default}  # that read what they return
+
+
+def count_ways(shapes: list[Shape]) -> Iterator[tuple[str, Shape, Counts]]:
+    """Counts of all ways at all shapes. The process does nothing else."""
+
+    def problem(shape: Shape, frozen: bool) -> tuple[Any, ...]:
+        tokens, dim, vocab = shape
+        hidden = torch.empty(tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab, dim, device="cuda", dtype=torch.bfloat16, requires_grad=not frozen)
+        target, index = (torch.empty(tokens, device="cuda", dtype=torch.int64) for _ in range(2))
+        return hidden, weight, target, index, torch.empty(tokens, device="cuda")
+
+    def runs(way: str, shape: Shape) -> Callable[[], object]:
+        hidden, weight, target, index, per_token = problem(shape, frozen=way == "frozen weight")
+        options = {"active_index": index, "backend": "native"}
+        if way == "loss":
+            return lambda: linear_logprob_loss(
+                hidden, weight, target, ppo_clip, per_token, per_token, **options
+            ).loss.backward()
+        if way == "no grad":
+            return torch.no_grad()(lambda: linear_logprob(hidden, weight, target, **options))
+        return lambda: linear_logprob(hidden, weight, target, **options).logprob.backward(per_token)
+
+    with Counting() as mode:
+        for shape in shapes:
+            for way in WAYS:
+                run = runs(way, shape)
+                mode.counts = Counts()
+                run()
+                yield way, shape, mode.counts
 
 
 class Counting(fake_gpu.DeviceOfShapes):

@@ -16,142 +16,21 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from benchmarks.ops.counts import WAYS, Counts, Device, Gemm, Shape, bare
 from benchmarks.support.document import fill, table
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ((8192, 4096, 151936), (16384, 896, 151936), (8192, 2304, 256000))
-Shape = tuple[int, int, int]  # T, D, V
-
-
-class Device(NamedTuple):
-    """Figures of a device, frozen: a prediction changes because the code does."""
-
-    flops: float
-    """FLOP/s that large bfloat16 GEMMs reach."""
-    bandwidth: float
-    """Bytes/s that a copy reaches."""
-    launch_seconds: float
-    """Time of the host for an operator of PyTorch."""
-
-
 DEVICES = {
     "h200": Device(780e12, 4.3e12, 6e-6),  # frozen before anything ran on one
     "h100": Device(787e12, 3.03e12, 6e-6),  # measured: results/h100.md
 }
 
 
-class Gemm(NamedTuple):
-    """``(rows, inner) @ (inner, columns)``, and the bytes of an element of the operands and of the result."""
-
-    rows: int
-    inner: int
-    columns: int
-    in_bytes: int
-    out_bytes: int
-    accumulates: bool = False
-
-    @property
-    def products(self) -> int:
-        return self.rows * self.inner * self.columns
-
-    @property
-    def bytes(self) -> int:
-        operands = self.in_bytes * (self.rows * self.inner + self.inner * self.columns)
-        return operands + self.out_bytes * self.rows * self.columns * (1 + self.accumulates)
-
-    def seconds(self, device: Device) -> float:
-        return 2 * self.products / device.flops + self.bytes / device.bandwidth
-
-
-@dataclass
-class Counts:
-    """What one call does."""
-
-    gemms: Counter[Gemm] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    """Of every other operator, by its name."""
-    launches: int = 0
-    waits: list[str] = field(default_factory=list)
-
-    def products(self, shape: Shape) -> float:
-        """In units of T·D·V."""
-        tokens, dim, vocab = shape
-        return sum(gemm.products * n for gemm, n in self.gemms.items()) / (tokens * dim * vocab)
-
-    def bytes_per_logit(self, shape: Shape) -> float:
-        """Moved by other operators than GEMMs."""
-        tokens, _, vocab = shape
-        return sum(self.bytes.values()) / (tokens * vocab)
-
-    def device_seconds(self, device: Device) -> float:
-        gemms = sum(gemm.seconds(device) * n for gemm, n in self.gemms.items())
-        return gemms + sum(self.bytes.values()) / device.bandwidth
-
-    def host_seconds(self, device: Device) -> float:
-        return self.launches * device.launch_seconds
-
-    def ratio(self, device: Device, floor: Counts) -> float:
-        """To bare GEMMs; the slower of device and host counts."""
-        return max(self.device_seconds(device), self.host_seconds(device)) / floor.device_seconds(device)
-
-
-def bare(shape: Shape, which: str) -> Counts:
-    """GEMMs alone, in bfloat16: "z" makes the logits, "x" dX and "w" dW."""
-    tokens, dim, vocab = shape
-    gemms = {
-        "z": Gemm(tokens, dim, vocab, 2, 2), "x": Gemm(tokens, vocab, dim, 2, 2), "w": Gemm(vocab, tokens, dim, 2, 2)
-    }  # fmt: skip
-    return Counts(Counter(gemms[name] for name in which), launches=len(which))
-
-
-WAYS = {"no grad": "z", "forward + backward": "zzxw", "frozen weight": "zx", "loss": "zxw"}  # and their floors
-
-
-# ---- a process with the pretended device -----------------------------------------------------------------------------
-
-
-def count_ways(shapes: list[Shape]) -> Iterator[tuple[str, Shape, Counts]]:
-    """Counts of all ways at all shapes, in a process that does nothing else."""
-    import torch
-
-    from benchmarks.ops.counting import Counting
-    from benchmarks.ops.ways import ppo_clip
-    from rlft_fast.ops import linear_logprob, linear_logprob_loss
-
-    def problem(shape: Shape, frozen: bool) -> tuple[Any, ...]:
-        tokens, dim, vocab = shape
-        hidden = torch.empty(tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(vocab, dim, device="cuda", dtype=torch.bfloat16, requires_grad=not frozen)
-        target, index = (torch.empty(tokens, device="cuda", dtype=torch.int64) for _ in range(2))
-        return hidden, weight, target, index, torch.empty(tokens, device="cuda")
-
-    def runs(way: str, shape: Shape) -> Callable[[], object]:
-        hidden, weight, target, index, per_token = problem(shape, frozen=way == "frozen weight")
-        options = {"active_index": index, "backend": "native"}
-        if way == "loss":
-            return lambda: linear_logprob_loss(
-                hidden, weight, target, ppo_clip, per_token, per_token, **options
-            ).loss.backward()
-        if way == "no grad":
-            return torch.no_grad()(lambda: linear_logprob(hidden, weight, target, **options))
-        return lambda: linear_logprob(hidden, weight, target, **options).logprob.backward(per_token)
-
-    with Counting() as mode:
-        for shape in shapes:
-            for way in WAYS:
-                run = runs(way, shape)
-                mode.counts = Counts()
-                run()
-                yield way, shape, mode.counts
-
-
 def counted(shapes: list[Shape]) -> dict[tuple[str, Shape], Counts]:
-    """`count_ways` in a process of its own, whose torch believes in a GPU."""
+    """Counts of all ways at all shapes, by `benchmarks.ops.counting`: its process believes in a GPU."""
     import torch
 
     environment = dict(os.environ)

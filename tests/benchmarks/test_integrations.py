@@ -6,7 +6,8 @@ import json
 import pytest
 from torch import Tensor
 
-from benchmarks.integrations.compare import Comparison, check, compare
+from benchmarks.integrations.compare import check, compare
+from benchmarks.integrations.comparison import Comparison
 from benchmarks.integrations.report import write_report
 from benchmarks.integrations.workload import FLOOR, OURS, THEIRS, TRAINERS, Task, Work, make_task
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ops.predict import DEVICES, WAYS, Counts, Gemm, bare, counted
+from benchmarks.ops.counts import WAYS, Counts, Gemm, bare
+from benchmarks.ops.predict import DEVICES, counted
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 ROOT = Path(__file__).parents[2]
