@@ -156,7 +156,7 @@ $(OLDEST)/.installed: pyproject.toml Makefile
 	@touch $@
 
 # The quick suite with the newest versions of everything but torch, in an environment laid over ours, made anew each time.
-# The newest torch is the one for CUDA, gigabytes: make test-wheel runs it.
+# The newest torch is the one for CUDA, gigabytes: make test-wheel runs it. THIN=8 takes 5 minutes on two busy cores.
 test-newest: install
 	$(PYTHON) -m venv --clear $(NEWEST)
 	printf '%s\n' $(CURDIR) "$$($(BIN)/python -c $(SITE))" > "$$($(NEWEST)/bin/python -c $(SITE))/ours.pth"
@@ -168,7 +168,7 @@ test-newest: install
 
 # The suites of numbers with the kernels of other CPUs, each with one thread and with two: torch's, and in both cases the
 # AVX2 kernels of MKL and oneDNN. torch.compile has a cache of its own for each: it would take code that it made for
-# another CPU, whose results are wrong on this one.
+# another CPU, whose results are wrong on this one. THIN=8 takes 6 minutes for each of the four on two busy cores.
 test-cpus: install
 	set -e; for kernels in $(KERNELS); do for threads in 1 2; do echo "== $$kernels, threads: $$threads"; \
 	  ATEN_CPU_CAPABILITY=$$kernels MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
