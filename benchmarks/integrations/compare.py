@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.integrations.comparison import Agreement, Comparison
-from benchmarks.integrations.workload import OURS, THEIRS, TRAINERS, Task, Work, make_task
+from benchmarks.integrations.workload import OURS, THEIRS, TRAINERS, Task, Workload, make_task
 from benchmarks.support.harness import NUM_THREADS, Variant, clock, fresh_memory, weigh
 from benchmarks.support.sides import ROOT
 
 TOLERANCE = 1e-5
 
 
-def compare(folder: str, work: Work, rounds: int) -> Comparison:
+def compare(folder: str, work: Workload, rounds: int) -> Comparison:
     """Checks, weighs and times every trainer.
 
     Raises:
@@ -85,7 +85,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    work = Work()
+    work = Workload()
     comparison = compare(str(smollm2_folder()), work, args.rounds)
     return 0 if write_report(comparison, work, args.output) else 1
 

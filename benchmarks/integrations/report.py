@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from benchmarks.integrations.comparison import Comparison
-from benchmarks.integrations.workload import FLOOR, HF, OURS, THEIRS, TRAINERS, TRL_TRAINERS, Work
+from benchmarks.integrations.workload import FLOOR, HF, OURS, THEIRS, TRAINERS, TRL_TRAINERS, Workload
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import Measurement, environment
 from benchmarks.support.picture import OURS_COLOR, save
@@ -37,7 +37,7 @@ accumulation of gradients, most gradients are not there yet when activations and
 of {rounds} interleaved rounds in one process, ± the interquartile range (of fewer than four rounds, the full range)."""
 
 
-def write_report(comparison: Comparison, work: Work, output: Path) -> bool:
+def write_report(comparison: Comparison, work: Workload, output: Path) -> bool:
     """Writes integrations.md, integrations.json and integrations.png; returns whether all bars hold."""
     bars, facts = bars_of(comparison), environment() | versions()
     rounds = len(passes_of(comparison, HF)[0].seconds)

@@ -35,7 +35,7 @@ _SAMPLED: dict[str, Any] = {"num_generations": 2, "beta": 0.0}
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A batch of full rows: no position is padding.
 
     Attributes:
@@ -64,12 +64,12 @@ class Task:
     parameters: dict[str, list[nn.Parameter]]
 
 
-def make_task(name: str, folder: str, work: Work, output: str) -> Task:
+def make_task(name: str, folder: str, work: Workload, output: str) -> Task:
     """One of `TRAINERS` with the model and tokenizer of `folder`."""
     return _hf_task(folder, work, output) if name == HF else _trl_task(name, folder, work, output)
 
 
-def _trl_task(name: str, folder: str, work: Work, output: str) -> Task:
+def _trl_task(name: str, folder: str, work: Workload, output: str) -> Task:
     trainer_class, config_class = TRL_TRAINERS[name]
     sampled = name in ("GRPO", "RLOO")
     trainer: Any = trainer_class(
@@ -106,7 +106,7 @@ def _trl_task(name: str, folder: str, work: Work, output: str) -> Task:
     return Task(name, {way: run_with(head) for way, head in heads.items()}, dict.fromkeys(heads, parameters))
 
 
-def _hf_task(folder: str, work: Work, output: str) -> Task:
+def _hf_task(folder: str, work: Workload, output: str) -> Task:
     trainers = {
         way: trainer_class(_load(folder).train(), TrainingArguments(output, **_OPTIONS))
         for way, trainer_class in ((OURS, FusedLossTrainer), (THEIRS, Trainer))
@@ -138,7 +138,7 @@ def _load(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _inputs(name: str, work: Work, vocab_size: int) -> dict[str, Any]:
+def _inputs(name: str, work: Workload, vocab_size: int) -> dict[str, Any]:
     ids = torch.randint(
         vocab_size, (work.num_rows, work.prompt + work.completion), generator=torch.Generator().manual_seed(0)
     )

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step.workload import MAX_STEPS, Work
+from benchmarks.step.workload import MAX_STEPS, Workload
 from benchmarks.support.sides import ROOT, Side, take_turns
 
 OURS, OURS_VLLM = "rlft_fast", "rlft_fast, vLLM"
@@ -34,7 +34,7 @@ _DEFAULT = [OURS, OURS_VLLM, "TRL, 8 sequences"]
 MAX_TOKEN_DIFFERENCE = 0.05
 
 
-def run(model: str, work: Work, rounds: int, threads: int, names: list[str]) -> list[Side]:
+def run(model: str, work: Workload, rounds: int, threads: int, names: list[str]) -> list[Side]:
     """The sides with their steps."""
     with tempfile.TemporaryDirectory() as folder:
         sides = []
@@ -68,7 +68,7 @@ def main() -> int:
     from rlft_fast.demo import smollm2_folder
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-new-tokens", type=int, default=Work.max_new_tokens)
+    parser.add_argument("--max-new-tokens", type=int, default=Workload.max_new_tokens)
     parser.add_argument("--rounds", type=int, default=3, help="timed steps per side, after a first one")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=_DEFAULT, help="the first one must be ours")
@@ -80,7 +80,7 @@ def main() -> int:
     if kinds[0] != "ours" or "trl" not in kinds:
         parser.error(f"--sides must begin with one of ours and have one of TRL's, got {', '.join(args.sides)}")
     names = [name for name in args.sides if name != OURS_VLLM or importlib.util.find_spec("vllm")]
-    work = Work(max_new_tokens=args.max_new_tokens)
+    work = Workload(max_new_tokens=args.max_new_tokens)
     sides = run(str(smollm2_folder()), work, args.rounds, args.threads, names)
     difference = check_same_work(sides)
 

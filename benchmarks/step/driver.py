@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.step.host import STAGES as HOST_STAGES
-from benchmarks.step.host import Step, Work, draw_rollout
+from benchmarks.step.host import Step, Workload, draw_rollout
 from benchmarks.support.document import Bar, bar_table, fill, table, write_files
 from benchmarks.support.harness import NUM_THREADS, environment, free_memory, fresh_memory, reset_peak, status_bytes
 from benchmarks.support.picture import OURS_COLOR, save
@@ -82,13 +82,13 @@ STAGES |= {DISPATCH: DriverStep.dispatch}  # type: ignore[dict-item]
 class Cost:
     """A step with so many workers: seconds, and most bytes beyond the samples, by stage; and bytes sent."""
 
-    work: Work
+    work: Workload
     seconds_of: dict[str, float]
     bytes_of: dict[str, int]
     sent_bytes: int
 
 
-def measure(work: Work) -> Cost:
+def measure(work: Workload) -> Cost:
     with fresh_memory():
         step = DriverStep(work, draw_rollout(work))
         free_memory()
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    works = [replace(Work.of_millions(args.millions), num_ranks=workers) for workers in args.workers]
+    works = [replace(Workload.of_millions(args.millions), num_ranks=workers) for workers in args.workers]
     return 0 if write_report([measure(work) for work in works], args.output) else 1
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.step.host import Work, draw_lengths
+from benchmarks.step.host import Workload, draw_lengths
 from benchmarks.support.document import fill, table, write_files
 from benchmarks.support.harness import environment, free_memory, fresh_memory, reset_peak, status_bytes
 from benchmarks.support.picture import OURS_COLOR, save
@@ -104,7 +104,7 @@ class Server:
 
 def simulate(scenario: Scenario) -> Outcome:
     """One rollout of all workers."""
-    work = Work.of_millions(scenario.millions)
+    work = Workload.of_millions(scenario.millions)
     _, lengths = draw_lengths(work)
     moved = [0]
 
@@ -212,7 +212,7 @@ def write_report(outcomes: Sequence[Outcome], output: Path) -> None:
         "workers", "servers", "lost", "rollout, s", "ideal, s", "longest sample, s", "of the larger of both",
         "CPU ms of a worker", "MiB of a worker", "samples moved",
     )  # fmt: skip
-    work = Work.of_millions(outcomes[0].scenario.millions)
+    work = Workload.of_millions(outcomes[0].scenario.millions)
     method = METHOD.format(
         millions=outcomes[0].scenario.millions, max_new_tokens=work.max_new_tokens, request=REQUEST_S, step=STEP_S,
         sample=SAMPLE_S,

@@ -44,7 +44,7 @@ MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 0.2, 80, 1.25
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A rollout, and the ranks that it is planned for.
 
     Attributes:
@@ -64,7 +64,7 @@ class Work:
     num_ranks: int = 64
 
     @classmethod
-    def of_millions(cls, millions: float) -> Work:
+    def of_millions(cls, millions: float) -> Workload:
         """The same shares of prompts and completions, in fewer samples."""
         whole = cls()
         num_groups = max(round(whole.num_samples * millions / 16 / whole.group_size), 2)
@@ -89,7 +89,7 @@ class Rollout:
     prompts: list[list[int]]
 
 
-def draw_lengths(work: Work) -> tuple[np.ndarray, np.ndarray]:
+def draw_lengths(work: Workload) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of the prompts, 300 to 2,000 tokens, and of the completions, with a long tail; together `num_tokens`."""
     draw = np.random.default_rng(0)
     prompts = np.exp(draw.uniform(np.log(300), np.log(2_000), work.num_samples // work.group_size)).astype(np.int64)
@@ -99,7 +99,7 @@ def draw_lengths(work: Work) -> tuple[np.ndarray, np.ndarray]:
     return prompts, completions
 
 
-def draw_rollout(work: Work) -> Rollout:
+def draw_rollout(work: Workload) -> Rollout:
     """The samples of all ranks, in the order of the ranks. Of N ranks, rank r answers prompts r, r + N, r + 2 N."""
     draw = np.random.default_rng(1)
     prompt_lengths, lengths = draw_lengths(work)
@@ -132,7 +132,7 @@ class Step:
     metrics: dict[str, float]
     layouts: list[PackedLayout]
 
-    def __init__(self, work: Work, rollout: Rollout) -> None:
+    def __init__(self, work: Workload, rollout: Rollout) -> None:
         self.work, self.rollout = work, rollout
 
     def gather(self) -> None:
@@ -190,7 +190,7 @@ class Cost:
         seconds_of: seconds of each stage, one entry per round.
     """
 
-    work: Work
+    work: Workload
     bytes_of: dict[str, int]
     seconds_of: dict[str, list[float]]
 
@@ -211,7 +211,7 @@ class Cost:
         return self.seconds_per_million_of(WHOLE)
 
 
-def weigh(work: Work) -> dict[str, int]:
+def weigh(work: Workload) -> dict[str, int]:
     """Runs a step in fresh memory; the most bytes beyond the samples that were resident during each stage."""
     with fresh_memory():
         step = Step(work, draw_rollout(work))
@@ -224,7 +224,7 @@ def weigh(work: Work) -> dict[str, int]:
     return peaks
 
 
-def clock(work: Work, rounds: int) -> dict[str, list[float]]:
+def clock(work: Workload, rounds: int) -> dict[str, list[float]]:
     """Runs a step so many times; the seconds of each stage."""
     seconds: dict[str, list[float]] = {name: [] for name in STAGES}
     rollout = draw_rollout(work)
@@ -239,7 +239,7 @@ def clock(work: Work, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def measure(works: Sequence[Work], rounds: int) -> list[Cost]:
+def measure(works: Sequence[Workload], rounds: int) -> list[Cost]:
     """Costs of every size. A first step fills the caches that libraries keep."""
     weigh(works[0])
     return [Cost(work, weigh(work), clock(work, rounds)) for work in works]
@@ -321,7 +321,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    costs = measure([Work.of_millions(millions) for millions in args.millions], args.rounds)
+    costs = measure([Workload.of_millions(millions) for millions in args.millions], args.rounds)
     return 0 if write_report(costs, args.rounds, args.output) else 1
 
 

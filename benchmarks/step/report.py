@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.step.sides import PARTS
-from benchmarks.step.workload import Work
+from benchmarks.step.workload import Workload
 from benchmarks.support.document import Bar, bar_table, fill, table, versions, write_files
 from benchmarks.support.harness import environment
 from benchmarks.support.picture import OURS_COLOR, save
@@ -39,7 +39,7 @@ Each side runs in a process of its own, one at a time, in turns. Times are media
 Weights, gradients and moments alone take 2.2 GB in float32."""
 
 
-def write_report(sides: list[Side], work: Work, difference: float, threads: int, output: Path) -> dict[str, Any]:
+def write_report(sides: list[Side], work: Workload, difference: float, threads: int, output: Path) -> dict[str, Any]:
     """Writes step.md, step.json and step.png; returns the ratios, and whether the bar holds."""
     ours, rival = sides[0], min((side for side in sides if side.name.startswith("TRL")), key=lambda s: s.median_s)
     others = [side for side in sides[1:] if not side.name.startswith("TRL")]

@@ -22,7 +22,7 @@ from benchmarks.step.workload import (
     CLIP,
     LEARNING_RATE,
     MAX_STEPS,
-    Work,
+    Workload,
     config_of,
     distinct_word_share,
     prompts_of_step,
@@ -39,7 +39,7 @@ def checksum(prompt_ids: list[list[int]]) -> int:
     return zlib.crc32(json.dumps(prompt_ids).encode())
 
 
-def run_ours(config: Config, work: Work, options: dict[str, Any]) -> None:
+def run_ours(config: Config, work: Workload, options: dict[str, Any]) -> None:
     from rlft_fast.trainer import PPOTrainer
 
     reporter = Reporter()
@@ -61,7 +61,7 @@ def run_ours(config: Config, work: Work, options: dict[str, Any]) -> None:
     trainer.close()
 
 
-def run_trl(config: Config, work: Work, options: dict[str, Any]) -> None:
+def run_trl(config: Config, work: Workload, options: dict[str, Any]) -> None:
     import torch
     import transformers
     from datasets import Dataset
@@ -132,12 +132,12 @@ def run_trl(config: Config, work: Work, options: dict[str, Any]) -> None:
     trainer.train()
 
 
-SIDES: dict[str, Callable[[Config, Work, dict[str, Any]], None]] = {"ours": run_ours, "trl": run_trl}
+SIDES: dict[str, Callable[[Config, Workload, dict[str, Any]], None]] = {"ours": run_ours, "trl": run_trl}
 
 
 def main() -> None:
     side, model, output_dir, work, options = sys.argv[1:]
-    shared, own = Work(**json.loads(work)), json.loads(options)
+    shared, own = Workload(**json.loads(work)), json.loads(options)
     config = config_of(model, output_dir, shared, own if side == "ours" else {})
     SIDES[side](config, shared, own)
 

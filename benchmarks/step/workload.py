@@ -17,7 +17,7 @@ MAX_STEPS = 16  # both learning-rate schedules are constant, so the bound does n
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """One step, the same for both sides.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work:
     seed: int = 0
 
 
-def config_of(model: str, output_dir: str, work: Work, options: dict[str, dict[str, Any]]) -> Config:
+def config_of(model: str, output_dir: str, work: Workload, options: dict[str, dict[str, Any]]) -> Config:
     """The run of our side.
 
     Args:
@@ -63,6 +63,6 @@ def distinct_word_share(completions: list[str], **_: Any) -> list[float | None]:
     return [len(set(text.split())) / max(len(text.split()), 1) for text in completions]
 
 
-def prompts_of_step(prompts: Prompts, step: int, work: Work) -> Prompts:
+def prompts_of_step(prompts: Prompts, step: int, work: Workload) -> Prompts:
     """The prompts of a step as our trainer takes them; TRL's dataset has the same order."""
     return prompts.select(prompts.order(step * work.num_prompts, work.num_prompts, work.seed))

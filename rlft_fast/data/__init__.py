@@ -3,7 +3,7 @@
 from rlft_fast.errors import needing_train
 
 with needing_train():
-    from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_supports, flat
+    from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_lists, cat_supports
     from rlft_fast.data.layout import PackedLayout, plan_batch, share_prompts
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
@@ -16,10 +16,10 @@ __all__ = [
     "PackedLayout",
     "Samples",
     "Share",
+    "cat_lists",
     "cat_samples",
     "cat_supports",
     "cut_shares",
-    "flat",
     "join_outputs",
     "plan_batch",
     "plan_micro_batches",

@@ -157,19 +157,19 @@ class Batch:
         _check_lengths(prompts, completions, completion_masks, rollout_logprobs, given)
         columns: dict[str, Tensor] = {}
         if rollout_logprobs is not None:
-            columns["rollout_logprob_T"] = flat(rollout_logprobs, np.float32)
+            columns["rollout_logprob_T"] = cat_lists(rollout_logprobs, np.float32)
         if given is not None:
             columns["support_TK"] = cat_supports(given)
-        token_ids = flat(completions, np.int64)
+        token_ids = cat_lists(completions, np.int64)
         is_sampled = torch.ones(len(token_ids), dtype=torch.bool)
         if completion_masks is not None:
-            is_sampled = flat(completion_masks, np.bool_)
+            is_sampled = cat_lists(completion_masks, np.bool_)
         return cls.from_columns(
-            flat(prompts, np.int64), list_lengths(prompts), np.arange(len(prompts)), token_ids,
+            cat_lists(prompts, np.int64), list_lengths(prompts), np.arange(len(prompts)), token_ids,
             list_lengths(completions), is_sampled, columns,
         ).replace(
             reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float64),
-            group_B=None if groups is None else flat([groups], np.int64),
+            group_B=None if groups is None else cat_lists([groups], np.int64),
             multi_modal_inputs=multi_modal_inputs,
             meta=meta or {},
         )  # fmt: skip
@@ -417,7 +417,7 @@ def token_ranges(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(index)
 
 
-def flat(values: Sequence[Sequence[Any]], dtype: type) -> Tensor:
+def cat_lists(values: Sequence[Sequence[Any]], dtype: type) -> Tensor:
     """The elements of all lists, one list behind the other.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlft_fast.data.batch import Batch, cat_supports, cumulative, flat, list_lengths, row_letter, token_ranges
+from rlft_fast.data.batch import Batch, cat_lists, cat_supports, cumulative, list_lengths, row_letter, token_ranges
 from rlft_fast.world import World
 
 
@@ -122,7 +122,7 @@ class Samples:
         if self.support_TK is not None:
             columns["support_TK"] = self.support_TK
         return Batch.from_columns(
-            flat(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
+            cat_lists(asked, np.int64), list_lengths(asked), prompt_B.numpy(), self.token_ids_T, self.length_B.numpy(),
             self.is_sampled_T, columns,
         ).replace(reward_B=self.reward_B, group_B=self.row_B)  # fmt: skip
 

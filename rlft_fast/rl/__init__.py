@@ -18,7 +18,7 @@ from rlft_fast.rl.losses import PolicyLoss, ValueLoss, explained_variance
 from rlft_fast.rl.methods import TokenSelection, arguments_of, needs, needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
-from rlft_fast.rl.tokens import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
+from rlft_fast.rl.token_choice import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
 from rlft_fast.rl.whitening import whiten
 
 __all__ = [

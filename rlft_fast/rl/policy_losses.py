@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlft_fast.rl.kl import MAX_LOG_RATIO, policy_ratio
 from rlft_fast.rl.methods import needs
-from rlft_fast.rl.tokens import clip_cov_tokens, kl_cov_tokens
+from rlft_fast.rl.token_choice import clip_cov_tokens, kl_cov_tokens
 
 PolicyLossFunction = Callable[..., Tensor]
 SequenceMean = Callable[[Tensor], Tensor]

@@ -3,7 +3,7 @@
 types            requests to a generator, its completions, and the methods of every generator
 together         `Rollout`: a generator on every rank, with the coordination of the ranks around it
 columns          completions as columns of samples
-build            the rollout that a configuration names
+factory          the rollout that a configuration names
 hf               generates with transformers and the policy itself
 vllm             generates with vLLM: in this process, in one beside it, or on servers
 """
@@ -11,8 +11,8 @@ vllm             generates with vLLM: in this process, in one beside it, or on s
 from rlft_fast.errors import needing_train
 
 with needing_train():
-    from rlft_fast.rollout.build import build_rollout
     from rlft_fast.rollout.columns import to_samples
+    from rlft_fast.rollout.factory import build_rollout
     from rlft_fast.rollout.hf import HFGenerator
     from rlft_fast.rollout.together import NonFiniteLogitsError, Rollout, RolloutError
     from rlft_fast.rollout.types import (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.data import Samples, cat_supports, flat
+from rlft_fast.data import Samples, cat_lists, cat_supports
 from rlft_fast.rollout.types import Completion, Span
 
 Answers = list[tuple[int, Completion]]
@@ -27,9 +27,9 @@ def to_samples(answers: Answers) -> Samples:
         length_B=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
         stopped_B=torch.tensor([completion.finish_reason == "stop" for completion in completions], dtype=torch.bool),
         reward_B=torch.full((len(rows),), math.nan, dtype=torch.float64),
-        token_ids_T=flat([completion.token_ids for completion in completions], np.int32),
-        logprob_T=flat([completion.logprobs for completion in completions], np.float32),
-        is_sampled_T=flat([c.mask or [True] * len(c.token_ids) for c in completions], np.bool_),
+        token_ids_T=cat_lists([completion.token_ids for completion in completions], np.int32),
+        logprob_T=cat_lists([completion.logprobs for completion in completions], np.float32),
+        is_sampled_T=cat_lists([c.mask or [True] * len(c.token_ids) for c in completions], np.bool_),
         weight_version_T=_weight_versions(completions),
         support_TK=_supports(completions),
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from rlft_fast.data import Samples, flat
+from rlft_fast.data import Samples, cat_lists
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError, StepError
 from rlft_fast.rollout.columns import to_samples
@@ -263,6 +263,6 @@ def gather_requests(requests: Sequence[Request], group_size: int, world: World) 
 
 def _gather_lists(own: Sequence[Sequence[int]], world: World) -> list[list[list[int]]]:
     """The lists of every rank."""
-    values = world.all_gather_ragged(flat(own, np.int64))
+    values = world.all_gather_ragged(cat_lists(own, np.int64))
     lengths = world.all_gather_ragged(torch.tensor([*map(len, own)], dtype=torch.int64))
     return [[part.tolist() for part in x.split(n.tolist())] for x, n in zip(values, lengths, strict=True)]

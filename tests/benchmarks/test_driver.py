@@ -3,11 +3,11 @@
 import json
 
 from benchmarks.step.driver import DISPATCH, measure, write_report
-from benchmarks.step.host import Work
+from benchmarks.step.host import Workload
 
 
 def test_the_report_adds_up(tmp_path):
-    works = [Work(num_tokens=60_000, num_samples=32, num_ranks=ranks) for ranks in (4, 16)]
+    works = [Workload(num_tokens=60_000, num_samples=32, num_ranks=ranks) for ranks in (4, 16)]
     costs = [measure(work) for work in works]
     for cost in costs:
         assert cost.sent_bytes > 40 * 60_000  # ids, positions, masks, log-probabilities, advantages

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from benchmarks.step.host import STAGES, WHOLE, Step, Work, draw_rollout, measure, write_report
+from benchmarks.step.host import STAGES, WHOLE, Step, Workload, draw_rollout, measure, write_report
 
-WORK = Work(num_tokens=60_000, num_samples=32, num_ranks=4)
+WORK = Workload(num_tokens=60_000, num_samples=32, num_ranks=4)
 
 
 def test_the_stages_are_a_step():
@@ -27,7 +27,7 @@ def test_the_stages_are_a_step():
 
 @pytest.mark.slow
 def test_the_report_adds_up(tmp_path):
-    costs = measure([WORK, Work(num_tokens=120_000, num_samples=64, num_ranks=4)], rounds=2)
+    costs = measure([WORK, Workload(num_tokens=120_000, num_samples=64, num_ranks=4)], rounds=2)
     for cost in costs:
         assert max(cost.bytes_of.values()) > 10 * cost.work.num_tokens
         by_stage = [cost.seconds_per_million_of(stage) for stage in STAGES]

@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks.integrations.compare import check, compare
 from benchmarks.integrations.comparison import Comparison
 from benchmarks.integrations.report import write_report
-from benchmarks.integrations.workload import FLOOR, OURS, THEIRS, TRAINERS, Task, Work, make_task
+from benchmarks.integrations.workload import FLOOR, OURS, THEIRS, TRAINERS, Task, Workload, make_task
 
-WORK = Work(num_rows=4, prompt=3, completion=5)
+WORK = Workload(num_rows=4, prompt=3, completion=5)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.step.compare import OURS, check_same_work, run, timed_tokens
 from benchmarks.step.report import write_report
-from benchmarks.step.workload import Work
+from benchmarks.step.workload import Workload
 
 pytest.importorskip("reasoning_gym")
 
@@ -15,7 +15,7 @@ pytest.importorskip("reasoning_gym")
 def test_both_sides_make_the_same_step(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    work = Work(max_new_tokens=4)
+    work = Workload(max_new_tokens=4)
     sides = run(str(model), work, rounds=1, threads=1, names=[OURS, "TRL, 16 sequences"])
     difference = check_same_work(sides)
     ours, theirs = sides

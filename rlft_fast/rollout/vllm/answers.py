@@ -38,8 +38,8 @@ _Name = Annotated[str, Field(min_length=1, max_length=10_000)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Done(Answer):
-    """Of a route that does something."""
+class Outcome(Answer):
+    """Whether a route did what it was asked for."""
 
     success: bool = True
 

@@ -345,8 +345,8 @@ class _Sample:
         width = max(map(len, self.likely), default=1)
         rows = [row + [(-1, CUT_OFF)] * (width - len(row)) for row in self.likely]
         logprobs = [-float("inf") if x <= CUT_OFF else x for row in rows for _, x in row]
-        flat = SimpleNamespace(token_ids=[i for row in rows for i, _ in row], logprobs=logprobs)
-        sample = SimpleNamespace(token_ids=self.token_ids, logprobs=flat, finish_reason=self.finish_reason)
+        flat_logprobs = SimpleNamespace(token_ids=[i for row in rows for i, _ in row], logprobs=logprobs)
+        sample = SimpleNamespace(token_ids=self.token_ids, logprobs=flat_logprobs, finish_reason=self.finish_reason)
         return completion_of(sample, weight_version)
 
 

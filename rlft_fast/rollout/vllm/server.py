@@ -26,8 +26,8 @@ from rlft_fast.rollout.vllm.answers import (
     MAX_ANSWER_BYTES,
     A,
     AnswerError,
-    Done,
     Models,
+    Outcome,
     WeightInfo,
     WorkersChecksums,
     WorkersFacts,
@@ -300,7 +300,9 @@ class VLLMServer:
     def _get(self, path: str, kind: type[A]) -> A:
         return self._ask("GET", path, None, kind, _ANSWER_S)
 
-    def _post(self, path: str, body: dict[str, Any], kind: type[A] = Done, *, timeout_s: float | None = _ANSWER_S) -> A:
+    def _post(
+        self, path: str, body: dict[str, Any], kind: type[A] = Outcome, *, timeout_s: float | None = _ANSWER_S
+    ) -> A:
         return self._ask("POST", path, json.dumps(body).encode(), kind, timeout_s)
 
     def _ask(self, method: str, path: str, body: bytes | None, kind: type[A], timeout_s: float | None) -> A:

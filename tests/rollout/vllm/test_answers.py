@@ -11,8 +11,8 @@ from rlft_fast.rollout.vllm.answers import (
     CUT_OFF,
     AnswerError,
     Asked,
-    Done,
     Models,
+    Outcome,
     Part,
     WeightInfo,
     WorkersChecksums,
@@ -157,8 +157,8 @@ def test_a_failure_is_no_wrong_answer(content, message):
         ),
         (WorkersFacts, {"results": [{}]}, "results.0.identity: Field required"),
         (WorkersChecksums, {"results": [{"weight": 5}]}, "results.0.weight: .*string"),
-        (Done, [], "an object"),
-        (Done, {"success": "yes"}, "success: .*boolean"),
+        (Outcome, [], "an object"),
+        (Outcome, {"success": "yes"}, "success: .*boolean"),
     ],
 )
 def test_wrong_answers_of_other_routes(kind, content, message):

@@ -489,8 +489,8 @@ def test_a_support_is_what_vllm_kept():
     inf, most, rest = float("inf"), math.log(0.6), math.log(0.4)
     told = [[7, 9, 7, 5], [9, 9, 7, 5], [3, 9, 7, 5]]
     logprobs = [[rest, most, rest, -inf], [0.0, 0.0, -inf, -inf], [-1.5, -1.5, -1.5, -1.5]]
-    flat = SimpleNamespace(token_ids=[*chain(*told)], logprobs=[*chain(*logprobs)])
-    output = SimpleNamespace(token_ids=[7, 9, 3], logprobs=flat, finish_reason="length")
+    flat_logprobs = SimpleNamespace(token_ids=[*chain(*told)], logprobs=[*chain(*logprobs)])
+    output = SimpleNamespace(token_ids=[7, 9, 3], logprobs=flat_logprobs, finish_reason="length")
     with pytest.warns(UserWarning, match=r"a probability of 0\.8925 together"):
         found = completion_of(output, weight_version=4)
     assert found.support.tolist() == [[9, 7, -1, -1], [9, -1, -1, -1], [9, 7, 5, 3]]
