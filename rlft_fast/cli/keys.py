@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from rlft_fast.config import Config, ConfigError, section_of, sections
 
 FLAGS = (
-    "-h", "--help", "--resume", "--force", "--dry-run", "--ray", "--no-memory-check", "--host", "--port", "--show",
-    "--samples",
+    "-h", "--help", "--resume", "--force", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host", "--port",
+    "--show", "--samples",
 )  # fmt: skip
 """Options of ``train``, ``serve`` and ``eval`` that are no configuration keys."""
 

@@ -23,6 +23,8 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("--ray asks for a cluster, and --cluster null for none: leave one of them out")
     if options.ray and config.cluster is None:
         config = Config.load(options.config, {"cluster": "{}"} | overrides)
+    if options.fit:
+        config = _fitted(config)
     checks, output = Checks(), Path(config.output_dir)
     is_writable = checks.passes(lambda: require_writable(output))
     from rlft_fast.trainer import check_folder, check_inputs, require_unlocked, train
@@ -55,6 +57,29 @@ def require_writable(output_dir: Path) -> None:
         reason = str(error.strerror)
     if reason:
         raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
+
+
+def _fitted(config: Config) -> Config:
+    """The configuration with the fastest settings with which the run fits into the GPUs, which are printed.
+
+    Raises:
+        ValueError: there is no GPU, or nothing fits.
+    """
+    from rlft_fast.engine.memory import changed, fitting_changes
+    from rlft_fast.engine.sharding import device_memory, host_memory
+    from rlft_fast.world import World
+
+    device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type != "cuda":
+        raise ValueError("--fit chooses settings for the memory of GPUs, and there is no GPU here: leave --fit out")
+    if config.cluster is not None:
+        if config.cluster.address is not None:
+            raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
+        world_size = config.cluster.actor.num_workers
+    changes = fitting_changes(config, world_size, device_memory(device), device.type, host_memory())
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
+    return changed(config, changes)
 
 
 def _print_first(resolved: str, *lines: str) -> None:
@@ -106,7 +131,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="rlft-fast train",
         usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
-        "                       [--ray] [--no-memory-check]",
+        "                       [--fit] [--ray] [--no-memory-check]",
         description="Train a policy as a YAML file says. Every key below can stand in the file. Every key can also be "
         "an option, for example --rollout.temperature 0.7; an option overrides the file. A text is taken as typed, a "
         "list is [a, b], and a mapping {a: b}.",
@@ -122,6 +147,11 @@ def _parser() -> Parser:
         "--dry-run",
         action="store_true",
         help="check folder, models, data, reward and memory, print the configuration, and stop",
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="if the run does not fit into the GPUs, take the fastest settings with which it fits",
     )
     parser.add_argument(
         "--ray",

@@ -151,9 +151,15 @@ def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(too_large, tmp_
     assert main(["train", too_large]) == 1
     error = capsys.readouterr().err
     assert "error: the phase 'update actor' needs " in error
-    largest = int(error.split("It fits with actor.max_tokens: ")[1].split()[0].rstrip("."))
+    largest = int(error.split("It fits with --actor.max_tokens ")[1].split()[0].rstrip("."))
     assert 10_000 < largest < 50_000_000  # 2^20 at most
     assert "--no-memory-check starts the run all the same" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_fit_needs_gpus(too_large, tmp_path, capsys):
+    assert main(["train", too_large, "--fit"]) == 1
+    assert "--fit chooses settings for the memory of GPUs, and there is no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

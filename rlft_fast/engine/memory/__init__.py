@@ -12,7 +12,7 @@ tracker       bytes that are allocated while operators run
 """
 
 from rlft_fast.engine.memory.engine import MemoryPlanError
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples, fitting_changes
 from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [
@@ -20,8 +20,10 @@ __all__ = [
     "MemoryPlan",
     "MemoryPlanError",
     "advice",
+    "changed",
     "check_run",
     "check_samples",
+    "fitting_changes",
     "largest_actor_max_tokens",
     "longest_sequence",
     "plan_memory",

@@ -65,6 +65,30 @@ def check_run(
     raise DoesNotFitError(f"{reason}. {advice(config, plan, world_size, memory_bytes, device_type, host_bytes)}")
 
 
+def fitting_changes(
+    config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
+) -> dict[str, Any]:
+    """The fastest changes of the configuration with which a run fits; none if it fits as it is.
+
+    Arguments as in `check_run`.
+
+    Raises:
+        DoesNotFitError: no settings are enough. The message says what is missing.
+        MemoryPlanError: a model cannot be planned.
+        ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
+    """
+    config = config.for_device(device_type)
+    if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
+        return {}
+    plan = plan_memory(config, world_size, memory_bytes, device_type)
+    if plan.fits(memory_bytes, host_bytes):
+        return {}
+    proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
+    if not proposal.fits:
+        raise DoesNotFitError(_missing(proposal, memory_bytes))
+    return proposal.changes
+
+
 def check_samples(config: Config, host_bytes: float) -> None:
     """Checks that the answers of a step, and those to one held-out prompt, fit into memory, however short they are.
 
@@ -108,14 +132,7 @@ def advice(
     proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
     if proposal.fits:
         return f"It fits with {' '.join(_option(*change) for change in proposal.changes.items())}"
-    if proposal.plan.refusal:
-        return f"No other settings are enough: {proposal.plan.refusal}"
-    worst, ranks = proposal.plan.worst(memory_bytes), proposal.enough_ranks
-    more = f"about {ranks} ranks" if ranks else "more memory (more ranks are not enough)"
-    return (
-        f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "
-        f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use {more}, shorter sequences or a smaller model"
-    )
+    return _missing(proposal, memory_bytes)
 
 
 def propose(
@@ -152,6 +169,17 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     for key, value in changes.items():
         set_key(values, key.split("."), value)
     return Config.parse(values)
+
+
+def _missing(proposal: Proposal, memory_bytes: float) -> str:
+    if proposal.plan.refusal:
+        return f"No other settings are enough: {proposal.plan.refusal}"
+    worst, ranks = proposal.plan.worst(memory_bytes), proposal.enough_ranks
+    more = f"about {ranks} ranks" if ranks else "more memory (more ranks are not enough)"
+    return (
+        f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "
+        f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use {more}, shorter sequences or a smaller model"
+    )
 
 
 def _reason(plan: MemoryPlan, world_size: int, memory_bytes: float, host_bytes: float) -> str:
@@ -226,7 +254,10 @@ def _decisions(
 def _stronger(config: Config, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
     """Settings of a model that trains, each with the values that need less memory than its own."""
     engine, modes = role.config, ["none", "selective", "full"]
-    yield "max_tokens", [cap for cap in sorted(caps) if longest_sequence(config) <= cap < engine.max_tokens]
+    yield (
+        "max_tokens",
+        [cap for cap in sorted(caps, reverse=True) if longest_sequence(config) <= cap < engine.max_tokens],
+    )
     yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 :]
     yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel)
     waits = is_wrapped(engine, world_size) and not engine.reduce_every_micro_batch

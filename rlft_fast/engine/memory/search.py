@@ -10,6 +10,7 @@ bytes that a rank sends for weights, gradients and shared sequences; and the byt
 memory. The rates are of an H100, in round numbers: only the order of the combinations depends on them.
 """
 
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ import torch
 from rlft_fast.config import Config, EngineConfig, Role, run_roles
 from rlft_fast.engine.flops import model_flops
 from rlft_fast.engine.memory.engine import EngineMemory, sent_bytes, state_by_part, waiting_gradient_bytes
-from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, most_micro_batches
+from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, longest_sequence, most_micro_batches
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import resolve_shard_size, state_bytes
 
@@ -142,12 +143,18 @@ class Search:
         for name, trained in self.trained.items():
             engine = roles[name].config
             num_micro_batches = most_micro_batches(config, self.world_size, engine)
-            updates += trained.update_seconds(engine, num_micro_batches)
+            updates += trained.update_seconds(engine, num_micro_batches, self._rows_of_step(config, engine))
             moves += trained.move_seconds(engine, num_micro_batches)
         if "reference" in roles:
             moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
         generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel.bit_length()
         return updates * (1 + generation + _SPLIT_BATCH / config.rollout.batch_size) + moves
+
+    def _rows_of_step(self, config: Config, engine: EngineConfig) -> float:
+        """Tokens of a rank in an optimizer step, if every sequence has the greatest length."""
+        sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
+        share = math.ceil(sequences / max(self.world_size // engine.sequence_parallel, 1))
+        return share * longest_sequence(config) / engine.sequence_parallel
 
     def _excess(self, plan: MemoryPlan) -> float:
         worst = plan.worst(self.memory_bytes)
@@ -197,8 +204,8 @@ class _Trained:
         waiting = waiting_gradient_bytes(self.model, config, self.world_size, num_micro_batches)
         return int(state + waiting + self.rest[mode] + self.bytes_per_row[mode] * _rows(config))
 
-    def update_seconds(self, config: EngineConfig, num_micro_batches: int) -> float:
-        rows, ranks = num_micro_batches * _rows(config), config.sequence_parallel
+    def update_seconds(self, config: EngineConfig, num_micro_batches: int, rows: float) -> float:
+        ranks = config.sequence_parallel
         computed = self.flops_per_row * rows * (1 + _COMPUTED_AGAIN[config.activation_checkpointing])
         sent = self._sent(config.shard_size, num_micro_batches, config.reduce_every_micro_batch)
         exchanged = self.exchanged_per_row * rows * (ranks - 1) / ranks

@@ -11,7 +11,7 @@ import yaml
 from rlft_fast.config import Config
 from rlft_fast.engine.memory import simulation
 from rlft_fast.engine.memory.engine import USABLE
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples, fitting_changes
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
 from rlft_fast.engine.memory.search import Search
@@ -234,8 +234,11 @@ def test_advice_simulates_one_more_step(long_run):
     memory = memory_for(config, 0.8)
     plan = plan_memory(config, 4, memory)
     before = simulation._simulate.cache_info().misses
-    assert settings(advice(config, plan, 4, memory))
+    advised = settings(advice(config, plan, 4, memory))
+    assert advised
     assert simulation._simulate.cache_info().misses == before + 1
+    assert fitting_changes(config, 4, memory, "cuda", 80 * GIB) == advised  # what `train --fit` takes
+    assert fitting_changes(changed(config, advised), 4, memory, "cuda", 80 * GIB) == {}
 
 
 # One setting; several together; a cap that may be lowered; CPUs, which have nowhere to offload to.
