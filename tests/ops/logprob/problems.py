@@ -22,7 +22,7 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 # so Triton gets smaller problems, and most of them are slow tests.
 INTERPRETED = ["triton"] if find_spec("triton") and not torch.cuda.is_available() else []
 thin = pytest.mark.thin(8)
-_INTERPRETED = [pytest.param(name, marks=thin) for name in INTERPRETED]
+_INTERPRETED = [pytest.param(name, marks=pytest.mark.thin(64)) for name in INTERPRETED]
 interpreted = pytest.mark.parametrize("backend", _INTERPRETED)
 each_backend = pytest.mark.parametrize("backend", ["native", "reference", *_INTERPRETED])
 each_fast_backend = pytest.mark.parametrize("backend", ["native", "reference"])
