@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from rlft_fast.cluster.buffers import from_array, to_array
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, register, registered_methods, split_batch, split_rows
-from rlft_fast.data import Batch, Share, share_prompts
+from rlft_fast.data import Share, share_prompts
 from rlft_fast.rl import PolicyLoss, loss_scale, loss_weights
 from rlft_fast.rollout import Completion, to_samples
-
-
-def make_batch(num_sequences: int, seed: int = 0) -> Batch:
-    draw = np.random.default_rng(seed)
-    sizes = draw.integers(1, 9, (num_sequences, 2))
-    prompts = [draw.integers(1, 50, size).tolist() for size, _ in sizes]
-    completions = [draw.integers(1, 50, size).tolist() for _, size in sizes]
-    return Batch.from_samples(prompts, completions, rewards=draw.random(num_sequences).tolist())
+from tests.support.batches import make_batch
 
 
 def work(share: Share) -> dict[str, torch.Tensor]:

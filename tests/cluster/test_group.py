@@ -29,7 +29,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.plugins import load_function
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import SamplingParams, sample_seeds
-from tests.cluster.test_dispatch import make_batch
+from tests.support.batches import make_batch
 from tests.trainer.toy import toy_config, toy_values
 
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ from matplotlib.image import imread
 
 from rlft_fast.cli import main
 from rlft_fast.run.plot import _running_mean, plot_runs, read_metrics
+from tests.support.metrics import ODD
 
 SERIES = ("reward_mean", "accuracy", "approx_kl", "entropy", "completion_length_mean", "tokens_per_second")
 
@@ -104,16 +105,6 @@ def test_unusable_metrics(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         plot_runs([tmp_path], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
-
-
-# Integers that float64 does not hold, that no float holds, and that Python does not read; and what is no number at all.
-ODD = [
-    '{"step": 1, "reward_mean": 0.5, "constructor": 1, "__proto__": 2.0, "entropy": 1e300}',
-    '{"step": 2, "reward_mean": 1e308, "accuracy": -1e308, "entropy": null, "ref_kl": NaN, "approx_kl": 1e999}',
-    f'{{"step": 3, "reward_mean": {10**400}, "accuracy": "high", "entropy": [1], "ref_kl": true}}',
-    f'{{"step": 9007199254740991, "reward_mean": {"9" * 5000}, "entropy": -1e300}}',
-    *(f'{{"step": {step}, "reward_mean": 1.0}}' for step in (2**53, 10**20, 10**400, "9" * 5000)),
-]
 
 
 def test_what_can_be_drawn_of_odd_numbers_is_drawn(tmp_path):

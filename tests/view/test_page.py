@@ -17,7 +17,7 @@ from rlft_fast.cli import main
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
-from tests.run.test_plot import ODD
+from tests.support.metrics import ODD
 from tests.support.samples import columns_of_samples
 from tests.trainer.toy import toy_config
 
