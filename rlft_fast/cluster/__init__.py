@@ -1,5 +1,6 @@
 """Workers on a Ray cluster: a driver calls the methods of groups of processes. Needs the extra ``ray``.
 
+connecting  joining a cluster, or starting one on this machine
 group       `WorkerGroup`: one world of worker processes, and how their ends are told
 dispatch    how a call's arguments reach the workers, and how their results come back
 workers     the roles: actor, rollout and reference; critic; reference alone; reward model
@@ -13,9 +14,10 @@ buffers     tensors travel as buffers, not as pickles
 A cluster is trusted: Ray unpickles what its processes send. Ray listens on loopback unless it is told otherwise.
 """
 
+from rlft_fast.cluster.connecting import connect
 from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, Dispatch, register
 from rlft_fast.cluster.generators import Generators
-from rlft_fast.cluster.group import WorkerError, WorkerGroup, connect
+from rlft_fast.cluster.group import WorkerError, WorkerGroup
 from rlft_fast.cluster.head import HEAD, HeadLostError
 from rlft_fast.cluster.remote import RemoteCheckpoints, RemoteEngine, RemoteRollout
 from rlft_fast.cluster.resources import num_cpus, parts_of, require_connected, require_own_machine
