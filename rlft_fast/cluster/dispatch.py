@@ -4,17 +4,15 @@ The names are verl's. A batch of any size is cut by the token-balanced plan, als
 workers; each worker is sent its share alone.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
-
-from rlft_fast.data import Batch, Samples, cat_samples, cut_shares, join_outputs, plan_batch
+from rlft_fast.cluster.collecting import collect, join_rows, join_share_column
+from rlft_fast.data import Batch, cut_shares, plan_batch
 from rlft_fast.engine import weighted
-from rlft_fast.world import World
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +41,10 @@ class Registered:
     engine: str | None
     trains: bool
 
+    def engine_of(self, keywords: Mapping[str, Any]) -> str:
+        """The engine whose token cap plans a call with these keyword arguments."""
+        return self.engine or keywords.get("engine", "")
+
 
 def register(dispatch: Dispatch, *, engine: str | None = None, trains: bool = False) -> Callable[[F], F]:
     """Makes a method of a worker a method of its group.
@@ -50,6 +52,7 @@ def register(dispatch: Dispatch, *, engine: str | None = None, trains: bool = Fa
     Args:
         dispatch: see `Dispatch`.
         engine: of DP_COMPUTE_PROTO with a batch: the engine whose token cap plans it, see `Worker.engine_configs`.
+            None: the call names it by a keyword-only argument ``engine``.
         trains: of DP_COMPUTE_PROTO with a batch: the second argument is a loss, whose denominators are those of the
             whole batch.
     """
@@ -66,6 +69,35 @@ def registered_methods(worker_class: type) -> dict[str, Registered]:
     return {name: how for name, how in found.items() if how is not None}
 
 
+class Arguments(NamedTuple):
+    """Arguments of a call."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return (*self.positional, *self.keywords.values())
+
+    def with_values(self, values: Sequence[Any]) -> "Arguments":
+        """The same call with other values, in the order of `values`."""
+        count = len(self.positional)
+        return Arguments(tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True)))
+
+
+def bind(worker_class: type, name: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Arguments:
+    """The arguments of a call in the order of the method, positional where they may be.
+
+    Raises:
+        TypeError: the method does not take the arguments.
+    """
+    try:
+        bound = inspect.signature(getattr(worker_class, name)).bind(None, *args, **keywords)
+    except TypeError as error:
+        raise TypeError(f"{worker_class.__name__}.{name}: {error}") from None
+    return Arguments(bound.args[1:], bound.kwargs)
+
+
 class Split(NamedTuple):
     """The arguments of each rank, and what makes one result of theirs."""
 
@@ -76,6 +108,9 @@ class Split(NamedTuple):
 
 def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool) -> Split:
     """A batch and further arguments as the workers get them.
+
+    Columns of the results have one entry for each token or each sequence of a share; they become columns of the
+    batch, see `collect`. Other results are the same on all workers, such as metrics that they have reduced.
 
     Args:
         batch: the whole batch.
@@ -93,16 +128,7 @@ def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: in
     shares = (share for share in cut_shares(batch, plan, scale) for _ in range(group))
 
     def join(results: list[Any]) -> Any:
-        first = results[0]
-        if not isinstance(first, Mapping):
-            return first
-
-        def joined(name: str) -> Any:
-            if not isinstance(first[name], Tensor):
-                return first[name]  # a metric, reduced by the workers
-            return join_outputs([result[name] for result in results[::group]], batch, plan)
-
-        return {name: joined(name) for name in first}
+        return collect(results[::group], lambda parts, where: join_share_column(parts, batch, plan, where))
 
     return Split(((share, *others) for share in shares), join)
 
@@ -110,7 +136,8 @@ def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: in
 def split_rows(lists: tuple[Any, ...], size: int) -> Split:
     """Lists of as many rows each: rank r gets the rows r, r + size, and so on, of every list.
 
-    Arguments that are no lists go to all workers. Results are `Samples`; their rows become those of the whole.
+    Arguments that are no lists go to all workers. Results are `Samples`, or columns with one entry for each row, see
+    `collect`; their rows become those of the whole.
 
     Raises:
         ValueError: the lists have different numbers of rows.
@@ -118,11 +145,13 @@ def split_rows(lists: tuple[Any, ...], size: int) -> Split:
     is_list = [isinstance(x, Sequence) and not isinstance(x, str | bytes) for x in lists]
     if len(numbers := {len(x) for x, cut in zip(lists, is_list, strict=True) if cut}) != 1:
         raise ValueError(f"lists of {sorted(numbers)} rows, expected a list, and all lists of the same number of rows")
+    (num_rows,) = numbers
+    rows = [range(num_rows)[rank::size] for rank in range(size)]
+    has_rows = [rank for rank in range(size) if rows[rank]] or [0]
 
-    def join(results: list[Samples]) -> Samples:
-        own = [samples.replace(row_B=samples.row_B * size + rank) for rank, samples in enumerate(results)]
-        filled = [samples for samples in own if len(samples)] or own[:1]
-        return cat_samples(filled).gather(World(device=torch.device("cpu")))  # by row and number
+    def join(results: list[Any]) -> Any:
+        filled, own = [results[rank] for rank in has_rows], [rows[rank] for rank in has_rows]
+        return collect(filled, lambda parts, where: join_rows(parts, own, where))
 
     def of_rank(rank: int) -> tuple[Any, ...]:
         return tuple(x[rank::size] if cut else x for x, cut in zip(lists, is_list, strict=True))

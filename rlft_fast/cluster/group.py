@@ -4,19 +4,28 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from rlft_fast.cluster.buffers import send_tensors_as_buffers
-from rlft_fast.cluster.dispatch import Dispatch, Registered, Split, registered_methods, split_batch, split_rows
+from rlft_fast.cluster.dispatch import (
+    Arguments,
+    Dispatch,
+    Registered,
+    Split,
+    bind,
+    registered_methods,
+    split_batch,
+    split_rows,
+)
 from rlft_fast.cluster.head import HEAD, Leaving, end_actors
 from rlft_fast.cluster.resources import require_connected
 from rlft_fast.cluster.sendable import raising_little, require_sendable
 from rlft_fast.cluster.workers import Worker
 from rlft_fast.config import Config, WorkersConfig
 from rlft_fast.data import Batch
+from rlft_fast.engine import Future
 from rlft_fast.errors import RunError
 from rlft_fast.world import RAISED_BY
 
@@ -31,8 +40,9 @@ class WorkerError(RunError):
 class WorkerGroup:
     """Workers of one role, one process each. They form a world of their own, as under torchrun.
 
-    The methods that the worker class registers are methods of the group, see `register`. The group is a context
-    manager, which ends its workers.
+    The methods that the worker class registers are methods of the group, see `register`. ``group.method(...)`` waits
+    for the result. ``group.method.submit(...)`` returns a `Future`, so that several groups work at once. The group is a
+    context manager, which ends its workers.
 
     Args:
         worker_class: a `Worker` with registered methods.
@@ -52,6 +62,7 @@ class WorkerGroup:
         start_timeout_s: float = 60.0,
     ) -> None:  # fmt: skip
         self.name = worker_class.__name__
+        self.worker_class = worker_class
         self.size = num_workers
         self._engine_configs = worker_class.engine_configs(config)
         self._actors: list[Any] = []
@@ -64,7 +75,7 @@ class WorkerGroup:
             self.close()
             raise
         for name, how in registered_methods(worker_class).items():
-            setattr(self, name, partial(self._call, name, how))
+            setattr(self, name, GroupMethod(self, name, how))
 
     def __enter__(self) -> Self:
         return self
@@ -124,16 +135,21 @@ class WorkerGroup:
         pairs = zip(self._actors, environments, strict=True)
         self._gather([self._send(actor.join, worker_class, config, environment) for actor, environment in pairs])
 
-    def _call(self, name: str, how: Registered, *args: Any) -> Any:
+    def submit(self, name: str, how: Registered, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Future[Any]:
+        """Begins a call of a registered method. Its arguments are checked, cut and sent before this returns."""
+        call = bind(self.worker_class, name, args, keywords)
         if not self._actors:
             raise WorkerError(f"{self.name}: the group has ended; make a new one, and load the newest checkpoint")
         if how.dispatch is Dispatch.RANK_ZERO:
-            return self._gather([self._send(self._actors[0].call, name, args)])[0]
+            first = [self._send(self._actors[0].call, name, *call)]
+            return Future(lambda: self._gather(first)[0])
         if how.dispatch is Dispatch.ONE_TO_ALL:
-            return self._gather([self._send(actor.call, name, args) for actor in self._actors])
-        split = self._split(how, args)
-        calls = zip(self._actors, split.arguments, strict=True)
-        return split.join(self._gather([self._send(actor.call, name, own) for actor, own in calls]))
+            same = [self._send(actor.call, name, *call) for actor in self._actors]
+            return Future(lambda: self._gather(same))
+        split = self._split(name, how, call)
+        pairs = zip(self._actors, split.arguments, strict=True)
+        calls = [self._send(actor.call, name, *call.with_values(own)) for actor, own in pairs]
+        return Future(lambda: split.join(self._gather(calls)))
 
     def _send(self, method: Any, *args: Any) -> Any:
         """Calls a method of an actor. Ray itself would refuse an argument with pages of text."""
@@ -144,12 +160,18 @@ class WorkerGroup:
                 require_sendable(f"an argument of {self.name}", argument)
             raise
 
-    def _split(self, how: Registered, args: tuple[Any, ...]) -> Split:
-        if not isinstance(args[0], Batch):
-            return split_rows(args, self.size)
-        config = self._engine_configs[how.engine or ""]
-        batch, others = args[0], args[1:]
-        return split_batch(batch, others, config.max_tokens, self.size, config.sequence_parallel, how.trains)
+    def _split(self, name: str, how: Registered, call: Arguments) -> Split:
+        if not call.values:
+            raise TypeError(f"{self.name}.{name}: there is no argument to share, expected a Batch or lists of rows")
+        batch, *others = call.values
+        if not isinstance(batch, Batch):
+            return split_rows(call.values, self.size)
+        engine = how.engine_of(call.keywords)
+        if engine not in self._engine_configs:
+            known = ", ".join(self._engine_configs)
+            raise ValueError(f"{self.name}.{name}: there is no engine {engine!r}, expected one of {known}")
+        config = self._engine_configs[engine]
+        return split_batch(batch, (*others,), config.max_tokens, self.size, config.sequence_parallel, how.trains)
 
     def _gather(self, calls: list[Any]) -> list[Any]:
         """The results in the order of the ranks. After a failure the others get a moment, then the group ends.
@@ -203,6 +225,25 @@ class WorkerGroup:
         return WorkerError(f"worker {rank} of {self.name} died: {reason}{said}")
 
 
+class GroupMethod:
+    """A registered method of a group's workers, as a driver calls it."""
+
+    def __init__(self, group: WorkerGroup, name: str, how: Registered) -> None:
+        self._group, self._name, self._how = group, name, how
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.submit(*args, **keywords).result()
+
+    def submit(self, *args: Any, **keywords: Any) -> Future[Any]:
+        """Begins the call. The workers of a group run their calls in the order in which these began.
+
+        Raises:
+            TypeError: the method does not take the arguments.
+            ValueError: the arguments cannot be shared among the workers.
+        """
+        return self._group.submit(self._name, self._how, args, keywords)
+
+
 def last_words(path: Path, num_lines: int = 5) -> str:
     """The last lines of a worker's error output, without Ray's own lines."""
     try:
@@ -243,6 +284,6 @@ class _Host(Leaving):
         os.environ.update({name: str(value) for name, value in environment.items()})
         self.worker = worker_class(config, init_distributed(config.timeout_minutes))
 
-    def call(self, name: str, args: Sequence[Any]) -> Any:
+    def call(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         with raising_little():
-            return getattr(self.worker, name)(*args)
+            return getattr(self.worker, name)(*args, **keywords)

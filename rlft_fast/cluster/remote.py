@@ -11,7 +11,7 @@ from torch import Tensor
 from rlft_fast.cluster.group import WorkerGroup
 from rlft_fast.config import ModelConfig
 from rlft_fast.data import Batch, Samples
-from rlft_fast.engine import CheckpointManager, EngineFacts, Loss, Output
+from rlft_fast.engine import CheckpointManager, EngineFacts, Future, Loss, Output
 from rlft_fast.errors import Interrupted
 from rlft_fast.rollout import NonFiniteLogitsError, RolloutError, SamplingParams, Seeds, draw_seeds
 from rlft_fast.world import World
@@ -20,7 +20,7 @@ _ATTEMPTS = 5  # to sync, while servers die and others start
 
 
 class RemoteEngine:
-    """An engine whose ranks are the workers of a group. The methods are those of `FSDPEngine` that a trainer calls.
+    """An `Engine` whose ranks are the workers of a group.
 
     Args:
         group: of workers that hold the engine.
@@ -38,31 +38,40 @@ class RemoteEngine:
 
     def infer(self, batch: Batch, outputs: Sequence[Output]) -> dict[Output, Tensor]:
         """See `FSDPEngine.infer`."""
-        if self.name == "critic":
-            found = self.group.compute_values(batch)
-        elif self.name == "reference" or not self._is_adapted:
-            found = {"logprob_T": self.group.compute_ref_log_prob(batch)["ref_logprob_T"]}
-        else:
-            found = self.group.compute_log_prob(batch, tuple(outputs))
-        return {output: found[f"{output}_T"] for output in outputs}
+        return self.submit_infer(batch, outputs).result()
+
+    def submit_infer(self, batch: Batch, outputs: Sequence[Output]) -> Future[dict[Output, Tensor]]:
+        """Begins `infer`, see `Engine`."""
+        return self.group.infer.submit(batch, (*outputs,), engine=self.name, adapter=self._is_adapted)
 
     def score(self, batch: Batch) -> Tensor:
         """See `FSDPEngine.score`."""
         asking = batch.asking_at_the_end()
-        return self.group.compute_scores(asking)["score_T"][asking.loss_mask_T]
+        return self.infer(asking, ("score",))["score"][asking.loss_mask_T]
 
     def train_step(
         self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
         schedule_step: int | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """See `FSDPEngine.train_step`."""
-        if self.name == "critic":
-            return self.group.update_critic(batch, loss, schedule_step)
-        found = self.group.update_actor(batch, loss, outputs is not None, schedule_step)
-        if outputs is not None:
-            names: tuple[Output, ...] = ("logprob", "entropy")
-            outputs |= {name: found.pop(f"{name}_T") for name in names}
-        return found
+        return self.submit_train_step(batch, loss, outputs=outputs, schedule_step=schedule_step).result()
+
+    def submit_train_step(
+        self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
+        schedule_step: int | None = None,
+    ) -> Future[dict[str, float]]:  # fmt: skip
+        """Begins `train_step`, see `Engine`. `outputs` is filled when the result is asked for."""
+        call = self.group.train_step.submit(
+            batch, loss, engine=self.name, with_outputs=outputs is not None, schedule_step=schedule_step
+        )
+
+        def wait() -> dict[str, float]:
+            metrics, found = call.result()
+            if outputs is not None:
+                outputs.update(found)
+            return metrics
+
+        return Future(wait)
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
         """Every call of a worker opens its own."""
@@ -165,11 +174,9 @@ class RemoteCheckpoints:
         self, step: int, engines: Mapping[str, Any], state: Mapping[str, Any], *, asynchronous: bool = False
     ) -> Path:
         """See `CheckpointManager.save`; the engines are those of the groups that train."""
-        if self.critic is not None:
-            self.critic.save_checkpoint(
-                self._of_critic, step, None, False, 1
-            )  # the actor's may still be the one before
-        self.group.save_checkpoint(str(self.directory), step, dict(state), asynchronous)
+        if self.critic is not None:  # keeps one more: the actor's newest may still be the one before
+            self.critic.save_checkpoint(self._of_critic, step, num_more=1)
+        self.group.save_checkpoint(str(self.directory), step, dict(state), asynchronous=asynchronous)
         return self.directory / f"step_{step:08d}"
 
     def wait(self) -> None:

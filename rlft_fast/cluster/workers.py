@@ -1,5 +1,6 @@
 """The roles of workers, under the names that verl's users know. A worker is one rank of its group's world."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,15 +74,59 @@ class Worker:
         """Loads the newest intact checkpoint, or that of a step; returns its state, or None if there is none."""
         return self._checkpoints(folder).load(self._trained, step)
 
+    # ---- the language of `FSDPEngine`: the methods below are the calls, and verl's names are short for them ---------
+
+    @register(DP_COMPUTE_PROTO)
+    def infer(
+        self, share: Share, outputs: Sequence[Output], *, engine: str, adapter: bool = True
+    ) -> dict[Output, Tensor]:
+        """See `FSDPEngine.infer`.
+
+        Args:
+            share: this worker's part of the batch.
+            outputs: of the engine's head.
+            engine: name of the role.
+            adapter: whether with the adapters of LoRA; False: see `FSDPEngine.disable_adapter`.
+        """
+        found = self._engine(engine)
+        with contextlib.nullcontext() if adapter else found.disable_adapter():
+            return found.infer(share, outputs)
+
+    @register(DP_COMPUTE_PROTO, trains=True)
+    def train_step(
+        self, share: Share, loss: Loss, *, engine: str, with_outputs: bool = False, schedule_step: int | None = None
+    ) -> tuple[dict[str, float], dict[Output, Tensor]]:
+        """See `FSDPEngine.train_step`.
+
+        Args:
+            share: this worker's part of the batch.
+            loss: per-token loss.
+            engine: name of the role.
+            with_outputs: whether to return the outputs of the step's forward passes, too.
+            schedule_step: see `FSDPEngine.optimizer_step`.
+
+        Returns:
+            The metrics, and the outputs.
+        """
+        outputs: dict[Output, Tensor] = {}
+        asked = outputs if with_outputs else None
+        metrics = self._engine(engine).train_step(share, loss, outputs=asked, schedule_step=schedule_step)
+        return metrics, outputs
+
     @register(ONE_TO_ALL)
     def non_finite_weights(self, name: str) -> list[str]:
         """Names of the engine's parameters that hold a NaN or an infinity."""
-        return self.engines[name].non_finite_weights()
+        return self._engine(name).non_finite_weights()
 
     @register(RANK_ZERO)
     def facts(self) -> dict[str, EngineFacts]:
         """The facts of each engine."""
         return {name: engine.facts for name, engine in self.engines.items()}
+
+    def _engine(self, name: str) -> FSDPEngine:
+        if name not in self.engines:
+            raise ValueError(f"there is no engine {name!r}, expected one of {', '.join(self.engines) or 'none'}")
+        return self.engines[name]
 
     def _load(self, names: Sequence[str], num_training_steps: int | None = None) -> None:
         """Makes the engines of these roles."""
@@ -142,18 +187,16 @@ class ActorRolloutRefWorker(Worker):
     @register(DP_COMPUTE_PROTO, engine="actor")
     def compute_log_prob(self, share: Share, outputs: Sequence[Output] = ("logprob", "entropy")) -> dict[str, Tensor]:
         """``logprob_T`` and ``entropy_T`` of the policy as it is now, or other outputs, see `FSDPEngine.infer`."""
-        return _by_field(self.engines["actor"].infer(share, outputs))
+        return _by_field(self.infer(share, outputs, engine="actor"))
 
     @register(DP_COMPUTE_PROTO, engine="reference")
     def compute_ref_log_prob(self, share: Share) -> dict[str, Tensor]:
         """``ref_logprob_T`` of the reference; with LoRA, of the policy without its adapter."""
         if "reference" in self.engines:
-            return {"ref_logprob_T": self.engines["reference"].infer(share, ("logprob",))["logprob"]}
-        actor = self.engines["actor"]
+            return _of_reference(self.infer(share, ("logprob",), engine="reference"))
         if self.config.actor.lora is None:
             raise ValueError(_NO_ROLE["reference"])
-        with actor.disable_adapter():
-            return {"ref_logprob_T": actor.infer(share, ("logprob",))["logprob"]}
+        return _of_reference(self.infer(share, ("logprob",), engine="actor", adapter=False))
 
     @register(DP_COMPUTE_PROTO, engine="actor", trains=True)
     def update_actor(
@@ -170,9 +213,9 @@ class ActorRolloutRefWorker(Worker):
         Returns:
             The metrics; and ``logprob_T`` and ``entropy_T`` of the step's forward passes where they are asked for.
         """
-        outputs: dict[Output, Tensor] = {}
-        asked = outputs if with_outputs else None
-        metrics = self.engines["actor"].train_step(share, loss, outputs=asked, schedule_step=schedule_step)
+        metrics, outputs = self.train_step(
+            share, loss, engine="actor", with_outputs=with_outputs, schedule_step=schedule_step
+        )
         return metrics | _by_field(outputs)
 
     @register(ONE_TO_ALL)
@@ -223,12 +266,12 @@ class CriticWorker(Worker):
     @register(DP_COMPUTE_PROTO, engine="critic")
     def compute_values(self, share: Share) -> dict[str, Tensor]:
         """``value_T`` of the critic as it is now."""
-        return {"value_T": self.engines["critic"].infer(share, ("value",))["value"]}
+        return _by_field(self.infer(share, ("value",), engine="critic"))
 
     @register(DP_COMPUTE_PROTO, engine="critic", trains=True)
     def update_critic(self, share: Share, loss: Loss, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
-        return self.engines["critic"].train_step(share, loss, schedule_step=schedule_step)
+        return self.train_step(share, loss, engine="critic", schedule_step=schedule_step)[0]
 
 
 class RewardModelWorker(Worker):
@@ -246,7 +289,7 @@ class RewardModelWorker(Worker):
     @register(DP_COMPUTE_PROTO, engine="reward")
     def compute_scores(self, share: Share) -> dict[str, Tensor]:
         """``score_T`` at the sampled tokens."""
-        return _by_field(self.engines["reward"].infer(share, ("score",)))
+        return _by_field(self.infer(share, ("score",), engine="reward"))
 
     @register(DP_COMPUTE_PROTO, engine="reward")
     def compute_rm_score(self, share: Share) -> dict[str, Tensor]:
@@ -269,7 +312,7 @@ class ReferenceWorker(Worker):
     @register(DP_COMPUTE_PROTO, engine="reference")
     def compute_ref_log_prob(self, share: Share) -> dict[str, Tensor]:
         """``ref_logprob_T`` of the reference."""
-        return {"ref_logprob_T": self.engines["reference"].infer(share, ("logprob",))["logprob"]}
+        return _of_reference(self.infer(share, ("logprob",), engine="reference"))
 
 
 class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, RewardModelWorker):
@@ -304,3 +347,7 @@ def _own_config(config: Config, name: str) -> dict[str, ModelConfig]:
 def _by_field(outputs: Mapping[Output, Tensor]) -> dict[str, Tensor]:
     """The outputs by the names of a batch's fields."""
     return {f"{name}_T": values for name, values in outputs.items()}
+
+
+def _of_reference(outputs: Mapping[Output, Tensor]) -> dict[str, Tensor]:
+    return {"ref_logprob_T": outputs["logprob"]}

@@ -15,6 +15,7 @@ with needing_train():
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
     from rlft_fast.engine.loss import Loss, Output, weighted
+    from rlft_fast.engine.protocol import Engine, Future, results
     from rlft_fast.engine.roles import role_engine
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
@@ -22,8 +23,10 @@ __all__ = [
     "BUCKET_BYTES",
     "CheckpointError",
     "CheckpointManager",
+    "Engine",
     "EngineFacts",
     "FSDPEngine",
+    "Future",
     "Loss",
     "ModelFlops",
     "Output",
@@ -38,6 +41,7 @@ __all__ = [
     "peak_flops",
     "remove_export",
     "require_exportable",
+    "results",
     "role_engine",
     "weighted",
 ]

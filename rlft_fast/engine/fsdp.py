@@ -30,6 +30,7 @@ from rlft_fast.engine.forward import (
 )
 from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples, weighted
 from rlft_fast.engine.optimizer import learning_rate_factor
+from rlft_fast.engine.protocol import Future
 from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
 from rlft_fast.engine.step import MicroBatchOutputs, OpenStep, RankWork
@@ -95,6 +96,11 @@ class FSDPEngine(EngineState):
             finally:
                 reshard(self.model)
         return {name: self._gather(done, name, work) for name in outputs}
+
+    def submit_infer(self, batch: Batch | Share, outputs: Sequence[Output]) -> Future[dict[Output, Tensor]]:
+        """`infer` at once, and its result as a `Future`, see `Engine`."""
+        found = self.infer(batch, outputs)
+        return Future(lambda: found)
 
     def _gather(self, done: list[MicroBatchOutputs], name: Output, work: RankWork) -> Tensor:
         """(T,) on the CPU in the order of the batch, from what every rank has done. All ranks must call it."""
@@ -176,6 +182,14 @@ class FSDPEngine(EngineState):
         self.zero_grad()
         self.forward_backward(batch, loss, outputs=outputs)
         return self.optimizer_step(schedule_step)
+
+    def submit_train_step(
+        self, batch: Batch | Share, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
+        schedule_step: int | None = None,
+    ) -> Future[dict[str, float]]:  # fmt: skip
+        """`train_step` at once, and its metrics as a `Future`, see `Engine`."""
+        metrics = self.train_step(batch, loss, outputs=outputs, schedule_step=schedule_step)
+        return Future(lambda: metrics)
 
     def zero_grad(self) -> None:
         """Drops all gradients, and the step that `forward_backward` has begun. Every rank must call it."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlft_fast.cluster import RemoteEngine, RemoteRollout
+from rlft_fast.cluster import RemoteRollout
 from rlft_fast.config import Config, RolloutConfig
 from rlft_fast.data import Samples, cat_samples
-from rlft_fast.engine import FSDPEngine, role_engine
+from rlft_fast.engine import Engine, FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.run import dotted
@@ -166,7 +166,7 @@ class _Batches:
         return cat_samples(parts)
 
 
-def check_finite(key: str, engine: FSDPEngine | RemoteEngine) -> None:
+def check_finite(key: str, engine: Engine) -> None:
     """Raises ValueError for weights that are not finite: nothing that a run makes of them is worth saving."""
     if bad := engine.non_finite_weights():
         raise ValueError(

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config
 from rlft_fast.data import Batch, Samples
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import Engine
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.models import load_tokenizer, split_stop
 from rlft_fast.rewards import (
@@ -126,7 +125,7 @@ class Judge:
         if self.reader is not None:
             self.reader.check(prompts, what)
 
-    def use_model(self, engine: FSDPEngine | RemoteEngine) -> None:
+    def use_model(self, engine: Engine) -> None:
         """Scores with this engine of the reward model from now on."""
         assert self.reader is not None
         self.model = RewardModelScorer(self.reader, engine)
@@ -263,7 +262,7 @@ class RewardModelScorer:
         engine: of the reward model.
     """
 
-    def __init__(self, reader: RewardModelReader, engine: FSDPEngine | RemoteEngine) -> None:
+    def __init__(self, reader: RewardModelReader, engine: Engine) -> None:
         self.reader = reader
         self.engine = engine
 

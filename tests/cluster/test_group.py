@@ -25,7 +25,7 @@ from rlft_fast.cluster import (
     require_sendable,
 )
 from rlft_fast.data import Batch, Share
-from rlft_fast.engine import FSDPEngine
+from rlft_fast.engine import FSDPEngine, results
 from rlft_fast.plugins import load_function
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import SamplingParams, sample_seeds
@@ -103,6 +103,41 @@ def test_a_batch_of_any_size(config, num_workers):
             assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
+class Clock(Worker):
+    """A worker that tells when it worked."""
+
+    @staticmethod
+    def engine_configs(config):
+        return {}
+
+    @register(DP_COMPUTE_PROTO)
+    def work(self, rows, *, seconds, fails=False):
+        started = time.time()
+        time.sleep(seconds)
+        if fails and self.world.rank == 1:
+            raise ValueError(f"row {rows[0]} cannot be worked on")
+        return {"row": rows, "begin": [started] * len(rows), "end": [time.time()] * len(rows)}
+
+
+def test_groups_work_at_the_same_time(config):
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with WorkerGroup(Clock, config, 2) as first, WorkerGroup(Clock, config, 1) as second:
+        found = results({"a": first.work.submit([5, 6, 7], seconds=2), "b": second.work.submit([8], seconds=2)})
+        assert (found["a"]["row"], found["b"]["row"]) == ([5, 6, 7], [8])
+        times = [found[name] for name in found]
+        assert max(max(x["begin"]) for x in times) < min(min(x["end"]) for x in times)
+        fails = {"a": first.work.submit([5, 6], seconds=0, fails=True), "b": second.work.submit([9], seconds=0)}
+        with pytest.raises(ValueError, match="row 6 cannot be worked on") as raised:
+            results(fails)
+        assert raised.value.__notes__ == ["raised by worker 1 of Clock"]
+        assert fails["b"].result()["row"] == [9]  # the other call's result is still there
+        assert first.work(rows=[1], seconds=0)["row"] == [1]
+        with pytest.raises(TypeError, match=r"Clock\.work: missing a required argument: 'seconds'"):
+            first.work.submit([1])
+
+
 def test_updates_are_those_of_one_process(actor, alone, config, tmp_path):
     for num_sequences in (1, 6):
         batch = make_batch(num_sequences)
@@ -110,7 +145,7 @@ def test_updates_are_those_of_one_process(actor, alone, config, tmp_path):
             old_logprob_T=actor.compute_log_prob(batch)["logprob_T"],
             advantage_T=batch.input_ids_T.float().cos() * batch.loss_mask_T,
         )
-        found, expected = actor.update_actor(batch, PolicyLoss()), alone.train_step(batch, PolicyLoss())
+        found, expected = actor.update_actor(batch, loss=PolicyLoss()), alone.train_step(batch, PolicyLoss())
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
     actor.save_checkpoint(str(tmp_path), 2, {"note": "kept"})
     before = actor.compute_log_prob(batch)["logprob_T"]
