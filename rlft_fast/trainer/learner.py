@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlft_fast.cluster import RemoteEngine
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
-from rlft_fast.engine import FSDPEngine, Output
+from rlft_fast.engine import Engine, Future, Output, results
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.rl import ValueLoss, explained_variance
 from rlft_fast.trainer.experience import Experience, merge_metrics, mismatch
@@ -51,24 +50,32 @@ class Learner:
 
     def infer(self, batch: Batch) -> Batch:
         """The batch with log-probabilities and values under the models as they are before the updates."""
-        objective, actor, critic = self.objective, self.models.actor, self.models.engines.get("critic")
-        inferred = actor.infer(batch, objective.outputs) if objective.outputs else {}
+        objective, critic = self.objective, self.models.engines.get("critic")
+        begun: dict[str, Future[dict[Output, Tensor]]] = {}  # engines with workers of their own work at the same time
+        if objective.outputs:
+            begun["actor"] = self.models.actor.submit_infer(batch, objective.outputs)
+        if self.config.algorithm.kl_coef:
+            begun["reference"] = self._submit_reference(batch)
+        if critic is not None:
+            begun["critic"] = critic.submit_infer(batch, ("value",))
+        found = results(begun)
+        inferred = found.get("actor", {})
         old_logprob_T = None if objective.defers_old else inferred.get("logprob", batch.rollout_logprob_T)
         batch = batch.replace(
             logprob_T=inferred.get("logprob"), old_logprob_T=old_logprob_T, entropy_T=inferred.get("entropy"),
             sum_prob_squared_T=inferred.get("sum_prob_squared"),
         )  # fmt: skip
-        if self.config.algorithm.kl_coef:
-            batch = batch.replace(ref_logprob_T=self._reference_logprob(batch))
-        if critic is not None:
-            batch = batch.replace(value_T=critic.infer(batch, ("value",))["value"])
+        if "reference" in found:
+            batch = batch.replace(ref_logprob_T=found["reference"]["logprob"])
+        if "critic" in found:
+            batch = batch.replace(value_T=found["critic"]["value"])
         return batch
 
-    def _reference_logprob(self, batch: Batch) -> Tensor:
+    def _submit_reference(self, batch: Batch) -> Future[dict[Output, Tensor]]:
         if (reference := self.models.engines.get("reference")) is not None:
-            return reference.infer(batch, ("logprob",))["logprob"]
+            return reference.submit_infer(batch, ("logprob",))
         with self.models.actor.disable_adapter():
-            return self.models.actor.infer(batch, ("logprob",))["logprob"]
+            return self.models.actor.submit_infer(batch, ("logprob",))
 
     def with_old_logprob(self, experience: Experience, first: np.ndarray) -> Experience:
         """The experience with log π_old where an optimizer step after the first reads it, and 0 elsewhere.
@@ -91,6 +98,8 @@ class Learner:
     def update(self, experience: Experience, rows: list[np.ndarray]) -> Update:
         """One optimizer step per mini-batch: first all of the critic's, then all of the policy's.
 
+        A critic with workers of its own trains at the same time as the policy.
+
         The schedules of the learning rates follow the run: a step without anything to learn from counts as any other.
 
         Args:
@@ -104,12 +113,14 @@ class Learner:
             cut = [batch] if len(rows) == 1 else [batch.select(part) for part in rows]
             return [*enumerate(cut, first_schedule_step)]
 
-        metrics: dict[str, float] = {}
+        begun: dict[str, Future[dict[str, float]]] = {}
         if (critic := self.models.engines.get("critic")) is not None:
             with critic.train_mode():
-                metrics = merge_metrics([self._critic_step(critic, part, number) for number, part in mini_batches()])
+                begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in mini_batches()}
         with self.models.actor.train_mode():
-            update = self._actor_steps(mini_batches())
+            found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
+        update: Update = found.pop("actor")
+        metrics = merge_metrics([*map(_critic_metrics, found.values())]) if found else {}
         return Update(metrics | update.metrics, update.outputs)
 
     def _actor_steps(self, mini_batches: list[tuple[int, Batch]]) -> Update:
@@ -137,15 +148,9 @@ class Learner:
                 ran.append(mini_batch.replace(loss_mask_T=active_T, logprob_T=logprob_T))
         return Update(mismatch(*ran) | merge_metrics(steps), outputs)
 
-    def _critic_step(
-        self, critic: FSDPEngine | RemoteEngine, mini_batch: Batch, schedule_step: int
-    ) -> dict[str, float]:
+    def _submit_critic_step(self, critic: Engine, mini_batch: Batch, schedule_step: int) -> Future[dict[str, float]]:
         assert self.value_loss is not None
-        values = critic.train_step(mini_batch.unweighted(), self.value_loss, schedule_step=schedule_step)
-        moments = {name: torch.tensor(value) for name, value in values.items()}
-        names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
-        metrics = {f"critic_{name}": values[name] for name in names}
-        return metrics | {"critic_explained_variance": explained_variance(moments).item()}
+        return critic.submit_train_step(mini_batch.unweighted(), self.value_loss, schedule_step=schedule_step)
 
     def utilisation(self, batch: Batch, seconds: float) -> dict[str, float]:
         """FLOP/s of a device in the update, and their share of the device's peak where the peak is known.
@@ -161,3 +166,11 @@ class Learner:
         flops_per_second = flops * self.config.algorithm.epochs / seconds / facts.num_ranks
         found = {"tflops_update": flops_per_second / 1e12}
         return found if facts.peak_flops is None else found | {"mfu_update": flops_per_second / facts.peak_flops}
+
+
+def _critic_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """What a run logs of an optimizer step of the critic."""
+    moments = {name: torch.tensor(value) for name, value in values.items()}
+    names = ("grad_norm", "skipped_steps", "value_loss", "value_clip_share")
+    metrics = {f"critic_{name}": values[name] for name in names}
+    return metrics | {"critic_explained_variance": explained_variance(moments).item()}

@@ -27,8 +27,9 @@ from rlft_fast.cluster import (
 from rlft_fast.config import Config, WorkersConfig, run_roles, server_urls
 from rlft_fast.engine import (
     CheckpointManager,
-    FSDPEngine,
+    Engine,
     export_hf,
+    results,
     role_engine,
 )
 from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
@@ -48,7 +49,7 @@ class Models:
         close: ends what lives elsewhere.
     """
 
-    engines: Mapping[str, FSDPEngine | RemoteEngine]
+    engines: Mapping[str, Engine]
     trained: Mapping[str, Any]
     rollout: Rollout | RemoteRollout
     checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
@@ -56,7 +57,7 @@ class Models:
     close: Callable[[], None]
 
     @property
-    def actor(self) -> FSDPEngine | RemoteEngine:
+    def actor(self) -> Engine:
         """The policy."""
         return self.engines["actor"]
 
@@ -128,9 +129,10 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
         group = start(ColocatedWorker, cluster.actor)
         if servers is not None:
             group.use_servers(*servers())
-        group.init_model(num_training_steps)
+        begun = {"actor": group.init_model.submit(num_training_steps)}
         for name, other in groups.items():
-            other.init_model(*([num_training_steps] if name == "critic" else []))
+            begun[name] = other.init_model.submit(*([num_training_steps] if name == "critic" else []))
+        results(begun)
         engines: dict[str, RemoteEngine] = {}
         for worker_class, holder in [(ColocatedWorker, group), *((roles[name], groups[name]) for name in groups)]:
             configs, facts = worker_class.engine_configs(config), holder.facts()
