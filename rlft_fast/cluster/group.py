@@ -27,7 +27,7 @@ from rlft_fast.config import Config, WorkersConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import Future
 from rlft_fast.errors import RunError
-from rlft_fast.world import RAISED_BY
+from rlft_fast.world import RAISED_BY, PeakMemory
 
 _WAIT_FOR_OTHERS_S = 5.0  # after the first failure: errors that all ranks raise together leave the group alive
 _LINE_BYTES = 800  # that are read for a line of a worker's last words
@@ -68,6 +68,7 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._logs: list[tuple[str, str]] = []  # node and file of each worker's error output
         self._placement: Any = None
+        self._peak: int | None = None
         require_connected({self.name: WorkersConfig(num_workers=num_workers, gpus=gpus, cpus=cpus)})
         try:
             self._start(worker_class, config, gpus, cpus, start_timeout_s)
@@ -142,14 +143,27 @@ class WorkerGroup:
             raise WorkerError(f"{self.name}: the group has ended; make a new one, and load the newest checkpoint")
         if how.dispatch is Dispatch.RANK_ZERO:
             first = [self._send(self._actors[0].call, name, *call)]
-            return Future(lambda: self._gather(first)[0])
+            return Future(lambda: self._measured(first)[0])
         if how.dispatch is Dispatch.ONE_TO_ALL:
             same = [self._send(actor.call, name, *call) for actor in self._actors]
-            return Future(lambda: self._gather(same))
+            return Future(lambda: self._measured(same))
         split = self._split(name, how, call)
         pairs = zip(self._actors, split.arguments, strict=True)
         calls = [self._send(actor.call, name, *call.with_values(own)) for actor, own in pairs]
-        return Future(lambda: split.join(self._gather(calls)))
+        return Future(lambda: split.join(self._measured(calls)))
+
+    def take_peak(self) -> int | None:
+        """The highest peak of a worker's memory in the calls since it was last asked for [bytes]; None: not known."""
+        peak, self._peak = self._peak, None
+        return peak
+
+    def _measured(self, calls: list[Any]) -> list[Any]:
+        """The results of calls of `_Host.call`."""
+        gathered = self._gather(calls)
+        self._peak = max(
+            (peak for peak in (self._peak, *(own for _, own in gathered)) if peak is not None), default=None
+        )
+        return [result for result, _ in gathered]
 
     def _send(self, method: Any, *args: Any) -> Any:
         """Calls a method of an actor. Ray itself would refuse an argument with pages of text."""
@@ -284,6 +298,11 @@ class _Host(Leaving):
         os.environ.update({name: str(value) for name, value in environment.items()})
         self.worker = worker_class(config, init_distributed(config.timeout_minutes))
 
-    def call(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def call(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, int | None]:
+        """The result, and the peak of this process's memory during the call [bytes]."""
+        assert self.worker is not None
+        memory = PeakMemory(self.worker.world.device)
+        memory.restart()
         with raising_little():
-            return getattr(self.worker, name)(*args, **keywords)
+            result = getattr(self.worker, name)(*args, **keywords)
+        return result, memory.measure()

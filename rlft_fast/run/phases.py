@@ -2,14 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 
-from rlft_fast.world import World
-
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+from rlft_fast.world import PeakMemory, World
 
 
 class Phases:
@@ -20,14 +17,15 @@ class Phases:
 
     Args:
         world: the ranks that make the step together.
-        elsewhere: the models live in other processes, and this one drives them. Its own memory and waiting say nothing
-            about theirs, so only the seconds are measured.
+        elsewhere: the models live in other processes, and this one drives them. The function returns the highest peak
+            of the processes since it was last called [bytes]; None: it is not known. The memory is theirs then, and
+            waiting is not measured.
     """
 
-    def __init__(self, world: World, *, elsewhere: bool = False) -> None:
+    def __init__(self, world: World, *, elsewhere: Callable[[], int | None] | None = None) -> None:
         self.world = world
         self.elsewhere = elsewhere
-        self._restarts = True
+        self._peak = PeakMemory(world.device)
         self.restart()
 
     def restart(self) -> None:
@@ -39,16 +37,16 @@ class Phases:
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """A phase, or another part of it."""
-        self._restart_peak()
+        self._peak.restart() if self.elsewhere is None else self.elsewhere()
         started = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        if not self.elsewhere and (peak := self._peak()) is not None:
+        if (peak := (self.elsewhere or self._peak.measure)()) is not None:
             self.peak_bytes[name] = max(peak, self.peak_bytes.get(name, 0))
 
     def busy(self, name: str, seconds: float) -> None:
         """Adds time in which this rank did its own share of a phase, and so waited for no other rank."""
-        if not self.elsewhere:
+        if self.elsewhere is None:
             self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
@@ -68,24 +66,3 @@ class Phases:
             mean, most = found[f"{name}.busy"].item() / self.world.size, found[f"{name}.busy_max"].item()
             metrics[f"idle_share_{name}"] = 1 - mean / most if most else 0.0
         return metrics
-
-    def _restart_peak(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.world.device)
-        else:
-            try:
-                _RESET.write_text("5", encoding="utf-8")
-            except OSError:  # no Linux, or a container that forbids it
-                self._restarts = False
-
-    def _peak(self) -> int | None:
-        """[bytes]; None where the system does not tell."""
-        if self.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.world.device)
-        if not self._restarts:
-            return None
-        try:
-            (line,) = (line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
-        except (OSError, ValueError):
-            return None
-        return int(line.split()[1]) * 1024

@@ -47,6 +47,7 @@ class Models:
         checkpoints: makes the manager of the checkpoints in a folder.
         export: writes the policy to a folder, as transformers loads it.
         close: ends what lives elsewhere.
+        take_peak: the highest peak of the memory of processes elsewhere since the last call [bytes]; None: not known.
     """
 
     engines: Mapping[str, Engine]
@@ -55,6 +56,7 @@ class Models:
     checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
     export: Callable[[Path], None]
     close: Callable[[], None]
+    take_peak: Callable[[], int | None] = lambda: None
 
     @property
     def actor(self) -> Engine:
@@ -142,6 +144,7 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
         engines=engines, trained=_trained(config, engines), rollout=RemoteRollout(group, servers),
         checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
         export=lambda folder: group.export(str(folder.absolute())), close=close,
+        take_peak=lambda: max(filter(None, [x.take_peak() for x in (group, *groups.values())]), default=None),
     )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ class PPOTrainer:
         self.objective, self.tokenizer = inputs.objective, inputs.tokenizer
         self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
         self.prompts, self.held_out = inputs.prompts, inputs.held_out
-        self.phases = Phases(world, elsewhere=config.cluster is not None)  # of the current step
+        elsewhere = None if config.cluster is None else lambda: self.models.take_peak()  # of the models of now
+        self.phases = Phases(world, elsewhere=elsewhere)  # of the current step
         self._load_models()
         with contextlib.ExitStack() as stack:
             stack.callback(self.models.close)

@@ -3,10 +3,12 @@
 world            `World`: rank, size, device, and the collectives that trainers need
 process_group    joining torch's process group and leaving it
 stopping         signals that ask a run to stop, and the places where all ranks leave a step together
+peak             the peak of this process's memory
 failures         after a rank has died, the other ranks name it
 """
 
 from rlft_fast.world.failures import naming_lost_ranks
+from rlft_fast.world.peak import PeakMemory
 from rlft_fast.world.process_group import (
     end_with_parent,
     ensure_process_group,
@@ -20,6 +22,7 @@ __all__ = [
     "RAISED_BY",
     "STOP",
     "LeftEarlyError",
+    "PeakMemory",
     "World",
     "accumulate",
     "collective_timeout",

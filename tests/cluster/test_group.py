@@ -113,6 +113,7 @@ class Clock(Worker):
     @register(DP_COMPUTE_PROTO)
     def work(self, rows, *, seconds, fails=False):
         started = time.time()
+        torch.ones(self.world.rank, 2**28 * len(rows)).sum()  # GiB for each row, of the second worker alone
         time.sleep(seconds)
         if fails and self.world.rank == 1:
             raise ValueError(f"row {rows[0]} cannot be worked on")
@@ -133,7 +134,10 @@ def test_groups_work_at_the_same_time(config):
             results(fails)
         assert raised.value.__notes__ == ["raised by worker 1 of Clock"]
         assert fails["b"].result()["row"] == [9]  # the other call's result is still there
-        assert first.work(rows=[1], seconds=0)["row"] == [1]
+        first.take_peak()
+        assert first.work(rows=[1, 2], seconds=0)["row"] == [1, 2]
+        assert 1 < first.take_peak() / 2**30 < 2  # the peak of the second worker, in this call alone
+        assert first.take_peak() is None
         with pytest.raises(TypeError, match=r"Clock\.work: missing a required argument: 'seconds'"):
             first.work.submit([1])
 

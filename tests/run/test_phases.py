@@ -33,12 +33,16 @@ def test_a_phase_has_the_peak_of_its_parts():
     assert 0.01 < metrics["seconds_generate"] < metrics["seconds_update"]
 
 
-def test_a_driver_measures_nothing_but_seconds():
-    phases = Phases(World(), elsewhere=True)
-    with phases.timed("generate"):
-        time.sleep(0.01)
+def test_a_driver_has_the_memory_of_its_workers():
+    peaks = iter([None, 3 * 2**30, 2**30, None, None, 2**30])  # before and after each phase
+    phases = Phases(World(), elsewhere=lambda: next(peaks))
+    for name in ("generate", "reward", "generate"):
+        with phases.timed(name):
+            time.sleep(0.01)
     phases.busy("generate", 0.0)
-    assert phases.metrics() == {"seconds_generate": phases.seconds["generate"]}
+    assert phases.metrics() == {f"seconds_{name}": phases.seconds[name] for name in ("generate", "reward")} | {
+        "memory_gib_generate": 3.0
+    }
 
 
 def check_two_ranks(rank: int) -> None:
