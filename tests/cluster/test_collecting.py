@@ -9,7 +9,7 @@ import torch
 
 from rlft_fast.cluster import DP_COMPUTE_PROTO, register
 from rlft_fast.cluster.dispatch import bind, split_batch, split_rows
-from tests.cluster.test_dispatch import make_batch
+from tests.support.batches import make_batch
 
 
 class Pair(NamedTuple):
