@@ -222,7 +222,9 @@ def test_a_command_names_the_extra_that_it_lacks(arguments, with_torch_alone, tm
 
 def test_the_package_names_the_extra_that_it_lacks(with_torch_alone):
     code = """
+import sys
 import rlft_fast.ops
+assert "rlft_fast.models" not in sys.modules
 for statement in ("rlft_fast.patch_lm_head", *(f"import rlft_fast.{name}" for name in PACKAGES)):
     try:
         exec(statement)

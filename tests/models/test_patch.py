@@ -4,8 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -358,9 +356,9 @@ def shard_as_accelerate(model: PreTrainedModel, mesh: DeviceMesh) -> int:
     return len({id(unit._get_fsdp_state()) for unit in units if any(True for _ in unit.parameters())})
 
 
-def check_sharded(rank: int, name: str, shard: Callable[[PreTrainedModel, DeviceMesh], int]) -> None:
+def check_sharded(rank: int, mesh: DeviceMesh, name: str, shard: Callable[[PreTrainedModel, DeviceMesh], int]) -> None:
     """Rank r trains on sequence r; the mean over ranks is the mean over the batch."""
-    inputs, mesh = batch(), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    inputs = batch()
     targets = next_tokens(**inputs)
     plain = build(name)
     logprob, _ = plain_logprob(plain(**inputs).logits, targets)
@@ -390,22 +388,9 @@ def check_sharded(rank: int, name: str, shard: Callable[[PreTrainedModel, Device
         unpatch_lm_head(model)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("name", "shard"),
-    [
-        ("tied", shard_by_blocks), ("nothing", shard_by_blocks), ("nothing", shard_the_head),
-        ("nothing", shard_norm_and_head), ("nothing", shard_as_accelerate), ("tied", shard_as_accelerate),
-    ],
-)  # fmt: skip
-@pytest.mark.thin(3)
-def test_sharded(name, shard):
-    run_distributed(check_sharded, 2, name, shard)
-
-
-def check_rounded_outputs(rank: int) -> None:
+def check_rounded_outputs(mesh: DeviceMesh) -> None:
     """As accelerate shards under mixed precision."""
-    inputs, mesh = batch(), init_device_mesh("cpu", (1,))
+    inputs = batch()
     for output_dtype in (torch.bfloat16, torch.float32):
         model = patch_lm_head(build("nothing"))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
@@ -421,20 +406,25 @@ def check_rounded_outputs(rank: int) -> None:
         )
 
 
-@pytest.mark.dist
-def test_log_probabilities_that_fsdp_rounds():
-    run_distributed(check_rounded_outputs, 1)
-
-
-def check_patch_after_sharding(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1,))
+def check_patch_after_sharding(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="patch the model before it is sharded"):
         patch_lm_head(fully_shard(build("nothing"), mesh=mesh))
 
 
+def check_everything_sharded(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    for shard in (shard_by_blocks, shard_as_accelerate, shard_the_head, shard_norm_and_head):
+        check_sharded(rank, mesh, "nothing", shard)
+    for shard in (shard_by_blocks, shard_as_accelerate):
+        check_sharded(rank, mesh, "tied", shard)
+    check_rounded_outputs(mesh)
+    check_patch_after_sharding(mesh)
+
+
 @pytest.mark.dist
-def test_a_sharded_model_cannot_be_patched():
-    run_distributed(check_patch_after_sharding, 1)
+def test_sharded():
+    """Starting a process takes seconds, so all cases share a pair."""
+    run_distributed(check_everything_sharded, 2)
 
 
 # ---- undoing, and changes after the patch ---------------------------------------------------------------------------
@@ -758,10 +748,3 @@ def test_what_a_call_with_targets_refuses():
     result = experts(**inputs, logprob_targets=targets, output_router_logits=False)
     expected, _ = plain_logprob(experts(**inputs).logits, targets)
     torch.testing.assert_close(result.logprob, expected, rtol=0, atol=1e-5)
-
-
-def test_ops_need_torch_alone():
-    code = (
-        "import sys, rlft_fast.ops; assert 'transformers' not in sys.modules and 'rlft_fast.models' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,6 +27,8 @@ interpreted = pytest.mark.parametrize("backend", _INTERPRETED)
 each_backend = pytest.mark.parametrize("backend", ["native", "reference", *_INTERPRETED])
 each_fast_backend = pytest.mark.parametrize("backend", ["native", "reference"])
 each_kernel = pytest.mark.parametrize("backend", ["native", *_INTERPRETED])  # without the reference
+# Both trace one graph, and run the op as an opaque node. Inductor also compiles C++ around it, which takes seconds.
+each_compiler = pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 def logprob_of(backend: str, **options: Any) -> Callable[..., LinearLogprob]:

@@ -16,6 +16,7 @@ from tests.ops.logprob.problems import (
     F64,
     WAYS,
     each_backend,
+    each_compiler,
     each_kernel,
     gradients,
     logprob_of,
@@ -181,8 +182,7 @@ def test_gradcheck_of_the_reference():
     assert torch.autograd.gradcheck(adapted, [hidden, adapter])
 
 
-# Inductor's C++ takes most of the time.
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@each_compiler
 def test_compiles_to_one_graph(compiler):
     hidden, weight, target, old, advantage = loss_problem(T=40, V=300)
 

@@ -14,7 +14,7 @@ from benchmarks.ops.problems import make_inputs
 from rlft_fast.ops import linear_logprob, support_logprob, support_logprob_loss
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.reference import transform_logits
-from tests.ops.logprob.problems import INTERPRETED, ppo_clip
+from tests.ops.logprob.problems import INTERPRETED, each_compiler, ppo_clip
 from tests.support.memory import peak_allocated_bytes
 from tests.support.numerics import assert_no_further_from_truth
 
@@ -383,14 +383,15 @@ def test_gradients_of_a_bfloat16_bias_are_rounded_once():
     assert bias.grad[:3].tolist() == [500, -500, 0]
 
 
-def test_opcheck_and_compile():
+@each_compiler
+def test_opcheck_and_compile(compiler):
     hidden, weight, target, support = support_problem()
     hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(torch.ops.rlft_fast.support_logits, (hidden, weight, support.clamp(min=0), 1, torch.float32))
     constant = [torch.ones(support.shape), hidden.detach(), weight.detach(), support.clamp(min=0), 1, torch.float32]
     torch.library.opcheck(torch.ops.rlft_fast.support_logits_backward, (*constant, [True, False]))
     results = []
-    for function in (support_logprob, torch.compile(support_logprob, fullgraph=True)):
+    for function in (support_logprob, torch.compile(support_logprob, fullgraph=True, backend=compiler)):
         logprob = function(hidden, weight, target, support).logprob
         results.append([logprob, *torch.autograd.grad(logprob.square().sum(), [hidden, weight])])
     for actual, expected in zip(*results, strict=True):
