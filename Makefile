@@ -23,8 +23,9 @@ BIN       := $(VENV)/bin
 PIP       := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INDEX     := $(if $(filter-out default,$(TORCH_INDEX)),--index-url $(TORCH_INDEX))
 PIP_TORCH := $(INDEX) $(TORCH)
-# A test computes with one thread. Two processes, each a file at a time, since files share what takes long to make.
-TWO       := -n 2 --dist loadfile
+# A test computes with one thread. Two processes, each a file at a time, since files share what takes long to make, in the
+# order of tests/conftest.py.
+TWO       := -n 2 --dist loadfile --no-loadscope-reorder
 THINNED   := $(if $(THIN),--thin $(THIN))
 INSTALLED := $(VENV)/.installed
 SANITIZED := $(CURDIR)/build/sanitize

@@ -65,9 +65,24 @@ def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:
     ]
 
 
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Files that start processes, which takes seconds, then files by their number of tests.
+
+    The last files of a run should be short: xdist gives a file to one process, and the others then wait for it.
+    """
+    files = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    weight = lambda of_file: (any(item.get_closest_marker("dist") for item in of_file), len(of_file))  # noqa: E731
+    return [item for of_file in sorted(files.values(), key=weight, reverse=True) for item in of_file]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Makes most variants of a test marked ``thin`` slow. Applies ``--thin`` to what marks and names have selected."""
+    """Makes most variants of a test marked ``thin`` slow. Applies ``--thin`` to what marks and names have selected.
+
+    Orders the files for the processes of xdist, which keeps the order with ``--no-loadscope-reorder``.
+    """
     thin = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("thin")) and not item.get_closest_marker("slow"):
@@ -82,6 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(spread([item for item in items if not item.get_closest_marker("long")], n))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
 
 
 def pytest_runtest_setup() -> None:
