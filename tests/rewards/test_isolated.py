@@ -175,8 +175,8 @@ def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(ask, reward, [str(tmp_path / "pids")])
         pids = wait_for_pids(tmp_path / "pids")
-        reward.close()
         with pytest.warns(UserWarning, match="its process ended with exit code -9"):
+            reward.close()
             asking.exception(10.0)
     assert asking.result() == [FAILED]
     assert_ends(pids)
