@@ -30,19 +30,19 @@ def test_loss_no_further_from_truth_than_pytorch(num_tokens, workspace_mib, entr
     check_loss(problem, dtype, {"workspace_mib": workspace_mib}, temperature=0.8, return_entropy=entropy)
 
 
-OPTIONS_IN_TRITON = {
-    "bias and entropy": {"bias_V": torch.linspace(-1, 1, 4000), "return_entropy": True},
-    "plain": {"temperature": torch.linspace(0.5, 2, 100), "logit_scale": 1.2},
-    "entropy": {"return_entropy": True},
-}
+@interpreted
+@pytest.mark.parametrize("workspace_mib", [1, 64])  # two chunks, and one
+def test_loss_from_odds_in_triton(workspace_mib, backend):
+    options = {"temperature": torch.linspace(0.5, 2, 100), "logit_scale": 1.2}
+    check_loss(loss_problem(T=100, V=4000), F32, {"workspace_mib": workspace_mib, "backend": backend}, **options)
 
 
 @interpreted
 @pytest.mark.parametrize("workspace_mib", [1, 64])  # two chunks, and one
-@pytest.mark.parametrize("options", OPTIONS_IN_TRITON)
-def test_loss_in_triton(options, workspace_mib, backend):
+@pytest.mark.parametrize("bias_V", [None, torch.linspace(-1, 1, 4000)], ids=["plain", "bias"])
+def test_loss_with_an_entropy_in_triton(bias_V, workspace_mib, backend):
     how = {"workspace_mib": workspace_mib, "backend": backend}
-    check_loss(loss_problem(T=100, V=4000), F32, how, **OPTIONS_IN_TRITON[options])
+    check_loss(loss_problem(T=100, V=4000), F32, how, bias_V=bias_V, return_entropy=True)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
