@@ -172,12 +172,16 @@ def test_a_trainer_that_closes_nothing_ends(tmp_path):
 
 def test_closing_ends_a_worker_that_is_busy(isolated, tmp_path):
     reward = isolated("never_rest", timeout_s=100.0)
+
+    def close() -> None:
+        reward.close()
+        asking.exception(10.0)  # waits for the thread that warns
+
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(ask, reward, [str(tmp_path / "pids")])
         pids = wait_for_pids(tmp_path / "pids")
         with pytest.warns(UserWarning, match="its process ended with exit code -9"):
-            reward.close()
-            asking.exception(10.0)
+            close()
     assert asking.result() == [FAILED]
     assert_ends(pids)
 
