@@ -32,8 +32,6 @@ SANITIZED := $(CURDIR)/build/sanitize
 EMULATED  := $(CURDIR)/build/emulator/kernels.so
 OLDEST    := $(CURDIR)/build/oldest
 NEWEST    := $(CURDIR)/build/newest
-# The suites beside make test that .ci/run knows, in its order (tests/suites.py).
-SUITES    := cuda sanitize emulate test-oldest test-slow gpu-rehearsal test-peers test-vllm test-ray crash-test
 # The kernels of other CPUs that test-cpus takes, by torch's names, and the suites of numbers that it runs.
 KERNELS   ?= avx2 default
 NUMBERS   := tests/ops tests/rl tests/models tests/engine tests/data tests/rollout/test_hf.py \
@@ -198,7 +196,7 @@ crash-test: install
 
 # Every suite at full length: hours.
 nightly: install
-	$(MAKE) THIN= lint docs test $(SUITES) test-newest test-cpus crash-test-ray
+	$(MAKE) THIN= lint docs test $$($(BIN)/python -m tests.suites names) test-newest test-cpus crash-test-ray
 	$(BIN)/python -m tests.suites passed $@
 
 lint: install

@@ -139,6 +139,7 @@ def git(*arguments: str, root: Path = ROOT) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("names", help="print all suites")
     commands.add_parser("due", help="print the suites that .ci/run has to run, with their options")
     commands.add_parser("age", help=f"warn if the last nightly run that passed is {MOST_COMMITS} commits old")
     record = commands.add_parser("passed", help="write down that a suite has passed")
@@ -150,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _write_down(options.suite, dict(option.split("=") for option in options.options))
         except GIT_ERRORS as error:
             print(f"{options.suite} has passed, which is not written down: {error}", file=sys.stderr)
+    elif options.command == "names":
+        print(*SUITES)
     elif options.command == "due":
         for name, reason in due(SUITES).items():
             print(name, SUITES[name].options)
