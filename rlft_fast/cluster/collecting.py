@@ -19,7 +19,7 @@ Join = Callable[[list[Any], str], Any]
 
 
 def collect(results: Sequence[Any], join: Join, where: str = "the result") -> Any:
-    """One result of the same structure as those of the workers.
+    """One result, with the structure that every worker's result has.
 
     Args:
         results: of the workers, by rank.

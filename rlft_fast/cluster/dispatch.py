@@ -124,7 +124,7 @@ def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: in
     if trains:
         batch, scale = weighted(batch, others[0])
     # Inference runs tokens of weight 0, too.
-    plan = plan_batch(batch if trains else batch.replace(loss_weight_T=None), max_tokens, size // group)
+    plan = plan_batch(batch if trains else batch.unweighted(), max_tokens, size // group)
     shares = (share for share in cut_shares(batch, plan, scale) for _ in range(group))
 
     def join(results: list[Any]) -> Any:

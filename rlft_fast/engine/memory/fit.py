@@ -73,7 +73,7 @@ def fitting_changes(
     Arguments as in `check_run`.
 
     Raises:
-        DoesNotFitError: no settings are enough. The message says what is missing.
+        DoesNotFitError: no settings are enough. The message names the missing GPUs or memory.
         MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
