@@ -5,19 +5,18 @@ The docstring under a field is the help text of its key (``rlft-fast train --hel
 
 from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
+from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, WorkersConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.resume import changed_settings, fixed_settings
-from rlft_fast.config.roles import HeadKind, Role, StepPhase, run_roles
+from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
     CheckpointConfig,
-    ClusterConfig,
     Config,
     DataConfig,
     EvaluationConfig,
-    GeneratorsConfig,
     RewardConfig,
-    WorkersConfig,
+    run_roles,
 )
 from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
 

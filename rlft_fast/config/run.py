@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,11 +16,12 @@ from pydantic import (
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, explain, rule, set_key, without_password
+from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.paths import AS_TYPED, FunctionName, LocalPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.roles import run_roles
+from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
 from rlft_fast.files import read_text
 
@@ -135,51 +135,6 @@ class CheckpointConfig(Section):
     """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
     best: MayChange[str | None] = None
     """Number of the evaluation, such as accuracy, at whose highest value the policy is exported to the folder best."""
-
-
-class WorkersConfig(Section):
-    """Worker processes of a group."""
-
-    num_workers: MayChange[PositiveInt] = 1
-    """Worker processes."""
-    gpus: MayChange[int] = Field(default=0, ge=0, le=1)
-    """GPUs of each worker."""
-    cpus: MayChange[Annotated[PositiveInt, Field(le=8192)]] = 1
-    """Logical CPUs of each worker, which are also the threads of its kernels."""
-
-
-class GeneratorsConfig(Section):
-    """vLLM servers that generate."""
-
-    num_workers: MayChange[PositiveInt] = 1
-    """Servers."""
-    gpus: MayChange[NonNegativeInt] = 0
-    """GPUs of each server, as many as rollout.vllm.tensor_parallel; 0: it generates on CPUs."""
-    cpus: MayChange[Annotated[PositiveInt, Field(le=8192)]] = 1
-    """Logical CPUs of each server."""
-
-
-def _without_password(address: str) -> str:
-    if "@" in address:
-        raise ValueError("an address must have no name and password, which logs would show")
-    return address
-
-
-class ClusterConfig(Section):
-    """Models and generators live in workers on a Ray cluster, and this process drives them."""
-
-    address: MayChange[Annotated[str, AfterValidator(_without_password)] | None] = None
-    """Address of a running cluster, such as auto or 10.0.0.1:6379; null: start one on this machine, on loopback."""
-    actor: WorkersConfig = WorkersConfig()
-    """Workers that hold the policy, and with it every model that has no workers of its own."""
-    critic: MayChange[WorkersConfig | None] = None
-    """Workers of the critic; null: the actor's workers."""
-    reference: MayChange[WorkersConfig | None] = None
-    """Workers of the reference; null: the actor's workers."""
-    reward: MayChange[WorkersConfig | None] = None
-    """Workers of the reward model; null: the actor's workers."""
-    generators: MayChange[GeneratorsConfig | None] = None
-    """vLLM servers that generate, on any machine of the cluster; null: the workers of the actor generate."""
 
 
 class Config(Section):
@@ -428,6 +383,27 @@ class Config(Section):
             folder: relative paths are written from this folder on: with the working directory they become absolute.
         """
         return write(self.model_dump(mode="json", context=as_typed(folder)))
+
+
+def run_roles(config: Config) -> dict[str, Role]:
+    """The models of a run by name, in the order in which they infer; they update in the reverse order.
+
+    The reference is a model of its own where the algorithm has a penalty on the divergence and the policy has no
+    adapters. Without its adapters the policy is the reference.
+    """
+    actor, critic, reward = config.actor, config.critic, config.reward.model
+    generates: tuple[StepPhase, ...] = ("generate", "infer", "update", "sync")
+    roles = {"actor": Role(path=config.model, config=actor, head="logprob", trains=True, phases=generates)}
+    if config.algorithm.kl_coef and actor.lora is None:
+        frozen = actor if config.reference is None else EngineConfig(**config.reference.model_dump())
+        roles["reference"] = Role(path=config.model, config=frozen, head="logprob", trains=False, phases=("infer",))
+    if critic is not None:
+        path = critic.model or config.model
+        roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
+    if reward is not None:  # it runs as the policy does
+        plain = actor.model_copy(update={"lora": None})
+        roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
+    return roles
 
 
 def _problem(error: yaml.YAMLError) -> str:
