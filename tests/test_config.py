@@ -308,6 +308,15 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
             "gpus is 2, but rollout.vllm.tensor_parallel is 1",
         ),
         ({"cluster.critic": {}}, "cluster.critic is given, but the run has no critic"),
+        ({"cluster.actor.gpus": 0.5}, r"actor\.gpus is 0\.5, a share of a GPU, and no other group takes the rest"),
+        (
+            {"cluster.actor": {"gpus": 0.5, "num_workers": 2}, "cluster.reference": {"gpus": 0.75}},
+            "need the same number of workers, but actor has 2, reference has 1",
+        ),
+        (
+            {"cluster.actor.gpus": 0.5, "cluster.reference.gpus": 0.75},
+            r"gpus of actor and reference are 0\.5 \+ 0\.75 = 1\.25 of a GPU, expected at most 1: lower them",
+        ),
         (
             {"rollout.temperature": 0.005, "rollout.backend": "vllm"},
             r"rollout\.temperature is 0\.005, but vLLM would sample at 0\.01",

@@ -7,6 +7,7 @@ workers     the roles: actor, rollout and reference; critic; reference alone; re
 remote      what a trainer holds in place of engines, rollout and checkpoints
 generators  vLLM servers that generate for a run, and replacements of servers that die
 head        the head of the cluster, which is watched, and how to end without it
+pool        places on a cluster that groups share, with their GPUs
 resources   what a run asks for is compared with what a cluster has
 sendable    what cannot be sent to workers is named
 buffers     tensors travel as buffers, not as pickles
@@ -19,8 +20,9 @@ from rlft_fast.cluster.dispatch import DP_COMPUTE_PROTO, ONE_TO_ALL, RANK_ZERO, 
 from rlft_fast.cluster.generators import Generators
 from rlft_fast.cluster.group import WorkerError, WorkerGroup
 from rlft_fast.cluster.head import HEAD, HeadLostError
+from rlft_fast.cluster.pool import ResourcePool
 from rlft_fast.cluster.remote import RemoteCheckpoints, RemoteEngine, RemoteRollout
-from rlft_fast.cluster.resources import num_cpus, parts_of, require_connected, require_own_machine
+from rlft_fast.cluster.resources import num_cpus, parts_of, require_connected, require_own_machine, shared_part
 from rlft_fast.cluster.sendable import require_sendable
 from rlft_fast.cluster.workers import (
     ActorRolloutRefWorker,
@@ -46,6 +48,7 @@ __all__ = [
     "RemoteCheckpoints",
     "RemoteEngine",
     "RemoteRollout",
+    "ResourcePool",
     "RewardModelWorker",
     "Worker",
     "WorkerError",
@@ -57,4 +60,5 @@ __all__ = [
     "require_connected",
     "require_own_machine",
     "require_sendable",
+    "shared_part",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlft_fast.cluster.group import WorkerError, last_words
 from rlft_fast.cluster.head import Leaving, end_actors
-from rlft_fast.cluster.resources import require_connected
+from rlft_fast.cluster.resources import parts_of, require_connected
 from rlft_fast.config import TOKEN_VARIABLE, Config
 from rlft_fast.rollout import VLLMServer, server_command, server_environment
 from rlft_fast.world import end_with_parent
@@ -49,7 +49,7 @@ class Generators:
         self._urls: list[str | None] = []
         self._has_run = False  # so the configuration is sound, and a start that fails is tried again
         self._failures = 0  # to start, in a row
-        require_connected({"generators": self.sizes})
+        require_connected({"generators": parts_of(config.cluster)["generators"]})
         for place in range(self.sizes.num_workers):
             self._actors.append(None)
             self._starting.append(None)

@@ -20,10 +20,10 @@ from rlft_fast.cluster.dispatch import (
     split_rows,
 )
 from rlft_fast.cluster.head import HEAD, Leaving, end_actors
-from rlft_fast.cluster.resources import require_connected
+from rlft_fast.cluster.pool import ResourcePool
 from rlft_fast.cluster.sendable import raising_little, require_sendable
 from rlft_fast.cluster.workers import Worker
-from rlft_fast.config import Config, WorkersConfig
+from rlft_fast.config import Config
 from rlft_fast.data import Batch
 from rlft_fast.engine import Future
 from rlft_fast.errors import RunError
@@ -48,18 +48,18 @@ class WorkerGroup:
         worker_class: a `Worker` with registered methods.
         config: of the run; every worker gets it.
         num_workers: number of processes.
-        gpus: GPUs of each worker, 0 or 1.
+        gpus: GPUs of each worker, 0 or 1; in a pool also a fraction.
         cpus: logical CPUs of each worker, and its OMP_NUM_THREADS.
-        start_timeout_s: how long the cluster may take to give the resources.
+        pool: keeps the places of the workers; None: they get places of their own.
 
     Raises:
-        ValueError: the cluster has fewer resources than asked for, or the configuration lacks the role.
+        ValueError: the cluster or the pool has fewer resources than asked for, or the configuration lacks the role.
         WorkerError: a worker could not start.
     """
 
     def __init__(
-        self, worker_class: type[Worker], config: Config, num_workers: int, *, gpus: int = 0, cpus: int = 1,
-        start_timeout_s: float = 60.0,
+        self, worker_class: type[Worker], config: Config, num_workers: int, *, gpus: float = 0,
+        cpus: int = 1, pool: ResourcePool | None = None,
     ) -> None:  # fmt: skip
         self.name = worker_class.__name__
         self.worker_class = worker_class
@@ -67,11 +67,17 @@ class WorkerGroup:
         self._engine_configs = worker_class.engine_configs(config)
         self._actors: list[Any] = []
         self._logs: list[tuple[str, str]] = []  # node and file of each worker's error output
-        self._placement: Any = None
+        if pool is None and gpus not in (0, 1):
+            raise ValueError(
+                f"{self.name}: gpus is {gpus:g}, expected 0 or 1; workers with a share of a GPU need the pool whose "
+                "GPUs they share: give pool=ResourcePool(...)"
+            )
+        self._places = contextlib.ExitStack()
         self._peak: int | None = None
-        require_connected({self.name: WorkersConfig(num_workers=num_workers, gpus=gpus, cpus=cpus)})
         try:
-            self._start(worker_class, config, gpus, cpus, start_timeout_s)
+            pool = pool or self._places.enter_context(ResourcePool(self.name, num_workers, gpus=gpus, cpus=cpus))
+            self._places.enter_context(pool.share(self.name, num_workers, gpus, cpus))
+            self._start(worker_class, config, pool, gpus, cpus)
         except BaseException:
             self.close()
             raise
@@ -89,36 +95,20 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Ends the workers at once, and frees their resources."""
-        import ray
-
         end_actors(self._actors)
         self._actors = []
-        if self._placement is not None and HEAD.answers():
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(self._placement)
-        self._placement = None
+        self._places.close()
 
     def pids(self) -> list[int]:
         """The process ids of the workers, on their own machines."""
         return self._gather([actor.pid.remote() for actor in self._actors])
 
-    def _start(self, worker_class: type[Worker], config: Config, gpus: int, cpus: int, timeout_s: float) -> None:
+    def _start(self, worker_class: type[Worker], config: Config, pool: ResourcePool, gpus: float, cpus: int) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus} for _ in range(self.size)]
-        self._placement = ray.util.placement_group(bundles, strategy="PACK")
-        if not self._placement.wait(timeout_s):
-            raise ValueError(
-                f"the cluster did not free the resources for {self.size} workers of {self.name} within "
-                f"{timeout_s:g} s: {ray.available_resources()} are available"
-            )
         remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Host)
         self._actors = [
-            remote.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-            ).remote(rank)
-            for rank in range(self.size)
+            remote.options(scheduling_strategy=pool.strategy(rank)).remote(rank) for rank in range(self.size)
         ]
         places = self._gather([actor.place.remote() for actor in self._actors])
         self._logs = [(node, log) for node, _, _, log in places]

@@ -1,11 +1,16 @@
 """Workers and generators on a Ray cluster."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from rlft_fast.config.base import Section
+from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
+
+GroupName = Literal["actor", "critic", "reference", "reward"]
+GROUPS: tuple[GroupName, ...] = ("actor", "critic", "reference", "reward")
+"""The groups of workers that a run may have."""
 
 
 class WorkersConfig(Section):
@@ -13,8 +18,8 @@ class WorkersConfig(Section):
 
     num_workers: MayChange[PositiveInt] = 1
     """Worker processes."""
-    gpus: MayChange[int] = Field(default=0, ge=0, le=1)
-    """GPUs of each worker."""
+    gpus: MayChange[float] = Field(default=0, ge=0, le=1)
+    """GPUs of each worker. Groups with a fraction, such as 0.5, share GPUs: worker r of each of them is on GPU r."""
     cpus: MayChange[Annotated[PositiveInt, Field(le=8192)]] = 1
     """Logical CPUs of each worker, which are also the threads of its kernels."""
 
@@ -51,3 +56,32 @@ class ClusterConfig(Section):
     """Workers of the reward model; null: the actor's workers."""
     generators: MayChange[GeneratorsConfig | None] = None
     """vLLM servers that generate, on any machine of the cluster; null: the workers of the actor generate."""
+
+    @property
+    def groups(self) -> dict[GroupName, WorkersConfig]:
+        """The groups of workers, by name."""
+        return {name: workers for name in GROUPS if (workers := getattr(self, name)) is not None}
+
+    @property
+    def sharing_gpus(self) -> dict[GroupName, WorkersConfig]:
+        """The groups whose workers share GPUs, by name."""
+        return {name: workers for name, workers in self.groups.items() if 0 < workers.gpus < 1}
+
+    @rule
+    def _shared_gpus_fit(self) -> Iterator[str]:
+        sharing = self.sharing_gpus
+        names = " and ".join(sharing)
+        if len(sharing) == 1:
+            yield (
+                f"{names}.gpus is {sharing[next(iter(sharing))].gpus:g}, a share of a GPU, and no other group takes "
+                "the rest: set 1, or give another group a fraction"
+            )
+        if len({workers.num_workers for workers in sharing.values()}) > 1:
+            numbers = ", ".join(f"{name} has {workers.num_workers}" for name, workers in sharing.items())
+            yield (
+                f"{names} share GPUs by their fractions of gpus, and need the same number of workers, but {numbers}: "
+                "set num_workers of all to the same number"
+            )
+        if (total := sum(workers.gpus for workers in sharing.values())) > 1:
+            parts = " + ".join(f"{workers.gpus:g}" for workers in sharing.values())
+            yield f"gpus of {names} are {parts} = {total:g} of a GPU, expected at most 1: lower them"

@@ -1,7 +1,7 @@
 """The models of a run, and where they live: in this process and those beside it, or in workers on a Ray cluster."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rlft_fast.cluster import (
     RemoteCheckpoints,
     RemoteEngine,
     RemoteRollout,
+    ResourcePool,
     RewardModelWorker,
     Worker,
     WorkerGroup,
@@ -23,8 +24,9 @@ from rlft_fast.cluster import (
     num_cpus,
     parts_of,
     require_connected,
+    shared_part,
 )
-from rlft_fast.config import Config, WorkersConfig, run_roles, server_urls
+from rlft_fast.config import ClusterConfig, Config, GroupName, run_roles, server_urls
 from rlft_fast.engine import (
     CheckpointManager,
     Engine,
@@ -34,6 +36,10 @@ from rlft_fast.engine import (
 )
 from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
+
+_WORKERS: dict[GroupName, type[Worker]] = {
+    "actor": ColocatedWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +114,6 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
             f"the run has a cluster section, and torchrun started {world.size} processes: take one of both"
         )
     config, cluster = _with_absolute_paths(config).for_device(world.device.type), config.cluster
-    roles = {"reward": RewardModelWorker, "critic": CriticWorker, "reference": ReferenceWorker}
-    own = {name: part for name in roles if (part := getattr(cluster, name)) is not None}
     parts = parts_of(cluster)
     connect(cluster.address, None if cluster.address else num_cpus(parts))
     require_connected(parts)
@@ -121,31 +125,57 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
             servers = lambda: (generators.urls(), generators.token)  # noqa: E731
         elif config.rollout.servers:
             servers = lambda: (server_urls(config.rollout.servers), token_from_environment())  # noqa: E731
-
-        def start(worker_class: type[Worker], part: WorkersConfig) -> Any:
-            group = WorkerGroup(worker_class, config, part.num_workers, gpus=part.gpus, cpus=part.cpus)
-            stack.callback(group.close)
-            return group
-
-        groups: dict[str, Any] = {name: start(roles[name], part) for name, part in own.items()}
-        group = start(ColocatedWorker, cluster.actor)
+        groups = stack.enter_context(_groups(config, cluster))
+        group = groups["actor"]
         if servers is not None:
             group.use_servers(*servers())
-        begun = {"actor": group.init_model.submit(num_training_steps)}
-        for name, other in groups.items():
-            begun[name] = other.init_model.submit(*([num_training_steps] if name == "critic" else []))
-        results(begun)
+        _load(groups, num_training_steps, together=not cluster.sharing_gpus)
         engines: dict[str, RemoteEngine] = {}
-        for worker_class, holder in [(ColocatedWorker, group), *((roles[name], groups[name]) for name in groups)]:
-            configs, facts = worker_class.engine_configs(config), holder.facts()
+        for name, holder in groups.items():
+            configs, facts = _WORKERS[name].engine_configs(config), holder.facts()
             engines |= {name: RemoteEngine(holder, name, configs[name], facts[name]) for name in facts}
         close = stack.pop_all().close
     return Models(
         engines=engines, trained=_trained(config, engines), rollout=RemoteRollout(group, servers),
         checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
         export=lambda folder: group.export(str(folder.absolute())), close=close,
-        take_peak=lambda: max(filter(None, [x.take_peak() for x in (group, *groups.values())]), default=None),
+        take_peak=lambda: max(filter(None, [x.take_peak() for x in groups.values()]), default=None),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _groups(config: Config, cluster: ClusterConfig) -> Iterator[dict[GroupName, Any]]:
+    """The groups of workers by name, the actor's first. Those that share GPUs are in one pool."""
+    with contextlib.ExitStack() as stack:
+        pools: dict[str, ResourcePool] = {}
+        for name, part in shared_part(cluster).items():
+            pool = ResourcePool(name, part.number, gpus=part.gpus, cpus=part.cpus, processes=part.processes)
+            pools |= dict.fromkeys(cluster.sharing_gpus, stack.enter_context(pool))
+        groups: dict[GroupName, Any] = {}
+        for name, workers in cluster.groups.items():
+            group = WorkerGroup(
+                _WORKERS[name], config, workers.num_workers, gpus=workers.gpus, cpus=workers.cpus, pool=pools.get(name)
+            )
+            groups[name] = stack.enter_context(group)
+        yield groups
+
+
+def _load(groups: Mapping[GroupName, Any], num_training_steps: int, *, together: bool) -> None:
+    """Loads the models. The actor's workers come last where vLLM, which starts in them, measures a shared GPU's memory.
+
+    Args:
+        groups: of workers.
+        num_training_steps: optimizer steps of the whole run.
+        together: whether all groups load at the same time.
+    """
+    begun: dict[str, Any] = {
+        name: group.init_model.submit(*[num_training_steps] if name == "critic" else [])
+        for name, group in groups.items()
+        if name != "actor"
+    }
+    if not together:
+        results(begun)
+    results({"actor": groups["actor"].init_model.submit(num_training_steps), **begun})
 
 
 def _with_absolute_paths(config: Config) -> Config:

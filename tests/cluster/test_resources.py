@@ -19,7 +19,24 @@ NODE = {"CPU": 8.0, "GPU": 2.0, "memory": 64e9}
             "the cluster has: actor 4 GPUs, critic 1 GPU, and the cluster has 4 GPUs",
         ),
         ({"actor": {"num_workers": 17}}, [NODE, NODE], "actor 17 CPUs, and the cluster has 16 CPUs"),
+        # Groups with a fraction share GPUs, which are then whole.
+        ({name: {"num_workers": 4, "gpus": 0.5} for name in ("actor", "critic")}, [NODE, NODE], None),
+        (
+            {name: {"num_workers": 2, "gpus": 0.5, "cpus": 5} for name in ("actor", "critic")},
+            [NODE],
+            "actor and critic 20 CPUs, and the cluster has 8 CPUs",
+        ),
+        (
+            {"actor": {"num_workers": 4, "gpus": 0.25}, "critic": {"num_workers": 4, "gpus": 0.75}},
+            [NODE, NODE | {"GPU": 1.0}],
+            "actor and critic 4 GPUs, and the cluster has 3 GPUs",
+        ),
         # The sum is enough, and no machine is.
+        (
+            {name: {"num_workers": 2, "gpus": 0.5, "cpus": 3} for name in ("actor", "critic")},
+            [NODE, {"CPU": 4.0, "memory": 64e9}],
+            "each 2 processes take 6 CPUs and 1 GPU and .*room for 1 of 2",
+        ),
         ({"generators": {"gpus": 3}}, [NODE, NODE], "takes 1 CPU and 3 GPUs and .*room for 0 of 1"),
         ({"actor": {"num_workers": 3, "cpus": 5}}, [NODE, NODE], "takes 5 CPUs and .*room for 2 of 3"),
         (
