@@ -50,7 +50,9 @@ def _parser() -> Parser:
         epilog="`rlft-fast train --help` explains every --key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="number of GPUs; with a cluster section, of the actor"
+    )
     parser.add_argument("--memory", type=float, required=True, metavar="GB", help="memory of one GPU in 10^9 bytes")
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of one node, for the HSDP plan (default: 8)"
@@ -117,11 +119,12 @@ def print_parts(plan: "MemoryPlan") -> None:
 
 def print_phases(plan: "MemoryPlan", memory_bytes: float) -> None:
     """Prints the memory of each phase: one row per phase, one column per model and for vLLM."""
-    print(_row("GB of a phase", *plan.phases[0].memory, "in all"))
+    owners = dict.fromkeys(owner for phase in plan.phases for owner in phase.memory)
+    print(_row("GB of a phase", *owners, "in all"))
     for phase in plan.phases:
         excess = phase.total_bytes - phase.limit(memory_bytes)
         note = f"  does not fit into {phase.limit(memory_bytes) / 1e9:.1f}" if excess > 0 else ""
-        print(_row(phase.name, *phase.memory.values(), phase.total_bytes) + note)
+        print(_row(phase.name, *(phase.memory.get(owner, 0) for owner in owners), phase.total_bytes) + note)
     worst = plan.worst(memory_bytes)
     print(
         f"  at most               {worst.total_bytes / 1e9:>10.2f} GB of {worst.limit(memory_bytes) / 1e9:.1f} usable"

@@ -3,6 +3,7 @@
 fit           refuses a run that does not fit into memory, and says what would make it fit
 search        the fastest combination of settings with which a run fits
 run           all models of a run and the generator, phase by phase
+processes     which models are in one process, and which processes share a device
 engine        one model: memory by part, largest token cap, bytes sent per step
 generator     vLLM's memory, or the memory of transformers' ``generate``
 simulation    runs the real model code on tensors without data, and records the peak

@@ -1,13 +1,16 @@
 """The memory that a run needs per rank: all models, phase by phase, and the generator.
 
-In a phase `rlft_fast.trainer.ppo.PPOTrainer.train_step` works with one model. The other models wait on the device, or
-in the CPU's memory with ``cpu_offload`` or ``offload_between_phases``. A run on CPUs has a single memory, in which
-everything stays.
+In a phase `rlft_fast.trainer.ppo.PPOTrainer.train_step` works with one model of each process. The other models of the
+process wait on the device, or in the CPU's memory with ``cpu_offload`` or ``offload_between_phases``. A run on CPUs has
+a single memory, in which everything stays.
+
+On a Ray cluster, a model may have workers of its own (`rlft_fast.engine.memory.processes`). Processes that share a
+device work at the same time, so each of them counts at its peak beside the phases of the others.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,11 +28,13 @@ from rlft_fast.engine.memory.engine import (
     state_by_part,
 )
 from rlft_fast.engine.memory.generator import GeneratorMemory
+from rlft_fast.engine.memory.processes import devices_of, ranks_of
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import state_bytes
 from rlft_fast.models import PolicyModel
 
 _GENERATOR = "vLLM"
+_ORDER = ("generate", "score", "infer", "update", "sync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +96,7 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
 
     Args:
         config: configuration of the run.
-        world_size: number of ranks.
+        world_size: number of ranks; on a cluster those of the actor.
         memory_bytes: memory of each rank's device.
         device_type: ``"cuda"`` or ``"cpu"``.
 
@@ -100,9 +105,10 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
         MemoryPlanError: a model does not run on tensors without data.
     """
     config = config.for_device(device_type)
+    ranks = ranks_of(config, world_size)
     engines = {
         name: plan_engine_memory(
-            role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
+            role.path, role.config, ranks[name], most_micro_batches(config, ranks[name], role.config), device_type,
             head=role.head, memory_bytes=int(memory_bytes),
         )
         for name, role in run_roles(config).items()
@@ -134,15 +140,31 @@ def _in_phases(
     config: Config, world_size: int, memory_bytes: float, device_type: str, engines: dict[str, EngineMemory],
     updates: dict[str, int], *, infers: bool,
 ) -> MemoryPlan:  # fmt: skip
+    ranks = ranks_of(config, world_size)
     residents = {
-        name: _Resident(role, world_size, memory_bytes, device_type, infers=infers)
+        name: _Resident(role, ranks[name], memory_bytes, device_type, infers=infers)
         for name, role in run_roles(config).items()
     }
     policy = residents["actor"].model
     assert isinstance(policy, PolicyModel)
     generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
-    phases = list(_phases(residents, updates, generator))
+    phases: list[Phase] = []
+    for processes in devices_of(config):
+        own = [[*_phases({name: residents[name] for name in names}, updates, generator)] for names in processes]
+        phases += _on_one_device(own, memory_bytes)
+    phases.sort(key=lambda phase: _ORDER.index(phase.name.partition(" ")[0]))
     return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
+
+
+def _on_one_device(processes: list[list[Phase]], memory_bytes: float) -> Iterator[Phase]:
+    """The phases of processes that share a device, each beside the peaks of the other processes."""
+    peaks = [MemoryPlan(engines={}, phases=phases) for phases in processes]
+    for own, phases in enumerate(processes):
+        others = [peak for other, peak in enumerate(peaks) if other != own]
+        beside = {owner: size for peak in others for owner, size in peak.worst(memory_bytes).memory.items()}
+        host_bytes = sum(peak.host_bytes for peak in others)
+        for phase in phases:
+            yield replace(phase, memory=phase.memory | beside, host_bytes=phase.host_bytes + host_bytes)
 
 
 def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | None = None) -> int:
@@ -189,9 +211,9 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         host_bytes: CPU memory for each rank.
     """
     config = config.for_device(device_type)
-    roles, total, state = run_roles(config), 0, 0
-    for role in roles.values():
-        kept, taken = _roughly(role, world_size, device_type)
+    ranks, total, state = ranks_of(config, world_size), 0, 0
+    for name, role in run_roles(config).items():
+        kept, taken = _roughly(role, ranks[name], device_type)
         total, state = total + kept + taken, state + kept
     policy = build_plain(config.model, config.actor, "logprob", trains=True)
     assert isinstance(policy, PolicyModel)
@@ -208,12 +230,13 @@ def surely_exceeds(config: Config, world_size: int, memory_bytes: float, device_
     Arguments and errors as in `plan_memory`.
     """
     config = config.for_device(device_type)
+    ranks = ranks_of(config, world_size)
     return any(
         least_bytes(
-            role.path, role.config, world_size, most_micro_batches(config, world_size, role.config), device_type,
+            role.path, role.config, ranks[name], most_micro_batches(config, ranks[name], role.config), device_type,
             role.head, int(memory_bytes),
         ) > USABLE * memory_bytes
-        for role in run_roles(config).values()
+        for name, role in run_roles(config).items()
         if role.trains
     )  # fmt: skip
 
@@ -278,12 +301,21 @@ class _Resident:
 
 
 def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator: GeneratorMemory) -> Iterator[Phase]:
-    """The phases of a step, in order. A reward model scores before vLLM sleeps."""
+    """The phases of a process in a step, in order. A reward model scores before vLLM sleeps.
+
+    Args:
+        residents: the models of the process.
+        updates: bytes of a model's update, by name.
+        generator: works in the actor's process.
+    """
+    generates = "actor" in residents
+    awake, asleep = (generator.awake_bytes, generator.asleep_bytes) if generates else (0, 0)
 
     def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
         memory = {owner: x.waiting for owner, x in residents.items()} | ({active: active_bytes} if active else {})
         host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
-        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if generator.in_vllm else {}), host_bytes=host)
+        in_vllm = generates and generator.in_vllm
+        return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if in_vllm else {}), host_bytes=host)
 
     def working(phase: StepPhase) -> list[str]:
         return [name for name, x in residents.items() if phase in x.role.phases]
@@ -293,16 +325,18 @@ def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator:
         what = "score" if name == "reward" else f"infer {name}"
         return phase(what, name, "infer", resident.inferring + resident.inference, vllm)
 
-    actor = residents["actor"]
-    if generator.in_vllm:
-        yield phase("generate", "", "", 0, generator.awake_bytes)
-    else:
-        yield phase("generate", "actor", "infer", actor.inferring + generator.beside_policy_bytes, 0)
+    for name in working("generate"):
+        if generator.in_vllm:
+            yield phase("generate", "", "", 0, awake)
+        else:
+            yield phase("generate", name, "infer", residents[name].inferring + generator.beside_policy_bytes, 0)
     for name in working("score"):
-        yield infers(name, generator.awake_bytes)
+        yield infers(name, awake)
     for name in working("infer"):
-        yield infers(name, generator.asleep_bytes)
+        yield infers(name, asleep)
     for name in reversed(working("update")):
-        yield phase(f"update {name}", name, "update", updates[name], generator.asleep_bytes)
-    if generator.in_vllm:
-        yield phase("sync", "actor", "infer", actor.inferring + generator.bucket_bytes, generator.loading_bytes)
+        yield phase(f"update {name}", name, "update", updates[name], asleep)
+    for name in working("sync"):
+        if generator.in_vllm:
+            taken = residents[name].inferring + generator.bucket_bytes
+            yield phase("sync", name, "infer", taken, generator.loading_bytes)

@@ -23,6 +23,7 @@ import torch
 from rlft_fast.config import Config, EngineConfig, Role, run_roles
 from rlft_fast.engine.flops import model_flops
 from rlft_fast.engine.memory.engine import EngineMemory, sent_bytes, state_by_part, waiting_gradient_bytes
+from rlft_fast.engine.memory.processes import ranks_of
 from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, longest_sequence, most_micro_batches
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import resolve_shard_size, state_bytes
@@ -75,8 +76,9 @@ class Search:
         self.config, self.plan = config.for_device(device_type), plan
         self.world_size, self.memory_bytes = world_size, memory_bytes
         self.device_type, self.host_bytes = device_type, host_bytes
+        ranks = ranks_of(self.config, world_size)
         self.trained = {
-            name: _Trained(role, plan.engines[name], world_size, memory_bytes)
+            name: _Trained(role, plan.engines[name], ranks[name], memory_bytes)
             for name, role in run_roles(self.config).items()
             if role.trains
         }
@@ -114,7 +116,8 @@ class Search:
         for factor in (2**n for n in range(1, 8)):
             more = copy(self)
             more.world_size = factor * self.world_size
-            more.trained = {name: trained.on(more.world_size) for name, trained in self.trained.items()}
+            ranks = ranks_of(config, more.world_size)
+            more.trained = {name: trained.on(ranks[name]) for name, trained in self.trained.items()}
             bound = more.bound(config)
             if bound is not None and bound.fits(self.memory_bytes, self.host_bytes):
                 return more.world_size
@@ -126,7 +129,7 @@ class Search:
         try:
             updates = {
                 name: trained.bytes_at_least(
-                    roles[name].config, most_micro_batches(config, self.world_size, roles[name].config)
+                    roles[name].config, most_micro_batches(config, trained.world_size, roles[name].config)
                 )
                 for name, trained in self.trained.items()
             }
@@ -142,18 +145,20 @@ class Search:
         roles, updates, moves = run_roles(config), 0.0, 0.0
         for name, trained in self.trained.items():
             engine = roles[name].config
-            num_micro_batches = most_micro_batches(config, self.world_size, engine)
-            updates += trained.update_seconds(engine, num_micro_batches, self._rows_of_step(config, engine))
+            num_micro_batches = most_micro_batches(config, trained.world_size, engine)
+            rows = self._rows_of_step(config, engine, trained.world_size)
+            updates += trained.update_seconds(engine, num_micro_batches, rows)
             moves += trained.move_seconds(engine, num_micro_batches)
         if "reference" in roles:
             moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
         generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel.bit_length()
         return updates * (1 + generation + _SPLIT_BATCH / config.rollout.batch_size) + moves
 
-    def _rows_of_step(self, config: Config, engine: EngineConfig) -> float:
+    @staticmethod
+    def _rows_of_step(config: Config, engine: EngineConfig, world_size: int) -> float:
         """Tokens of a rank in an optimizer step, if every sequence has the greatest length."""
         sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
-        share = math.ceil(sequences / max(self.world_size // engine.sequence_parallel, 1))
+        share = math.ceil(sequences / max(world_size // engine.sequence_parallel, 1))
         return share * longest_sequence(config) / engine.sequence_parallel
 
     def _excess(self, plan: MemoryPlan) -> float:

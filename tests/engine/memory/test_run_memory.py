@@ -91,6 +91,30 @@ def test_an_adapter_needs_no_reference(config_of):
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
 
 
+def test_processes_on_one_gpu_add_up(config_of):
+    """Each works at its peak beside the others'. With GPUs of their own they have the same bytes, one by one."""
+
+    def planned(gpus: float, num_workers: int) -> dict[str, dict[str, int]]:
+        workers = {"num_workers": num_workers, "gpus": gpus}
+        return phase_bytes(plan_memory(config_of(cluster={"actor": workers, "critic": workers}), 2, 80 * GIB))
+
+    apart, shared = planned(1, 2), planned(0.5, 2)
+    of_critic = {name: memory for name, memory in apart.items() if name.endswith("critic")}
+    assert {*of_critic} == {"infer critic", "update critic"}
+    assert all({*memory} == {"critic"} for memory in of_critic.values())
+    assert all("critic" not in memory for name, memory in apart.items() if name not in of_critic)
+    peak = max(memory["critic"] for memory in of_critic.values())
+    actors_peak = max(sum(memory.values()) for name, memory in apart.items() if name not in of_critic)
+    assert [*shared] == [*apart]
+    for name, memory in shared.items():
+        beside = actors_peak if name in of_critic else peak
+        assert sum(memory.values()) == sum(apart[name].values()) + beside
+    alone = planned(1, 1)  # a critic that is not sharded, beside the actor's two ranks
+    one_rank = phase_bytes(plan_memory(config_of(), 1, 80 * GIB))
+    assert alone["update critic"]["critic"] == one_rank["update critic"]["critic"]
+    assert alone["update actor"] == apart["update actor"]
+
+
 # The reference and the reward model run as the policy does.
 @pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["cpu_offload", "offload_between_phases"])
