@@ -106,7 +106,9 @@ class Split(NamedTuple):
     join: Callable[[list[Any]], Any]
 
 
-def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool) -> Split:
+def split_batch(
+    batch: Batch, others: tuple[Any, ...], max_tokens: int, size: int, group: int, trains: bool, padded: bool = False
+) -> Split:
     """A batch and further arguments as the workers get them.
 
     Columns of the results have one entry for each token or each sequence of a share; they become columns of the
@@ -119,12 +121,13 @@ def split_batch(batch: Batch, others: tuple[Any, ...], max_tokens: int, size: in
         size: number of workers.
         group: number of neighbouring workers that share their sequences (sequence parallelism).
         trains: see `register`.
+        padded: whether the engine runs padded.
     """
     scale = 1.0
     if trains:
         batch, scale = weighted(batch, others[0])
     # Inference runs tokens of weight 0, too.
-    plan = plan_batch(batch if trains else batch.unweighted(), max_tokens, size // group)
+    plan = plan_batch(batch if trains else batch.unweighted(), max_tokens, size // group, padded=padded)
     shares = (share for share in cut_shares(batch, plan, scale) for _ in range(group))
 
     def join(results: list[Any]) -> Any:

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -175,7 +176,15 @@ class WorkerGroup:
             known = ", ".join(self._engine_configs)
             raise ValueError(f"{self.name}.{name}: there is no engine {engine!r}, expected one of {known}")
         config = self._engine_configs[engine]
-        return split_batch(batch, (*others,), config.max_tokens, self.size, config.sequence_parallel, how.trains)
+        padded = engine in self._padded
+        return split_batch(
+            batch, (*others,), config.max_tokens, self.size, config.sequence_parallel, how.trains, padded
+        )  # fmt: skip
+
+    @cached_property
+    def _padded(self) -> set[str]:
+        """The engines that run padded."""
+        return {name for name, facts in self.facts().items() if facts.padded_because}
 
     def _gather(self, calls: list[Any]) -> list[Any]:
         """The results in the order of the ranks. After a failure the others get a moment, then the group ends.

@@ -4,7 +4,7 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_lists, cat_supports
-    from rlft_fast.data.layout import PackedLayout, plan_batch, share_prompts
+    from rlft_fast.data.layout import PackedLayout, pad_sequences, plan_batch, share_prompts
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
     from rlft_fast.data.shares import Share, cut_shares, join_outputs
@@ -21,6 +21,7 @@ __all__ = [
     "cat_supports",
     "cut_shares",
     "join_outputs",
+    "pad_sequences",
     "plan_batch",
     "plan_micro_batches",
     "share_prompts",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.data.batch import Batch, cumulative, token_ranges
+from rlft_fast.data.padding import plan_padded
 from rlft_fast.data.planning import MicroBatchPlan, check_lengths, plan_micro_batches
 
 _UNITS_PER_RANK = 4  # enough pieces to balance the ranks; more would repeat prompts for nothing
@@ -34,6 +35,7 @@ class PackedLayout:
         cu_seqlens_k: (segments + 1,) int32 boundaries of the keys that each segment attends to. A segment's queries
             are the last of its keys, and attention is causal: query i of m sees the first n - m + i + 1 of n keys.
         key_index_M: (M,) int64 row of each key; None: keys are the rows themselves.
+        padded_length: positions of each sequence of a padded batch; None: the sequences are packed.
     """
 
     token_index_U: Tensor
@@ -41,6 +43,28 @@ class PackedLayout:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     key_index_M: Tensor | None
+    padded_length: int | None = None
+
+
+def pad_sequences(batch: Batch) -> PackedLayout:
+    """The layout of a padded batch: the sequences with an active position, up to the last active one of the longest.
+
+    A sequence that is shorter repeats its last token, which no earlier token sees.
+
+    Args:
+        batch: on the CPU.
+    """
+    used_B = _prompt_and_used_lengths(batch)[1]
+    start_B, used_B = (x[used_B > 0] for x in (batch.cu_seqlens.numpy()[:-1].astype(np.int64), used_B))
+    num_sequences, length = len(used_B), int(used_B.max(initial=1))
+    token_index_BL = start_B[:, None] + np.minimum(np.arange(length), used_B[:, None] - 1)
+    row_T = np.full(batch.num_tokens, -1)
+    row_T[_ranges(start_B, used_B)] = _ranges(length * np.arange(num_sequences), used_B)
+    boundaries = _boundaries(np.full(num_sequences, length))
+    return PackedLayout(
+        token_index_U=torch.from_numpy(token_index_BL.ravel()), row_T=torch.from_numpy(row_T),
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, key_index_M=None, padded_length=length,
+    )  # fmt: skip
 
 
 def share_prompts(batch: Batch) -> PackedLayout:
@@ -85,13 +109,16 @@ def share_prompts(batch: Batch) -> PackedLayout:
     )
 
 
-def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatchPlan:
+def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1, *, padded: bool = False) -> MicroBatchPlan:
     """Plans a batch by the rows that run, keeping sequences with equal prompts together, and units whole.
+
+    Sequences that will be padded are planned by their lengths instead, so that neighbours have similar lengths.
 
     Args:
         batch: on the CPU.
         max_tokens: cap on the rows that run in a micro-batch.
         world_size: number of ranks.
+        padded: whether each micro-batch runs padded, see `pad_sequences`.
 
     Returns:
         A plan of the batch's sequences, see `plan_micro_batches`.
@@ -101,6 +128,9 @@ def plan_batch(batch: Batch, max_tokens: int, world_size: int = 1) -> MicroBatch
     """
     check_lengths(batch.lengths, max_tokens)
     prompt_B, used_B = _prompt_and_used_lengths(batch)
+    if padded:
+        unit_B = np.arange(batch.num_sequences) if batch.unit_B is None else _numbers(batch.unit_B.tolist())
+        return plan_padded(used_B, unit_B, max_tokens, world_size)
     number_B = _prompt_numbers(batch, prompt_B)
     if batch.unit_B is not None:
         unit_B = _numbers(batch.unit_B.tolist())

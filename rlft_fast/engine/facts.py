@@ -15,6 +15,8 @@ class EngineFacts(NamedTuple):
     """Folder of the model."""
     units: str
     """A table of the FSDP units; empty where a single process needs none."""
+    padded_because: str
+    """Why sequences run padded; empty if they are packed."""
     hidden_size: int
     num_embeddings: int
     """Tokens that have an embedding."""
@@ -31,6 +33,7 @@ def facts_of(engine: EngineState) -> EngineFacts:
     return EngineFacts(
         path=engine.path,
         units=engine.units,
+        padded_because=engine.model.padded_because,
         hidden_size=engine.model.backbone.config.get_text_config().hidden_size,
         num_embeddings=embedding.num_embeddings,
         num_ranks=engine.world.size,

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, share_prompts
+from rlft_fast.data import Batch, MicroBatchPlan, PackedLayout, join_outputs, pad_sequences, share_prompts
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -27,18 +27,26 @@ from rlft_fast.world import World
 _Inputs = TypeVar("_Inputs", ModelInputs, ImageInputs)
 
 
-def check_batch(batch: Batch, backbone: PreTrainedModel) -> None:
+def check_batch(batch: Batch, backbone: PreTrainedModel, *, padded: bool = False) -> None:
     """Refuses what the model cannot run, before any rank starts: all have the same batch and refuse it together.
+
+    Args:
+        batch: the whole batch.
+        backbone: of the model.
+        padded: whether the model runs padded.
 
     Raises:
         ValueError: images for a model without a vision tower, or other than the tokens say; a sequence too long for
             the model's kind of rotary embedding.
     """
     require_fixed_rope(backbone, batch.max_seqlen)
-    if has_vision(backbone):
+    if has_vision(backbone) and not padded:
         check_images(backbone, batch)
     elif batch.multi_modal_inputs is not None:
-        raise ValueError(f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower")
+        raise ValueError(
+            f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower that is supported: "
+            "leave the images out"
+        )
 
 
 def prepare_micro_batches(batch: Batch, plan: MicroBatchPlan, rank: int) -> list[Batch]:
@@ -58,8 +66,9 @@ def prepare_model_inputs(
     *,
     backbone: PreTrainedModel,
     sequence_group: ProcessGroup | None = None,
+    padded: bool = False,
 ) -> ModelInputs:
-    """Everything that the packed forward needs, made on the host, so that nothing later waits for the device.
+    """Everything that the forward needs, made on the host, so that nothing later waits for the device.
 
     The ranks of a `sequence_group` get equally many rows each, in order. Rows are padded to that, and to one at least:
     a rank without a token of its own still runs every collective. Targets and outputs belong to whole sequences, so
@@ -70,8 +79,9 @@ def prepare_model_inputs(
         device: where the model is.
         backbone: of the model that is to be called; a vision-language one gives positions in three dimensions.
         sequence_group: the ranks that share the micro-batch.
+        padded: whether the model runs padded; not with a `sequence_group`.
     """
-    layout = share_prompts(micro_batch)
+    layout = pad_sequences(micro_batch) if padded else share_prompts(micro_batch)
     num_padded = _num_padded(len(layout.token_index_U), sequence_group)
     boundaries_q, boundaries_k, key_index = _pad_segments(layout, num_padded)
 
@@ -99,6 +109,7 @@ def prepare_model_inputs(
         support_AK=None if support_TK is None else support_TK[output_index_A].long(),
         images=None if images is None else _move_fields(images, device),
         sequence_group=sequence_group,
+        padded_length=layout.padded_length,
     )
     return _move_fields(inputs, device)
 

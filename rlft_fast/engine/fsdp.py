@@ -133,10 +133,11 @@ class FSDPEngine(EngineState):
 
     def _work(self, batch: Batch | Share) -> RankWork:
         if isinstance(batch, Share):
-            check_batch(batch.batch, self.model.backbone)
+            check_batch(batch.batch, self.model.backbone, padded=self.is_padded)
             return RankWork(batch.micro_batches(), None)
-        check_batch(batch, self.model.backbone)
-        plan = plan_batch(batch, self.config.max_tokens, self.world.size // self.config.sequence_parallel)
+        check_batch(batch, self.model.backbone, padded=self.is_padded)
+        num_shares = self.world.size // self.config.sequence_parallel
+        plan = plan_batch(batch, self.config.max_tokens, num_shares, padded=self.is_padded)
         return RankWork(prepare_micro_batches(batch, plan, self._data_rank), (batch, plan))
 
     @property
@@ -148,8 +149,9 @@ class FSDPEngine(EngineState):
         if self.head != "logprob":
             micro_batch = micro_batch.replace(support_TK=None)
         return prepare_model_inputs(
-            micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group
-        )
+            micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group,
+            padded=self.is_padded,
+        )  # fmt: skip
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
         possible = OUTPUTS[self.head]

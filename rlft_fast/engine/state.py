@@ -115,6 +115,11 @@ class EngineState:
     def trains(self) -> bool:
         return self.num_training_steps is not None
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether sequences run padded instead of packed."""
+        return bool(self.model.padded_because)
+
     # ---- where it lives -----------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str, *, params: bool = True, optimizer: bool = True) -> None:

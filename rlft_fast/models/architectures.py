@@ -1,7 +1,8 @@
-"""Which models can be packed, and the name of the attention that transformers is given.
+"""How a model runs, packed or padded, and the name of the attention that transformers is given.
 
-A model is refused by its class, configuration and names alone, before anything runs. The test
-tests/models/test_every_architecture.py checks the refusals with every causal language model of transformers.
+Packed sequences need an attention of our own. Every other causal model runs a padded batch, by its own attention: no
+token sees the padding on its right. The way is chosen by the model's class, configuration and names alone, before
+anything runs. The test tests/models/test_every_architecture.py checks it with every language model of transformers.
 """
 
 import contextlib
@@ -30,14 +31,24 @@ def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
 
 
 def padded_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
-    """The ``attn_implementation`` for padded batches and generation: SDPA, or "eager" if scores are soft-capped."""
-    softcapped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return "eager" if softcapped else _except_in_towers(GROUPED_ATTENTION, config)
+    """The ``attn_implementation`` of a model that can be packed for padded batches and generation.
+
+    It is SDPA, or "eager" if scores are soft-capped.
+    """
+    return "eager" if _is_softcapped(config) else _except_in_towers(GROUPED_ATTENTION, config)
+
+
+def own_implementation(config: PreTrainedConfig) -> str | None:
+    """The ``attn_implementation`` of a model that cannot be packed: transformers' choice, which ignores soft-caps."""
+    return "eager" if _is_softcapped(config) else None
 
 
 @contextlib.contextmanager
 def padded_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends by `padded_implementation`; afterwards by `packed_implementation` again."""
+    """Inside, a model with packed attention attends by `padded_implementation`. Other models keep their own."""
+    if model.config._attn_implementation != PACKED_ATTENTION:
+        yield
+        return
     model.set_attn_implementation(padded_implementation(model.config))
     try:
         yield
@@ -45,20 +56,42 @@ def padded_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(packed_implementation(model.config))
 
 
+def _is_softcapped(config: PreTrainedConfig) -> bool:
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, str]:
     return {"": name, "text_config": name, "vision_config": "sdpa"} if config.model_type in VISION_MODELS else name
 
 
-def require_packed_attention(model: PreTrainedModel) -> None:
-    """Refuses a model whose packed forward would be wrong. Reads class, configuration and names, but no weights.
+def require_causal(model: PreTrainedModel) -> None:
+    """Refuses a model that is no causal language model, however it runs.
 
     Raises:
-        ValueError: the model cannot be packed; the message has the model's class and the reasons.
+        ValueError: the model is an encoder-decoder, or its tokens see later tokens.
+    """
+    decoder = [module.is_causal for module in model.get_decoder().modules() if hasattr(module, "is_causal")]
+    is_causal = getattr(model.config.get_text_config(), "is_causal", True) is not False
+    reasons = {
+        "is an encoder-decoder": model.config.is_encoder_decoder,
+        "lets tokens see later ones": not is_causal or (bool(decoder) and not any(decoder)),  # cross-attention is none
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ValueError(
+            f"{type(model).__name__} {' and '.join(found)}: choose a causal language model (Llama, Qwen, Mistral, "
+            "Gemma, ...)"
+        )
+
+
+def why_not_packed(model: PreTrainedModel) -> str:
+    """Why a packed forward of the model would be wrong; empty if it is right.
+
+    Reads class, configuration and names, but no weights.
     """
     config = model.config.get_text_config()
     types = {*(getattr(config, "layer_types", None) or [])}
     modules = [module for name, module in model.named_modules() if "visual." not in name]
-    causal = {getattr(module, "is_causal", True) for module in modules}
+    causal = {getattr(module, "is_causal", True) for module in model.get_decoder().modules()}
     reasons = {
         "is an encoder-decoder": model.config.is_encoder_decoder,
         "carries a recurrent state from token to token": model._is_stateful,
@@ -73,20 +106,41 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
     }
     found = [reason for reason, holds in reasons.items() if holds]
-    if found := found + [_EXCEPTIONS[x] for x in (config.model_type,) if x in _EXCEPTIONS]:
+    return " and ".join(found + [_EXCEPTIONS[x] for x in (model.config.model_type,) if x in _EXCEPTIONS])
+
+
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Refuses a model whose packed forward would be wrong.
+
+    Raises:
+        ValueError: the model cannot be packed; the message has the model's class and the reasons.
+    """
+    if reasons := why_not_packed(model):
         raise ValueError(
-            f"{type(model).__name__} {' and '.join(found)}: sequences cannot be packed for it. Supported are causal "
-            "language models whose layers are full or sliding-window attention (Llama, Qwen, Mistral, Gemma, ...) and "
-            f"the vision-language models {', '.join(VISION_MODELS)}"
+            f"{type(model).__name__} {reasons}: sequences cannot be packed for it. Packed are causal language models "
+            "whose layers are full or sliding-window attention (Llama, Qwen, Mistral, Gemma, ...) and the "
+            f"vision-language models {', '.join(VISION_MODELS)}"
         )
 
 
-def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int) -> None:
+def require_divisible_heads(backbone: PreTrainedModel, sequence_parallel: int, padded_because: str = "") -> None:
     """Requires that `sequence_parallel` ranks can share the model's attention heads evenly.
 
+    Args:
+        backbone: the model.
+        sequence_parallel: number of ranks.
+        padded_because: why the model runs padded; empty if it is packed.
+
     Raises:
-        ValueError: the number of heads is no multiple of `sequence_parallel`.
+        ValueError: the number of heads is no multiple of `sequence_parallel`, or ranks cannot share a padded batch.
     """
+    if sequence_parallel == 1:
+        return
+    if padded_because:
+        raise ValueError(
+            f"sequence_parallel={sequence_parallel} needs packed sequences, but {type(backbone).__name__} "
+            f"{padded_because}: set it to 1"
+        )
     num_heads = backbone.config.get_text_config().num_attention_heads
     if num_heads % sequence_parallel:
         raise ValueError(

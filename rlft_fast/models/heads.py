@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
-from rlft_fast.models.architectures import padded_attention
-from rlft_fast.models.packed import ModelInputs, packed_hidden
+from rlft_fast.models.architectures import packed_implementation, padded_attention, why_not_packed
+from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.vision import has_vision
 from rlft_fast.ops import (
@@ -195,8 +195,30 @@ def _reshaped(values: Tensor, like: Tensor) -> Tensor:
     return values if values.shape == like.shape else values.view(like.shape).clone()
 
 
-class PolicyModel(nn.Module):
-    """A causal language model whose packed forward ends in a :class:`LogprobHead`.
+class _HeadedModel(nn.Module):
+    """A transformers model that runs packed, or padded where a packed forward would be wrong.
+
+    Attributes:
+        padded_because: why the model runs padded; empty if it is packed.
+    """
+
+    padded_because: str
+
+    def choose_way(self, model: PreTrainedModel) -> None:
+        """Sets packed attention where the model can be packed. A tower that never runs is frozen."""
+        self.padded_because = why_not_packed(model)
+        if not self.padded_because:
+            model.set_attn_implementation(packed_implementation(model.config))
+        elif hasattr(model.config, "vision_config"):
+            ends = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
+            parts = [part for part in (model.get_decoder(), *ends) if part is not None]
+            runs = {id(parameter) for part in parts for parameter in part.parameters()}
+            for parameter in model.parameters():
+                parameter.requires_grad_(id(parameter) in runs)
+
+
+class PolicyModel(_HeadedModel):
+    """A causal language model whose forward ends in a :class:`LogprobHead`.
 
     :func:`rlft_fast.models.probe.probe` finds out how the model's own forward transforms hidden states and logits.
 
@@ -214,22 +236,20 @@ class PolicyModel(nn.Module):
         head = model.get_output_embeddings()
         if head is None:
             raise ValueError(f"{type(model).__name__} has no lm_head: a policy must be a causal language model")
-        if model.base_model is model:
-            raise ValueError(
-                f"{type(model).__name__} has no backbone under the name {model.base_model_prefix!r} of its class: "
-                "sequences cannot be packed for it"
-            )
-        around = probe(model, "cpu" if head.weight.is_meta else head.weight.device, torch.float32)
+        text = _text_model(model, head)
+        around = probe(text, "cpu" if head.weight.is_meta else head.weight.device, torch.float32)
         if around.hidden_scale is None:
             raise ValueError(
                 f"{type(model).__name__} has modules between its backbone and its lm_head "
-                f"({', '.join(_beside_backbone(model))}), which a packed policy cannot run: choose a model whose head "
-                "reads the last hidden states"
+                f"({', '.join(_beside_backbone(text))}), which a policy cannot run: choose a model whose head reads "
+                "the last hidden states"
             )
         self.model = model
+        self.choose_way(model)
         self.hidden_scale = around.hidden_scale
         self.head = LogprobHead(head.weight, head.bias, around.softcap, around.logit_scale, workspace_mib)
         model.set_output_embeddings(self.head)  # one module under both names
+        self._backbone_name = _name_of(_backbone(text), model)
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -237,11 +257,11 @@ class PolicyModel(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        return cast(PreTrainedModel, self.model.base_model)
+        return cast(PreTrainedModel, self.model.get_submodule(self._backbone_name))
 
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
-        hidden_UD = packed_hidden(self.backbone, inputs)
+        hidden_UD = final_hidden(self.backbone, inputs)
         # All A rows are active. Passing this index spares the op a search for them.
         everything = torch.arange(len(inputs.target_A), device=inputs.target_A.device)
         hidden_AD = hidden_UD.index_select(0, inputs.active_index_A)
@@ -251,18 +271,26 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def deviation(self, input_ids_T: Tensor) -> Tensor:
-        """The largest difference of log-probabilities between the model's own forward and the packed forward.
+        """The largest difference of log-probabilities between the model's own forward and the forward of this class.
 
-        Both run on these tokens. A difference shows that the model does something that the packed forward leaves out.
+        A difference shows that the model does something that this forward leaves out. The model's own forward runs on
+        these tokens. A padded forward runs on their first half alone, beside all of them: tokens that see later tokens
+        make a difference.
         """
-        target_T = input_ids_T.flip(0)
+        target_T, half = input_ids_T.flip(0), len(input_ids_T) // 2
         with padded_attention(self.model):
             own_logits = self.model(input_ids=input_ids_T[None], use_cache=False).logits[0].float()
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
-        return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
+        if not self.padded_because:
+            return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
+        ids_BL = torch.stack([input_ids_T, torch.cat([input_ids_T[:half], input_ids_T[:half].flip(0)])])
+        found = self(_padded(ids_BL, target_T.repeat(2))).logprob.view_as(ids_BL)
+        return torch.cat([found[0] - own_T, (found[1] - own_T)[:half]]).abs().max()
 
-    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int | Tensor) -> Cache:
+    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int | Tensor) -> Cache | None:
         """The key-value cache of prompts but for their last tokens, which `generate` runs. Each prompt runs once.
+
+        A padded model has none: its own cache may hold states that cannot be repeated.
 
         Args:
             prompt_ids: (P, L) left-padded prompts.
@@ -272,6 +300,8 @@ class PolicyModel(nn.Module):
         Returns:
             The cache of all sequences, in which those of a prompt follow each other.
         """
+        if self.padded_because:
+            return None
         cache = DynamicCache(config=self.model.config)
         if prompt_ids.shape[1] > 1:
             self.backbone(
@@ -282,26 +312,24 @@ class PolicyModel(nn.Module):
             cache.batch_repeat_interleave(cast(int, num_samples))  # torch's own takes a tensor, too
         return cache
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None, **options: Any) -> Tensor:
         """Continues sequences by transformers' ``generate``.
 
         Args:
-            input_ids: (B, L) left-padded sequences.
+            input_ids: (B, L) left-padded sequences; without padding for a padded model, whose state may see it.
             attention_mask: (B, L), 0 at padding.
             cache: of all tokens but the last of each sequence. Afterwards it has the new tokens, but for the last.
+                None: the model makes its own and runs all tokens.
             **options: for ``generate``.
 
         Returns:
             (B, L + new) token ids.
         """
-        return cast(Any, self.model).generate(
-            input_ids,
-            attention_mask=attention_mask,
+        if cache is not None:
             # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
-            position_ids=_positions(attention_mask),
-            **{_cache_argument(GenerationMixin.prepare_inputs_for_generation): cache},
-            **options,
-        )
+            options["position_ids"] = _positions(attention_mask)
+            options[_cache_argument(GenerationMixin.prepare_inputs_for_generation)] = cache
+        return cast(Any, self.model).generate(input_ids, attention_mask=attention_mask, **options)
 
 
 def _cache_argument(function: Callable[..., Any]) -> str:
@@ -328,16 +356,53 @@ def _one_sequence(model: PreTrainedModel, input_ids_T: Tensor, target_T: Tensor)
     )  # fmt: skip
 
 
+def _padded(ids_BL: Tensor, target_T: Tensor) -> ModelInputs:
+    """The inputs of a padded batch whose tokens are all active."""
+    (num_sequences, length), device = ids_BL.shape, ids_BL.device
+    boundaries = torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * length
+    everything = torch.arange(ids_BL.numel())
+    return ModelInputs(
+        input_ids_U=ids_BL.flatten(), position_ids_U=torch.arange(length, device=device).repeat(num_sequences),
+        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=length, max_seqlen_k=length, key_index=None,
+        active_index_A=everything.to(device), target_A=target_T, output_index_A=everything, padded_length=length,
+    )  # fmt: skip
+
+
+def _text_model(model: PreTrainedModel, head: nn.Module) -> PreTrainedModel:
+    """The causal language model that ends in the head: the model itself, or its part (Llama 4 with images)."""
+    inside = (x for x in model.children() if isinstance(x, PreTrainedModel) and any(y is head for y in x.modules()))
+    part = next(inside, None) if model.base_model is model else None
+    return model if part is None else _text_model(part, head)
+
+
+def _backbone(text: PreTrainedModel) -> PreTrainedModel:
+    """The backbone of a causal language model, also where its class gives it another name (Llama 4)."""
+    if text.base_model is not text:
+        return cast(PreTrainedModel, text.base_model)
+    parts = [child for child in text.children() if isinstance(child, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ValueError(
+            f"{type(text).__name__} has no backbone under the name {text.base_model_prefix!r} of its class: choose "
+            "another model"
+        )
+    return parts[0]
+
+
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)
+
+
 def _beside_backbone(model: PreTrainedModel) -> list[str]:
     return [name for name, child in model.named_children() if not isinstance(child, PreTrainedModel)]
 
 
-class ValueModel(nn.Module):
+class ValueModel(_HeadedModel):
     """A backbone with a scalar head, which gives V(s_t) at each active position. A new head gives 0 everywhere."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
+        self.choose_way(backbone)
         size, device = backbone.config.get_text_config().hidden_size, next(backbone.parameters()).device
         self.head = nn.Linear(size, 1, device=device, dtype=backbone.dtype)
         self.initialize_head()
@@ -353,16 +418,17 @@ class ValueModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 values."""
-        hidden_UD = packed_hidden(self.backbone, inputs)
+        hidden_UD = final_hidden(self.backbone, inputs)
         return _reshaped(self.head(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
 
 
-class RewardModel(nn.Module):
+class RewardModel(_HeadedModel):
     """A sequence classification model with one label, whose logit is the reward of the text up to a position."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.choose_way(model)
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -374,7 +440,7 @@ class RewardModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """(A,) float32 rewards at the active positions."""
-        hidden_UD = packed_hidden(self.backbone, inputs)
+        hidden_UD = final_hidden(self.backbone, inputs)
         score = cast(nn.Linear, self.model.score)
         return _reshaped(score(hidden_UD.index_select(0, inputs.active_index_A)).float(), inputs.target_A)
 

@@ -25,12 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.files import read_text
-from rlft_fast.models.architectures import packed_implementation, require_packed_attention
-from rlft_fast.models.attention import PACKED_ATTENTION
+from rlft_fast.models.architectures import own_implementation, require_causal
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.value_head import stored_head
-from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
 from rlft_fast.tokenizer_files import check_tokenizer_files
 
@@ -44,25 +42,28 @@ _PARTS = ("truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"
 
 
 def build_policy(path: str | Path, dtype: torch.dtype = torch.float32, workspace_mib: int | None = None) -> PolicyModel:
-    """A causal language model with packed attention and a ``LogprobHead``. Its parameters have no memory yet.
+    """A causal language model with a ``LogprobHead``. Its parameters have no memory yet.
+
+    A vision-language model without packed images learns from text alone: its tower is frozen.
 
     The model is in eval mode and is trained in eval mode. With dropout, the policy of an update would differ from the
     policy that sampled, and their ratio would not be 1.
 
     Raises:
-        ValueError: the folder is missing or unreadable, its model has no lm_head, or its sequences cannot be packed.
+        ValueError: the folder is missing or unreadable, or its model is no causal language model with an lm_head.
     """
     config = _read_config(path)
-    if config.model_type in VISION_MODELS:
-        return PolicyModel(_build(AutoModelForImageTextToText, config, path, dtype), workspace_mib)
     architectures = config.architectures or []
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        auto_class: Any = AutoModelForCausalLM
+    elif config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not config.is_encoder_decoder:
+        auto_class = AutoModelForImageTextToText
+    else:
         raise ValueError(
             f"the model in {path} is {', '.join(architectures) or 'of unknown architecture'}{_why_no_policy(config)}: "
-            "a policy must be a causal language model (...ForCausalLM), or a "
-            f"vision-language model of type {' or '.join(VISION_MODELS)}"
+            "a policy must be a causal language model (...ForCausalLM) or a vision-language model"
         )
-    return PolicyModel(_build(AutoModelForCausalLM, config, path, dtype), workspace_mib)
+    return PolicyModel(_build(auto_class, config, path, dtype), workspace_mib)
 
 
 def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
@@ -71,7 +72,7 @@ def build_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> ValueM
     `load` reads the head from the folder of a reward model or of an exported critic. For other folders the head is new.
 
     Raises:
-        ValueError: the folder is missing or unreadable, or the model's sequences cannot be packed.
+        ValueError: the folder is missing or unreadable, or the model is not causal.
     """
     return ValueModel(_build(AutoModel, _read_config(path), path, dtype))
 
@@ -199,8 +200,6 @@ def folder_dtype(path: str | Path) -> torch.dtype:
 
 
 def _why_no_policy(config: PreTrainedConfig) -> str:
-    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return f", a vision-language model of type {config.model_type}, which is not supported"
     return ", an encoder-decoder" if config.is_encoder_decoder else " and has no lm_head"
 
 
@@ -212,22 +211,15 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
-    options = {"dtype": dtype, "attn_implementation": packed_implementation(config)}
+    options = {"dtype": dtype, "attn_implementation": own_implementation(config)}
     try:
         model = build_on_meta(lambda: auto_class.from_config(config, **options))
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
             # The file may name end tokens that config.json does not name.
             model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    except KeyError as error:
-        if error.args != (PACKED_ATTENTION,):
-            raise ValueError(f"cannot build the model in {path}: KeyError: {error}") from error
-        raise ValueError(
-            f"the model in {path}, of type {config.model_type}, does not take its attention from transformers' "
-            "AttentionInterface: sequences cannot be packed for it. Choose another model"
-        ) from error
     except Exception as error:  # with a wrong configuration the model's code may raise any error
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
-    require_packed_attention(model)
+    require_causal(model)
     return model
 
 

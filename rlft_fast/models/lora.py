@@ -53,7 +53,9 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
         _check_no_experts(model)
     if targets:
         named = "all-linear" if targets == ["all-linear"] else targets
-        options = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=named)
+        # A layer that is frozen already never runs.
+        frozen = [name for name, x in model.pretrained.named_modules() if isinstance(x, nn.Linear) and _is_frozen(x)]
+        options = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=named, exclude_modules=frozen or None)
         try:
             peft.inject_adapter_in_model(options, model.pretrained, _ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -68,11 +70,15 @@ def add_lora(model: RLModel, rank: int, alpha: int, target_modules: Sequence[str
         parameter.requires_grad_(name in trained)
 
 
+def _is_frozen(layer: nn.Linear) -> bool:
+    return not layer.weight.requires_grad
+
+
 def _check_no_experts(model: RLModel) -> None:
     """Refuses all-linear for experts, whose matrices are no linear layers. peft before 0.19 would leave them out."""
     layers = [*model.pretrained.named_modules()]
     experts = [f"{name}.{key}" for name, layer in layers for key, x in layer.named_parameters(recurse=False)
-               if x.dim() == 3 and not isinstance(layer, nn.Conv1d)]  # fmt: skip
+               if x.dim() == 3 and x.requires_grad and not isinstance(layer, nn.Conv1d)]  # fmt: skip
     if experts:
         linear = {name.rpartition(".")[2]: None for name, layer in layers if isinstance(layer, nn.Linear)}
         raise ValueError(

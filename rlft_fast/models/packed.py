@@ -1,4 +1,4 @@
-"""The packed forward of a backbone: from token ids to final hidden states."""
+"""The forward of a backbone, packed or padded: from token ids to final hidden states."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,11 @@ from rlft_fast.ops.packing import RowIndex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInputs:
-    """What a packed forward pass needs: U rows, all of a micro-batch, or one rank's share of them.
+    """What a forward pass needs: U rows, all of a micro-batch, or one rank's share of them.
 
-    A row is a token that runs; a prompt that several sequences share runs once (`rlft_fast.data.share_prompts`).
+    A row is a token that runs; a prompt that several sequences share runs once (`rlft_fast.data.share_prompts`). In a
+    padded pass the rows are those of a (U / L, L) batch, one sequence after the other
+    (`rlft_fast.data.pad_sequences`).
 
     Args:
         input_ids_U: (U,) int64.
@@ -31,6 +33,7 @@ class ModelInputs:
         support_AK: (A, K) int64 ids that each target was sampled among, -1 fills up; None: the whole vocabulary.
         images: for models with a vision tower.
         sequence_group: the ranks that share the micro-batch; None: this rank has all of it.
+        padded_length: L of a padded pass; None: the rows are packed.
     """
 
     input_ids_U: Tensor
@@ -46,10 +49,19 @@ class ModelInputs:
     support_AK: Tensor | None = None
     images: ImageInputs | None = None
     sequence_group: ProcessGroup | None = None
+    padded_length: int | None = None
 
 
-def packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
-    """(U, D) final hidden states of packed sequences."""
+def final_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
+    """(U, D) final hidden states."""
+    if inputs.padded_length is None:
+        return _packed_hidden(backbone, inputs)
+    # No mask and no positions: the padding stands on the right, where no token of a causal model sees it.
+    ids_BL = inputs.input_ids_U.view(-1, inputs.padded_length)
+    return backbone(input_ids=ids_BL, use_cache=False).last_hidden_state.flatten(0, 1)
+
+
+def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
     if inputs.images is None:
         model, tokens = backbone, {"input_ids": inputs.input_ids_U[None]}
     else:

@@ -40,8 +40,10 @@ class HFGenerator:
     """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
 
     Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. Prompts are
-    padded on the left; nowhere else are sequences padded. When a quarter of the completions of a batch have ended, they
-    leave the batch and its cache.
+    padded on the left. When a quarter of the completions of a batch have ended, they leave the batch and its cache.
+
+    A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
+    prompts of one length, every sample runs its prompt, and the others run again when some leave the batch.
 
     Args:
         model: the policy.
@@ -63,9 +65,13 @@ class HFGenerator:
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
         """Samples a completion for each request, see `Generator.generate`. No request is refused."""
         # The stance: compiled blocks would compile again for the cache.
+        is_padded = bool(self.model.padded_because)
+        lengths = [len(request.token_ids) * is_padded for request in requests]
+        order = sorted(range(len(requests)), key=lengths.__getitem__)
+        batches = _batches([requests[i] for i in order], self.batch_size, one_length=is_padded)
         with _generation_mode(self.model), torch.compiler.set_stance("force_eager"):
-            batches = _batches(requests, self.batch_size)
-            return [completion for batch in batches for completion in self._generate(batch, params)]
+            found = [completion for batch in batches for completion in self._generate(batch, params)]
+        return [found[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def load(self, weights: WeightStream | None, version: int) -> None:
         """Takes the version alone: the weights are the policy's own."""
@@ -130,7 +136,8 @@ class HFGenerator:
             if ids.shape[1] == limit:
                 break
             left = (~ends.ended_B).nonzero().squeeze(1)
-            cache.batch_select_indices(left)
+            if cache is not None:
+                cache.batch_select_indices(left)
             limit_B = limit_B[left]
             ids, mask = ids[left], pad(mask[left], (0, ids.shape[1] - first), value=1)
             uniform_BN = None if uniform_BN is None else uniform_BN[left, ids.shape[1] - first :]
@@ -161,12 +168,16 @@ class HFGenerator:
         return Completion(tokens[:length], logprobs[:length], reason, (Span(length, self.weight_version),), support)
 
 
-def _batches(requests: Sequence[Request], batch_size: int) -> Iterator[list[list[Request]]]:
-    """Groups of neighbouring requests with equal token ids, in batches of at most so many requests."""
+def _batches(requests: Sequence[Request], batch_size: int, *, one_length: bool) -> Iterator[list[list[Request]]]:
+    """Groups of neighbouring requests with equal token ids, in batches of at most so many requests.
+
+    With `one_length`, a batch has token ids of one length alone.
+    """
     batch: list[list[Request]] = []
     for _, equal in groupby(requests, key=lambda request: [*request.token_ids]):
         for group in _cut(equal, batch_size):
-            if batch and sum(map(len, batch)) + len(group) > batch_size:
+            is_other = one_length and batch and len(batch[0][0].token_ids) != len(group[0].token_ids)
+            if batch and (is_other or sum(map(len, batch)) + len(group) > batch_size):
                 yield batch
                 batch = []
             batch.append(group)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlft_fast.data import Batch, plan_batch, share_prompts
+from rlft_fast.data import Batch, pad_sequences, plan_batch, share_prompts
 
 PROMPTS = [[1], [1, 2], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4]]  # some begin like others, but are not equal
 
@@ -148,3 +148,37 @@ def test_a_plan_takes_few_bytes_per_token():
     finally:
         tracemalloc.stop()
     assert peak < 4 * batch.num_tokens  # two copies of the mask; an index of the active positions alone takes 5
+
+
+@settings(max_examples=100)
+@given(batch=batches())
+def test_a_padded_sequence_is_the_sequence(batch):
+    layout = pad_sequences(batch)
+    rows = batch.input_ids_T[layout.token_index_U].view(-1, layout.padded_length)
+    for position in batch.active_index_T.tolist():
+        sequence, place = divmod(int(layout.row_T[position]), layout.padded_length)
+        assert rows[sequence, : place + 1].tolist() == seen_tokens(batch, position)
+    assert len(rows) == len({int(b) for b in torch.searchsorted(batch.cu_seqlens, batch.active_index_T, right=True)})
+
+
+# Lengths as of real completions: most are short. Ten ranks get few sequences each.
+@pytest.mark.parametrize(("world_size", "most_padding"), [(1, 1.15), (4, 1.25), (10, 1.4)])
+def test_padded_micro_batches_have_similar_lengths(world_size, most_padding):
+    lengths = np.random.default_rng(0).lognormal(4.5, 0.8, 200).clip(2, 1000).astype(int)
+    batch = Batch.from_samples([[1]] * 200, [[2] * int(n) for n in lengths])
+    plan = plan_batch(batch, 2000, world_size, padded=True)
+    assert sorted(plan.indices.tolist()) == list(range(200))
+    rows = np.zeros((world_size, plan.num_micro_batches), int)
+    for rank in range(world_size):
+        for i, indices in enumerate(plan.micro_batches(rank)):
+            rows[rank, i] = len(pad_sequences(batch.select(indices)).token_index_U)
+    assert rows.max() <= 2000
+    assert rows.max(0).sum() * world_size <= most_padding * lengths.sum()  # ranks wait for each other in each step
+
+
+def test_padded_units_stay_together_or_are_refused():
+    batch = Batch.from_samples([[1]] * 4, [[2] * n for n in (3, 9, 4, 8)])
+    batch = batch.replace(unit_B=torch.tensor([5, 5, 7, 7]))
+    assert sorted(map(sorted, plan_batch(batch, 18, 2, padded=True).micro_batches(0))) == [[0, 1]]
+    with pytest.raises(ValueError, match="unit of sequences 0, 1 takes 2 x 9 tokens when padded, more than max_tokens"):
+        plan_batch(batch, 17, padded=True)

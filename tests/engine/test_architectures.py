@@ -1,4 +1,4 @@
-"""Every supported architecture, packed, against its plain self: one sequence after the other in float64."""
+"""Every supported architecture, packed or padded, against its plain self: one sequence after the other in float64."""
 
 import pytest
 import torch
@@ -6,7 +6,10 @@ import torch
 from rlft_fast.data import Batch
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, random_image_batch, value_loss
-from tests.support.tiny_models import MORE_MODELS, VISION_MODELS
+from tests.support.tiny_models import MORE_MODELS, PADDED_MODELS, VISION_MODELS
+
+# Transformers' gated delta rule computes in float32 inside, whatever the dtype.
+IN_FLOAT32 = {"qwen3.5": 5.0}
 
 
 def batch_for(name: str) -> Batch:
@@ -14,19 +17,20 @@ def batch_for(name: str) -> Batch:
 
 
 # tests/engine/test_engine.py has those of MODELS.
-@pytest.mark.parametrize("name", [*MORE_MODELS, *VISION_MODELS])
+@pytest.mark.parametrize("name", [*MORE_MODELS, *PADDED_MODELS, *VISION_MODELS])
 def test_logprob_entropy_and_gradient(tiny_model, name):
-    path, batch = tiny_model(name), batch_for(name)
+    path, batch, factor = tiny_model(name), batch_for(name), IN_FLOAT32.get(name, 1.0)
     logprob_T, entropy_T = reference.plain_logprob_and_entropy(path, batch, reference.TEMPERATURE)
     engine = make_engine(path, temperature=reference.TEMPERATURE, max_tokens=80)
     inferred = engine.infer(batch, ("logprob", "entropy"))
-    torch.testing.assert_close(inferred["logprob"].double(), logprob_T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(inferred["logprob"].double(), logprob_T, rtol=0, atol=factor * 1e-5)
     torch.testing.assert_close(inferred["entropy"].double(), entropy_T, rtol=0, atol=1e-5)
     batch = near_policy(batch, logprob_T.float())
     metrics = engine.train_step(batch, policy_loss())
     assert 0.05 < metrics["clip_share"] < 0.95  # both branches of the loss are on trial
     expected = reference.plain_policy_gradients(path, batch, "token-mean")
-    reference.assert_close(reference.gradients(engine), expected, 2e-5)
+    trained = {name: x for name, x in expected.items() if x is not None}  # not a tower without images
+    reference.assert_close(reference.gradients(engine), trained, factor * 2e-5)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)

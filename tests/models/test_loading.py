@@ -44,7 +44,9 @@ from rlft_fast.models import (
     load_critic,
     load_policy,
     load_tokenizer,
+    require_divisible_heads,
     require_fixed_rope,
+    require_packed_attention,
 )
 from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID
 
@@ -503,26 +505,40 @@ ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_
     [
         (MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1), "a recurrent state"),
         (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
-        (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=2), "attention sinks"),
+        (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=4), "attention sinks"),
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
-        (LlamaForCausalLM, LlamaConfig(**SMALL, is_causal=False), "lets tokens see later ones"),
-        (RobertaForCausalLM, RobertaConfig(**ROBERTA), "counts positions from its padding token"),
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2), "builds masks of its own"),
     ],
 )
-def test_a_model_that_cannot_be_packed_is_refused_by_name(tmp_path, model_class, config, reason):
+def test_a_model_that_cannot_be_packed_runs_padded(tmp_path, model_class, config, reason):
     model_class(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    assert reason in policy.padded_because
+    assert policy.deviation(torch.arange(3, 11)) < 1e-4
     with pytest.raises(ValueError, match=f"{model_class.__name__} .*{reason}.*: sequences cannot be packed"):
+        require_packed_attention(policy.model)
+    with pytest.raises(ValueError, match=f"sequence_parallel=2 needs packed sequences, but .*{reason}"):
+        require_divisible_heads(policy.backbone, 2, policy.padded_because)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "reason"),
+    [
+        (LlamaForCausalLM, LlamaConfig(**SMALL, is_causal=False), "lets tokens see later ones"),
+        (RobertaForCausalLM, RobertaConfig(**ROBERTA), "modules between its backbone and its lm_head"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_by_name(tmp_path, model_class, config, reason):
+    model_class(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{model_class.__name__} .*{reason}"):
         load_policy(tmp_path)
 
 
-# Vision-language models; a model with attention of its own; a type for which transformers has no causal language model.
+# An encoder-decoder with images, and a type for which transformers has no causal language model.
 @pytest.mark.parametrize(
     ("architecture", "model_type", "reason"),
     [
-        ("LlavaForConditionalGeneration", "llava", "a vision-language model of type llava, which is not supported"),
-        ("MllamaForConditionalGeneration", "mllama", "a vision-language model of type mllama, which is not supported"),
-        ("FalconForCausalLM", "falcon", "does not take its attention from transformers' AttentionInterface"),
+        ("Florence2ForConditionalGeneration", "florence2", "an encoder-decoder"),
         ("Mistral4ForCausalLM", "mistral4", "has no ModelForCausalLM of type mistral4"),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
 from tests.support.rollouts import completions_of
-from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, VISION_MODELS, save_tiny_model
+from tests.support.tiny_models import EOS_TOKEN_ID, MODELS, PAD_TOKEN_ID, PADDED_MODELS, VISION_MODELS, save_tiny_model
 
 # One token (nothing is left for the shared prefill), equal lengths, and one far longer than the sliding window.
 PROMPTS = [[5], [7, 8], [1, 2], [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110], [99, 3, 4]]
@@ -62,7 +62,8 @@ def of_engine(engine: FSDPEngine, batch_size: int = 64) -> Rollout:
 
 
 def plain_greedy(path: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
-    auto_class = AutoModelForImageTextToText if path.name in VISION_MODELS else AutoModelForCausalLM
+    has_tower = path.name in [*VISION_MODELS, "gemma3-vision"]
+    auto_class = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     model = auto_class.from_pretrained(path)
     ids = torch.tensor([prompt])
     config = GenerationConfig(
@@ -103,7 +104,7 @@ def log_softmax(path: Path, sequence: list[int], temperature: float) -> Tensor:
     return torch.log_softmax(logits / temperature, -1)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VISION_MODELS])
+@pytest.mark.parametrize("name", [*MODELS, *PADDED_MODELS, *VISION_MODELS])
 def test_greedy_is_that_of_plain_transformers_one_by_one(tiny_model, name):
     path = tiny_model(name)
     found = draw_samples(make_generator(path), PROMPTS, GREEDY)

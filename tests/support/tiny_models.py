@@ -10,8 +10,14 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -27,6 +33,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -76,6 +84,32 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+# Packed sequences would be wrong for these.
+_VISION_OF_GEMMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    # A recurrent state in two layers of three.
+    "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {
+        "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {  # attention sinks
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": SLIDING_WINDOW,
+    }),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig, {  # attention within chunks
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": SLIDING_WINDOW,
+        "intermediate_size_mlp": 48, "no_rope_layer_interval": 2, "floor_scale": 4,
+    }),
+    # Its images do not run, and its tower is frozen.
+    "gemma3-vision": (Gemma3ForConditionalGeneration, Gemma3Config, {
+        "vision_config": _VISION_OF_GEMMA, "mm_tokens_per_image": 4, "text_config": _SIZES | _GEMMA | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    }),
+}  # fmt: skip
+
 # Checkpoints call its layers otherwise than transformers does. Its grouped GEMMs know no float64.
 EXPERT_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 12, "num_experts_per_tok": 2}),
@@ -103,7 +137,7 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
 REWARD_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
 }
-ALL_MODELS = MODELS | MORE_MODELS | EXPERT_MODELS | VISION_MODELS | REWARD_MODELS
+ALL_MODELS = MODELS | MORE_MODELS | PADDED_MODELS | EXPERT_MODELS | VISION_MODELS | REWARD_MODELS
 
 
 def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
@@ -118,7 +152,7 @@ def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
         The folder.
     """
     model_class, config_class, own = ALL_MODELS[name]
-    sizes = {} if name in VISION_MODELS else _SIZES  # theirs are those of the text model inside
+    sizes = {} if "text_config" in own else _SIZES  # theirs are those of the text model inside
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, name)))
         model = model_class(config_class(**(sizes | own | options)))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from rlft_fast.engine.sharding import decoder_blocks
-from rlft_fast.models import RLModel, has_vision
+from rlft_fast.models import RLModel
 
 _ENDS = 2  # blocks at each end of the repeats: FSDP prefetches and frees these differently from the blocks between
 _LONGEST_PERIOD = 8  # blocks of a pattern: Gemma 3 repeats five blocks with a window and one without, so six
@@ -90,7 +90,7 @@ def find_repeats(model: RLModel) -> Repeats | None:
 def _longest_list(model: RLModel) -> tuple[str, list[nn.Module]]:
     """Name and blocks of the decoder's longest list. Blocks of a vision tower are not shortened."""
     units = {id(block) for block in decoder_blocks(model)}
-    decoder = model.backbone.get_submodule("language_model") if has_vision(model.backbone) else model.backbone
+    decoder = model.backbone.get_decoder()
     inside = {id(module) for module in decoder.modules()}
     lists = {
         name: list(module)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from transformers import AttentionInterface
 from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
-from rlft_fast.engine.memory.trace import MANY_ROWS, Trace
+from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding import build_model, checkpoint_activations, decoder_blocks, reduce_gradients, shard
@@ -45,6 +46,9 @@ from rlft_fast.world import World
 # transformers reads the boundaries of a vision tower's images, unless the name of the attention contains "flash". A
 # fake tensor cannot be read.
 WHOLE_SEQUENCE, WHOLE_IMAGE = "rlft_whole_sequence", "rlft_whole_image_as_flash"
+
+
+_SHORT = (256, 512, 768)  # tokens of a padded model's passes, multiples of the chunks in which layers loop
 
 
 class MemoryPlanError(ValueError):
@@ -95,7 +99,8 @@ class Peaks:
 def simulate(workload: Workload) -> Peaks:
     """Peak memory of the workload, weights included. The engine's own code builds, shards and runs the model.
 
-    One pass tells of all numbers of tokens, unless a result grows more than its rows do, as a mask of rows by rows.
+    One pass tells of all numbers of tokens, unless a result grows more than its rows do, as a mask of rows by rows. A
+    padded model runs one sequence of all tokens, which needs more than several shorter ones.
 
     Raises:
         ValueError: the folder, the shard size or `sequence_parallel` cannot be used, or the process has joined a group.
@@ -103,6 +108,8 @@ def simulate(workload: Workload) -> Peaks:
     """
     ranks, few_passes = workload.config.sequence_parallel, min(workload.num_micro_batches, 2)
     work = replace(workload, config=_config_of_pass(workload), num_micro_batches=few_passes)
+    if build(workload).padded_because:
+        return _peaks(_padded_pass(work))
     try:
         many = _pass(replace(work, num_tokens=ranks * MANY_ROWS))
     except MemoryPlanError:
@@ -141,6 +148,28 @@ def _highest(run: _Pass, at_operator: bool) -> int:
 
 def _pass(workload: Workload) -> _Pass:
     return _simulate(workload, model_config(workload.path))
+
+
+def _padded_pass(workload: Workload) -> _Pass:
+    """A pass over a sequence that may be long: its layers may loop over tokens, so only short sequences run.
+
+    Bytes grow with the length and with its square, which three lengths tell.
+    """
+    if workload.num_tokens <= _SHORT[-1]:
+        return _pass(workload)
+    runs = [_pass(replace(workload, num_tokens=length)) for length in _SHORT]
+    grouped = zip(*(run.traces for run in runs), strict=True)
+    return _Pass(runs[0].repeats, [_extrapolated(traces, workload.num_tokens) for traces in grouped])
+
+
+def _extrapolated(traces: tuple[Trace, ...], length: int) -> Trace:
+    notes = []
+    for at_operator in (False, True):
+        peaks = [trace.peaks(at_operator=at_operator) for trace in traces]
+        for moment in peaks[0]:
+            parabola = np.polynomial.Polynomial.fit(_SHORT, [peak[moment] for peak in peaks], 2)
+            notes.append(Note(moment, at_operator, round(parabola(length))))
+    return Trace(tuple(notes))
 
 
 @lru_cache(maxsize=64)
@@ -227,7 +256,7 @@ def build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool) -
     kept = {name: getattr(config, name) for name in ("param_dtype", "workspace_mib", "wrap", "lora")}
     plain = EngineConfig(compute_dtype="bfloat16", compile=False, **kept)
     model = _build_plain(path, plain, head, trains, model_config(path))
-    require_divisible_heads(model.backbone, config.sequence_parallel)
+    require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
     return model
 
 
@@ -274,15 +303,17 @@ def _run(
 
 def _inputs(model: RLModel, workload: Workload, group: dist.ProcessGroup | None) -> ModelInputs:
     num_rows = -(-workload.num_tokens // workload.config.sequence_parallel)
+    is_padded = bool(model.padded_because)
     ids = torch.zeros(num_rows, dtype=torch.int64)
     boundaries = torch.zeros(2, dtype=torch.int32)
     position_ids, images = ids, None
-    if has_vision(model.backbone):
+    if has_vision(model.backbone) and not is_padded:
         position_ids, images = ids.expand(3, -1), _images(model.backbone, num_rows, workload.num_patches)
     return ModelInputs(
         input_ids_U=ids, position_ids_U=position_ids, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries,
         max_seqlen_q=workload.num_tokens, max_seqlen_k=workload.num_tokens, key_index=None, active_index_A=ids,
         target_A=ids, output_index_A=ids, images=images, sequence_group=group,
+        padded_length=num_rows if is_padded else None,
     )  # fmt: skip
 
 
@@ -325,7 +356,9 @@ def _mark_backward(
 
 
 def _stand_in(model: RLModel) -> None:
-    """Replaces the model's attention by functions that need as much memory but read no tensor."""
+    """Replaces packed attention by functions that need as much memory but read no tensor."""
+    if model.padded_because:
+        return
     backbone: Any = model.backbone
     if not has_vision(backbone):
         model.pretrained.set_attn_implementation(WHOLE_SEQUENCE)

@@ -54,7 +54,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
         model = build_critic(path, dtype)
     else:
         model = build_reward_model(path, dtype)
-    require_divisible_heads(model.backbone, config.sequence_parallel)
+    require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
     if config.lora is not None:
         add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
     if not trains:
@@ -62,7 +62,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     blocks = decoder_blocks(model, config.wrap)
     if trains and config.activation_checkpointing != "none":
         checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile is True:
+    if config.compile is True and not model.padded_because:  # loops over time would be unrolled for every length
         compile_blocks(blocks)
     return model
 

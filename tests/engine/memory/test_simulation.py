@@ -143,6 +143,13 @@ def test_latent_attention_grows_with_the_tokens(tmp_path):
     assert most - more == 2 * (more - few)
 
 
+def test_a_padded_model_is_planned_from_short_sequences(tiny_model):
+    """Its scores grow with the square of the length: in the longest of the short sequences they take a quarter."""
+    config = EngineConfig(compute_dtype="bfloat16")
+    work = Workload(path=str(tiny_model("gpt-oss")), config=config, world_size=1, num_tokens=1600)
+    assert simulate(work) == all_blocks(work)
+
+
 # Rows more and rows less a constant: a convolution pads its rows, and differences have one row less.
 @pytest.mark.parametrize(("constant", "per_row"), [(7, 2), (0, 3), (-4, 4), (10**12, 10**7)])
 def test_a_trace_of_other_rows(constant, per_row):

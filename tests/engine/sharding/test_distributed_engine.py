@@ -20,7 +20,9 @@ from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 
-NAMES = ["llama", "qwen2-tied"]  # the tied one has a parameter that two modules of the root share
+# The tied one has a parameter that two modules of the root share; padded are a recurrent model and one with sinks.
+PADDED = ["qwen3.5", "gpt-oss"]
+NAMES = ["llama", "qwen2-tied", *PADDED]
 # One micro-batch per rank, several, and a batch of one sequence, of which the second rank gets none.
 ONE, SEVERAL, EMPTY = (1000, 7), (24, 7), (1000, 1)
 EVERY = [*product(NAMES, ("logprob", "value"), ("token-mean", "sequence-mean"), (ONE, SEVERAL, EMPTY))]
@@ -29,6 +31,7 @@ PAIRS = [
     ("llama", "logprob", "token-mean", ONE), ("qwen2-tied", "value", "sequence-mean", ONE),
     ("llama", "value", "token-mean", SEVERAL), ("qwen2-tied", "logprob", "sequence-mean", SEVERAL),
     ("llama", "logprob", "sequence-mean", EMPTY), ("qwen2-tied", "value", "token-mean", EMPTY),
+    ("qwen3.5", "logprob", "token-mean", SEVERAL), ("gpt-oss", "value", "sequence-mean", EMPTY),
 ]  # fmt: skip
 
 
