@@ -1,6 +1,7 @@
 """The memory that a run needs per rank, planned before the run from simulated engines.
 
 fit           refuses a run that does not fit into memory, and says what would make it fit
+decisions     settings that lower a run's memory
 search        the fastest combination of settings with which a run fits
 run           all models of a run and the generator, phase by phase
 processes     which models are in one process, and which processes share a device
@@ -12,8 +13,9 @@ trace         the bytes after every operator, for any number of tokens
 tracker       bytes that are allocated while operators run
 """
 
+from rlft_fast.engine.memory.decisions import changed
 from rlft_fast.engine.memory.engine import MemoryPlanError
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples, fitting_changes
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples, fitting_changes
 from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [

@@ -10,8 +10,9 @@ import yaml
 
 from rlft_fast.config import Config
 from rlft_fast.engine.memory import simulation
+from rlft_fast.engine.memory.decisions import changed
 from rlft_fast.engine.memory.engine import USABLE
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, changed, check_run, check_samples, fitting_changes
+from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples, fitting_changes
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import MemoryPlan, plan_memory, surely_exceeds, surely_fits
 from rlft_fast.engine.memory.search import Search
