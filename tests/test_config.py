@@ -398,6 +398,8 @@ def test_what_auto_means_on_a_device(given, on_cpu, on_gpu):
         for model in (resolved.actor, resolved.reference):
             assert (model.compute_dtype, model.compile) == wanted
             assert model.for_device("cpu") == model
+        actor = resolved.actor  # a run's memory may decide otherwise
+        assert (actor.activation_checkpointing, actor.reduce_every_micro_batch) == ("none", False)
 
 
 def test_limits_that_are_just_met():

@@ -73,10 +73,10 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
     Returns:
         Whether the run fits into `memory_bytes` per GPU.
     """
-    from rlft_fast.engine.memory import largest_actor_max_tokens, longest_sequence, plan_memory
+    from rlft_fast.engine.memory import as_options, choose, largest_actor_max_tokens, longest_sequence, plan_memory
 
-    config = _sharded(config, shard_size)
-    plan = plan_memory(config, world_size, memory_bytes)
+    choice = choose(_sharded(config, shard_size), world_size, memory_bytes, "cuda", math.inf)
+    config, plan = choice.config, choice.plan or plan_memory(choice.config, world_size, memory_bytes)
     fits = plan.fits(memory_bytes)
     print()
     for name, engine in plan.engines.items():
@@ -85,6 +85,8 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
             f"{engine.shard_size} shards, at most {engine.num_micro_batches} micro-batches of {engine.max_tokens} "
             "tokens per optimizer step"
         )
+    if choice.values and fits:
+        print(f"  chosen by memory: {as_options(choice.values)}")
     print_parts(plan)
     print_phases(plan, memory_bytes)
     if plan.host_bytes:
@@ -100,10 +102,11 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
 
 def report_advice(config: Config, world_size: int, memory_bytes: float) -> None:
     """Prints the fastest settings with which the run would fit."""
-    from rlft_fast.engine.memory import advice, plan_memory
+    from rlft_fast.engine.memory import advice, choose, plan_memory
 
-    plan = plan_memory(config, world_size, memory_bytes)
-    print(f"\nNothing fits. {printable(advice(config, plan, world_size, memory_bytes))}")
+    choice = choose(config, world_size, memory_bytes, "cuda", math.inf)
+    plan = choice.plan or plan_memory(choice.config, world_size, memory_bytes)
+    print(f"\nNothing fits. {printable(advice(choice.config, plan, world_size, memory_bytes))}")
 
 
 def _sharded(config: Config, shard_size: int) -> Config:

@@ -35,7 +35,8 @@ def run(arguments: list[str]) -> int:
     if is_free:
         folder = check_folder(config, checks, options.config, resume=options.resume)
     if is_free or not is_writable:  # a run in the same folder occupies memory
-        memory = checks.run(lambda: _check_memory(config, refuse=options.memory_check))
+        found = checks.run(lambda: _check_memory(config, refuse=options.memory_check))
+        config, memory = found or (config, None)
     if options.dry_run or checks.found:
         inputs = check_inputs(config, checks, resume=options.resume, force=options.force)
         checks.raise_found()
@@ -89,16 +90,23 @@ def _print_first(resolved: str, *lines: str) -> None:
         print(f"{resolved}\n# checked, without reading weights:\n{printable(checked)}", end="")
 
 
-def _check_memory(config: Config, *, refuse: bool) -> str:
+def _check_memory(config: Config, *, refuse: bool) -> tuple[Config, str]:
     """Compares the memory plan with the machine before the run starts; a run that does not fit is refused or warned of.
 
     Returns:
-        What was found.
+        The configuration with what memory decides, which is printed, and what was found.
 
     Raises:
         ValueError: the run does not fit, and `refuse` is set.
     """
-    from rlft_fast.engine.memory import DoesNotFitError, MemoryPlanError, check_run, check_samples
+    from rlft_fast.engine.memory import (
+        DoesNotFitError,
+        MemoryPlanError,
+        as_options,
+        changed,
+        check_run,
+        check_samples,
+    )
     from rlft_fast.engine.sharding import device_memory, host_memory
     from rlft_fast.world import World
 
@@ -109,8 +117,8 @@ def _check_memory(config: Config, *, refuse: bool) -> str:
     try:
         check_samples(config, host_memory())
         if config.cluster is not None and config.cluster.address is not None:
-            return "not known, because this process does not see the machines of the cluster"
-        plan = check_run(config, world_size, memory_bytes, device.type, host_memory())
+            return config, "not known, because this process does not see the machines of the cluster"
+        choice = check_run(config, world_size, memory_bytes, device.type, host_memory())
     except DoesNotFitError as error:
         if refuse:
             raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error
@@ -118,13 +126,17 @@ def _check_memory(config: Config, *, refuse: bool) -> str:
     except MemoryPlanError as error:
         warning = f"it is not known whether the run fits into memory: {error}"
     else:
-        if plan is None:
-            return f"a rough estimate fits easily into {memory_bytes / 1e9:.1f} GB"
-        worst = plan.worst(memory_bytes)
-        return f"{worst.total_bytes / 1e9:.1f} of {worst.limit(memory_bytes) / 1e9:.1f} GB at most ({worst.name})"
+        config = changed(config, choice.values)
+        if choice.plan is None:
+            return config, f"a rough estimate fits easily into {memory_bytes / 1e9:.1f} GB"
+        if choice.values and os.environ.get("RANK", "0") == "0":
+            print(f"# chosen by memory: {as_options(choice.values)}")  # a comment of what --dry-run prints
+        worst = choice.plan.worst(memory_bytes)
+        text = f"{worst.total_bytes / 1e9:.1f} of {worst.limit(memory_bytes) / 1e9:.1f} GB at most ({worst.name})"
+        return config, text
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {printable(warning)}", file=sys.stderr)
-    return "see the warning"
+    return config, "see the warning"
 
 
 def _parser() -> Parser:

@@ -1,7 +1,7 @@
 """How a model is held in memory, run and trained."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -99,23 +99,35 @@ class ModelConfig(Section):
 
     def for_device(self, device_type: str) -> Self:
         """With a value in place of each "auto" that depends on the kind of device, ``"cpu"`` or ``"cuda"``."""
-        on_gpu, dtype, compiles = device_type == "cuda", self.compute_dtype, self.compile
-        if dtype == "auto":
-            dtype = "bfloat16" if on_gpu or self.param_dtype == "bfloat16" else "float32"
-        return self.model_copy(update={"compute_dtype": dtype, "compile": on_gpu if compiles == "auto" else compiles})
+        on_gpu = device_type == "cuda"
+        dtype = "bfloat16" if on_gpu or self.param_dtype == "bfloat16" else "float32"
+        return self._resolved({"compute_dtype": dtype, "compile": on_gpu})
+
+    def _resolved(self, values: dict[str, Any]) -> Self:
+        """With these values in place of "auto"."""
+        return self.model_copy(update={key: value for key, value in values.items() if getattr(self, key) == "auto"})
 
 
 class EngineConfig(ModelConfig):
     """One model with its optimizer."""
 
-    activation_checkpointing: MayChange[Literal["none", "selective", "full"]] = "none"
-    """Recompute blocks in the backward pass: whole (full), or except matrix products and attention (selective)."""
-    reduce_every_micro_batch: MayChange[bool] = False
-    """Reduce gradients after each micro-batch, in param_dtype: sends more, but no rank holds all gradients."""
+    activation_checkpointing: MayChange[Literal["auto", "none", "selective", "full"]] = "auto"
+    """Recompute blocks in the backward pass: whole (full), or except matrix products and attention (selective).
+
+    auto: the fastest that fits into memory, none where all fit."""
+    reduce_every_micro_batch: MayChange[Literal["auto"] | bool] = "auto"
+    """Reduce gradients after each micro-batch, in param_dtype: sends more, but no rank holds all gradients.
+
+    auto: where param_dtype is float32 and all gradients do not fit into memory."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, clipping and schedule."""
+
+    def for_device(self, device_type: str) -> Self:
+        """As for every model. What memory decides is as without a limit, see `rlft_fast.engine.memory.choose`."""
+        unlimited = {"activation_checkpointing": "none", "reduce_every_micro_batch": False}
+        return super().for_device(device_type)._resolved(unlimited)
 
 
 class CriticConfig(EngineConfig):

@@ -20,14 +20,19 @@ class VLLMConfig(Section):
     """Run vLLM inside each training process, or in a separate process beside it, which receives the weights."""
     transfer: MayChange[Literal["auto", "socket", "ipc", "nccl"]] = "auto"
     """How a separate process or servers receive the weights; auto: a process on GPUs by ipc, all others by socket."""
-    tensor_parallel: MayChange[PositiveInt] = 1
-    """GPUs that share one copy of the generator."""
+    tensor_parallel: MayChange[Literal["auto"] | PositiveInt] = "auto"
+    """GPUs that share one copy of the generator; auto: the fewest in whose memory it fits."""
     gpu_memory_utilization: MayChange[float] = Field(default=0.4, gt=0, le=1)
     """Share of a GPU's memory for the generator's weights and key-value cache."""
     cpu_cache_gib: MayChange[PositiveFloat] = 1.0
     """Size of the key-value cache in GiB, if the generator runs on the CPU."""
     check_weights: MayChange[bool] = False
     """Compare checksums of weights after a sync: sent with received (separate), or across processes (colocated)."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """`tensor_parallel`; 1 for "auto", which `rlft_fast.engine.memory.choose` replaces where memory is short."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
 
 class RolloutConfig(Section):

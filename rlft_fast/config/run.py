@@ -204,10 +204,10 @@ class Config(Section):
                 "cluster.generators are vLLM servers of the run's own: set rollout.backend to vllm, and leave out "
                 "rollout.servers"
             )
-        if max(generators.gpus, 1) != self.rollout.vllm.tensor_parallel:
+        if max(generators.gpus, 1) != self.rollout.vllm.tensor_parallel_size:
             yield (
                 f"cluster.generators.gpus is {generators.gpus}, but rollout.vllm.tensor_parallel is "
-                f"{self.rollout.vllm.tensor_parallel}: set both to the same number"
+                f"{self.rollout.vllm.tensor_parallel_size}: set both to the same number"
             )
 
     @rule

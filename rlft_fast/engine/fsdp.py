@@ -308,7 +308,7 @@ class FSDPEngine(EngineState):
         for i, micro_batch in enumerate(micro_batches):
             STOP.leave_together(self.world)
             ends = is_last and i == len(micro_batches) - 1
-            reduce_gradients(self.model, ends, self.config.reduce_every_micro_batch)
+            reduce_gradients(self.model, ends, self.config.reduce_every_micro_batch is True)
             metrics, results = self._forward_backward(micro_batch, loss, scale)
             accumulate(totals, metrics)
             done.append(results)

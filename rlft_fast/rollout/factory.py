@@ -84,7 +84,7 @@ def _vllm_rollout(
         engine.world,
         weights=partial(_weights, engine, model.dtype),
         check_weights=config.vllm.check_weights,
-        group_size=config.vllm.tensor_parallel if is_colocated else 1,
+        group_size=config.vllm.tensor_parallel_size if is_colocated else 1,
     )
 
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from rlft_fast.cli import main
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.config import Config, ConfigError, sections
+from rlft_fast.engine.memory import changed, plan_memory
 from tests.trainer.toy import HERE, even_share, toy_values, write_rows
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
@@ -157,6 +158,19 @@ def test_a_token_cap_that_does_not_fit_is_refused_before_the_run(too_large, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_what_memory_decides_is_said_and_recorded(tiny_model, tmp_path, capsys, monkeypatch):
+    values = toy_values(tiny_model("llama"), tmp_path, actor__max_tokens=4096, actor__workspace_mib=1)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    full = changed(Config.parse(values), {"actor.activation_checkpointing": "full"})
+    memory = 1.01 * max(phase.total_bytes for phase in plan_memory(full, 1, 2**30, "cpu").phases) / 0.9
+    monkeypatch.setattr("rlft_fast.engine.sharding.device_memory", lambda _: memory)
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    chosen = "--actor.activation_checkpointing full --actor.reduce_every_micro_batch false"
+    assert out.splitlines()[0] == f"# chosen by memory: {chosen}"
+    assert yaml.safe_load(out)["actor"]["activation_checkpointing"] == "full"
+
+
 def test_fit_needs_gpus(too_large, tmp_path, capsys):
     assert main(["train", too_large, "--fit"]) == 1
     assert "--fit chooses settings for the memory of GPUs, and there is no GPU here" in capsys.readouterr().err
@@ -202,6 +216,8 @@ def test_a_dry_run_says_what_it_has_checked(toy_file, tiny_model, tmp_path, caps
     assert main(["train", toy_file, "--dry-run", *held_out, *critic]) == 0
     out = capsys.readouterr().out
     changes = {"evaluation__path": held_out[1], "algorithm__advantage": "gae", "critic__max_tokens": 64}
+    for name in ("actor", "critic"):  # memory decides, and there is enough
+        changes |= {f"{name}__activation_checkpointing": "none", f"{name}__reduce_every_micro_batch": False}
     resolved = Config.parse(toy_values(model, tmp_path, **changes))
     assert yaml.safe_load(out) == resolved.model_dump(mode="json")
     with open(model / "model.safetensors", "rb") as file:

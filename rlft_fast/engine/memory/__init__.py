@@ -15,7 +15,15 @@ tracker       bytes that are allocated while operators run
 
 from rlft_fast.engine.memory.decisions import changed
 from rlft_fast.engine.memory.engine import MemoryPlanError
-from rlft_fast.engine.memory.fit import DoesNotFitError, advice, check_run, check_samples, fitting_changes
+from rlft_fast.engine.memory.fit import (
+    DoesNotFitError,
+    advice,
+    as_options,
+    check_run,
+    check_samples,
+    choose,
+    fitting_changes,
+)
 from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
 
 __all__ = [
@@ -23,9 +31,11 @@ __all__ = [
     "MemoryPlan",
     "MemoryPlanError",
     "advice",
+    "as_options",
     "changed",
     "check_run",
     "check_samples",
+    "choose",
     "fitting_changes",
     "largest_actor_max_tokens",
     "longest_sequence",

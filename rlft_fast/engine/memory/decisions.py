@@ -1,10 +1,10 @@
 """Settings that lower a run's memory: for each decision the changes of the configuration among which to choose."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
-from rlft_fast.config import Config, Role, run_roles, set_key
+from rlft_fast.config import Config, EngineConfig, Role, run_roles, set_key
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.run import longest_sequence
 from rlft_fast.engine.memory.simulation import build_plain
@@ -50,12 +50,38 @@ def decisions(
         yield [{}, *choices.values()]
     if device_type == "cuda":
         yield from _offloads(config)
-        own = not rollout.servers and (config.cluster is None or config.cluster.generators is None)
-        if rollout.backend == "vllm" and own and (refused or "sync" in failing):
+        if _shares_vllm(config) and (refused or "sync" in failing):
             yield _choices("rollout.vllm.tensor_parallel", _wider_generators(config, world_size, memory_bytes))
     if rollout.backend == "hf" and "generate" in failing:
         smaller = [2**n for n in reversed(range((rollout.batch_size - 1).bit_length()))]
         yield _choices("rollout.batch_size", smaller)
+
+
+def decided_by_memory(config: Config) -> dict[str, Any]:
+    """By dotted key, each "auto" that memory decides, with its value where memory has no limit."""
+    found: dict[str, Any] = {}
+    for name, role in run_roles(config).items():
+        if isinstance(role.config, EngineConfig) and role.trains:
+            if role.config.activation_checkpointing == "auto":
+                found[f"{name}.activation_checkpointing"] = "none"
+            if role.config.reduce_every_micro_batch == "auto" and role.config.param_dtype == "float32":
+                found[f"{name}.reduce_every_micro_batch"] = False
+    if _shares_vllm(config) and config.rollout.vllm.tensor_parallel == "auto":
+        found["rollout.vllm.tensor_parallel"] = 1
+    return found
+
+
+def _shares_vllm(config: Config) -> bool:
+    """Whether vLLM runs in the processes that train, several of which can hold one copy of the weights."""
+    rollout = config.rollout
+    elsewhere = rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
+    return rollout.backend == "vllm" and rollout.vllm.process == "colocated" and not elsewhere
+
+
+def only(decision: list[dict[str, Any]], keys: Container[str]) -> list[dict[str, Any]]:
+    """The choices of a decision, without the changes of other keys."""
+    kept = [{key: value for key, value in changes.items() if key in keys} for changes in decision]
+    return [changes for i, changes in enumerate(kept) if changes not in kept[:i]]
 
 
 def _stronger(config: Config, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
@@ -81,7 +107,7 @@ def _wider_generators(config: Config, world_size: int, memory_bytes: float) -> l
     actor, key = run_roles(config)["actor"], "rollout.vllm.tensor_parallel"
     policy = build_plain(actor.path, actor.config, actor.head, actor.trains)
     assert isinstance(policy, PolicyModel)
-    wider = _divisors(_heads(actor), world_size, 2 * config.rollout.vllm.tensor_parallel)
+    wider = _divisors(_heads(actor), world_size, 2 * config.rollout.vllm.tensor_parallel_size)
     refusals = (
         (n, GeneratorMemory(changed(config, {key: n}), policy, world_size, memory_bytes, "cuda").refusal())
         for n in wider

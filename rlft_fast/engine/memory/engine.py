@@ -144,7 +144,7 @@ def least_bytes(
 
 def waiting_gradient_bytes(model: RLModel, config: EngineConfig, world_size: int, num_micro_batches: int) -> int:
     """Bytes of the unreduced gradients of the whole model that wait for the step's last micro-batch."""
-    waits = is_wrapped(config, world_size) and num_micro_batches > 1 and not config.reduce_every_micro_batch
+    waits = is_wrapped(config, world_size) and num_micro_batches > 1 and config.reduce_every_micro_batch is not True
     return _FLOAT * local_numel(trained(model), 1) if waits else 0
 
 
@@ -289,7 +289,7 @@ def sent_bytes(
     again = sum(local_numel(unit.parameters(), 1) for _, unit in find_units(model, config.wrap)[:-1])
     gathers = num_micro_batches * (weights + again * config.reshard_after_forward)
     width = getattr(torch, config.compute_dtype).itemsize
-    reductions = num_micro_batches if config.reduce_every_micro_batch else 1
+    reductions = num_micro_batches if config.reduce_every_micro_batch is True else 1
     reduced = reductions * _ring(shard_size) * local_numel(trained(model), 1)
     added = 2 * _ring(replicate_size) * local_numel(trained(model), shard_size)
     return round(_ring(shard_size) * width * gathers + _FLOAT * (reduced + added))

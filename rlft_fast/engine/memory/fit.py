@@ -2,10 +2,11 @@
 
 import json
 import math
-from typing import Any
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 from rlft_fast.config import Config
-from rlft_fast.engine.memory.decisions import changed, decisions
+from rlft_fast.engine.memory.decisions import changed, decided_by_memory, decisions, only
 from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
 from rlft_fast.engine.memory.run import (
     MemoryPlan,
@@ -25,9 +26,39 @@ class DoesNotFitError(ValueError):
     """A run needs more memory than there is."""
 
 
-def check_run(
-    config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
-) -> MemoryPlan | None:
+class Choice(NamedTuple):
+    """What memory decides of a run."""
+
+    values: dict[str, Any]
+    """By dotted key, in place of each "auto" that memory decides."""
+    config: Config
+    """The configuration with these values, for its device."""
+    plan: MemoryPlan | None
+    """Its plan; None if a rough estimate fits easily."""
+
+
+def choose(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
+    """Decides each "auto" of activation checkpointing, of the reduction of gradients, and of vLLM's ranks by memory.
+
+    The values are the fastest with which the run fits. Where the run fits anyway, or with no values, they are those of
+    a run without a limit: blocks are not recomputed, gradients are reduced once per step, and vLLM has a rank for each
+    copy. Gradients in bfloat16 are always reduced once, because they would be added up in bfloat16.
+
+    Arguments and errors as in `check_run`, but for `DoesNotFitError`.
+    """
+    unlimited = decided_by_memory(config)
+    plain = changed(config, unlimited).for_device(device_type)
+    if surely_fits(plain, world_size, memory_bytes, device_type, host_bytes):
+        return Choice(unlimited, plain, None)
+    plan = plan_memory(plain, world_size, memory_bytes, device_type)
+    if unlimited and not plan.fits(memory_bytes, host_bytes):
+        found = propose(plain, plan, world_size, memory_bytes, device_type, host_bytes, among=unlimited)
+        if found.fits:
+            return Choice(unlimited | found.changes, changed(plain, found.changes), found.plan)
+    return Choice(unlimited, plain, plan)
+
+
+def check_run(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
     """Checks that a run fits into memory. Called before the run, and before the process joins a process group.
 
     Args:
@@ -38,7 +69,7 @@ def check_run(
         host_bytes: CPU memory for each rank.
 
     Returns:
-        The plan; None if a rough estimate fits easily.
+        What memory decides, and the plan.
 
     Raises:
         DoesNotFitError: the run needs more than `USABLE` of the memory. The message has the numbers, and changes of
@@ -46,13 +77,10 @@ def check_run(
         MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
-    config = config.for_device(device_type)
-    if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
-        return None
-    plan = plan_memory(config, world_size, memory_bytes, device_type)
-    if plan.fits(memory_bytes, host_bytes):
-        return plan
-
+    choice = choose(config, world_size, memory_bytes, device_type, host_bytes)
+    config, plan = choice.config, choice.plan
+    if plan is None or plan.fits(memory_bytes, host_bytes):
+        return choice
     if plan.refusal:
         raise DoesNotFitError(plan.refusal)
     reason = _reason(plan, world_size, memory_bytes, host_bytes)
@@ -62,7 +90,7 @@ def check_run(
 def fitting_changes(
     config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
 ) -> dict[str, Any]:
-    """The fastest changes of the configuration with which a run fits; none if it fits as it is.
+    """The fastest changes of the configuration with which a run fits; none if it fits as `choose` has it.
 
     Arguments as in `check_run`.
 
@@ -71,13 +99,10 @@ def fitting_changes(
         MemoryPlanError: a model cannot be planned.
         ValueError: a folder, a shard size or `sequence_parallel` cannot be used.
     """
-    config = config.for_device(device_type)
-    if surely_fits(config, world_size, memory_bytes, device_type, host_bytes):
+    choice = choose(config, world_size, memory_bytes, device_type, host_bytes)
+    if choice.plan is None or choice.plan.fits(memory_bytes, host_bytes):
         return {}
-    plan = plan_memory(config, world_size, memory_bytes, device_type)
-    if plan.fits(memory_bytes, host_bytes):
-        return {}
-    proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
+    proposal = propose(choice.config, choice.plan, world_size, memory_bytes, device_type, host_bytes)
     if not proposal.fits:
         raise DoesNotFitError(_missing(proposal, memory_bytes))
     return proposal.changes
@@ -125,14 +150,24 @@ def advice(
     """
     proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
     if proposal.fits:
-        return f"It fits with {' '.join(_option(*change) for change in proposal.changes.items())}"
+        return f"It fits with {as_options(proposal.changes)}"
     return _missing(proposal, memory_bytes)
 
 
+def as_options(changes: dict[str, Any]) -> str:
+    """Values by dotted key as they can be pasted behind a command."""
+    return " ".join(f"--{key} {json.dumps(x) if isinstance(x, bool) else x}" for key, x in changes.items())
+
+
 def propose(
-    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
-) -> Proposal:
-    """The fastest changes of the configuration with which a run fits. Arguments as in `advice`."""
+    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float, *,
+    among: Container[str] | None = None,
+) -> Proposal:  # fmt: skip
+    """The fastest changes of the configuration with which a run fits.
+
+    Arguments as in `advice`, and ``among``: the dotted keys that may change; None: all that lower memory.
+    """
+    config = config.for_device(device_type)
 
     def planned(changes: dict[str, Any]) -> MemoryPlan | None:
         try:
@@ -145,10 +180,12 @@ def propose(
         except ValueError:  # the run cannot have this setting
             return None
 
-    largest = largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
+    largest = 0 if among is not None else largest_actor_max_tokens(config, plan, world_size, memory_bytes, device_type)
     failing = [phase.name for phase in plan.phases if phase.total_bytes > phase.limit(memory_bytes)]
     refused = bool(plan.refusal)
     choices = [*decisions(config, world_size, memory_bytes, device_type, largest, failing, refused=refused)]
+    if among is not None:
+        choices = [only(decision, among) for decision in choices]
     search = Search(config, plan, world_size, memory_bytes, device_type, host_bytes)
     return search.fastest(choices, planned)
 
@@ -187,7 +224,3 @@ def _parts(plan: MemoryPlan, phase: Phase) -> str:
     memory = plan.engines[name].memory
     largest = sorted(memory, key=lambda part: memory[part], reverse=True)[:2]
     return f"{', '.join(owners)}; most for {' and '.join(largest)}"
-
-
-def _option(key: str, value: Any) -> str:
-    return f"--{key} {json.dumps(value) if isinstance(value, bool) else value}"

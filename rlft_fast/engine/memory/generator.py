@@ -43,7 +43,7 @@ class GeneratorMemory:
         self.in_vllm = self.rollout.backend == "vllm"
         self.on_gpu = device_type == "cuda"
         colocated = vllm.process == "colocated"
-        self.vllm_weights = self.whole_weights // (vllm.tensor_parallel if colocated or self.on_gpu else 1)
+        self.vllm_weights = self.whole_weights // (vllm.tensor_parallel_size if colocated or self.on_gpu else 1)
         self.asleep_bytes = self.awake_bytes = self.loading_bytes = self.beside_policy_bytes = 0
         has_servers = self.rollout.servers or (config.cluster is not None and config.cluster.generators is not None)
         if not self.in_vllm:
@@ -61,7 +61,8 @@ class GeneratorMemory:
     def refusal(self) -> str:
         """Why vLLM could not start, if its share of a GPU cannot hold weights and one sequence's cache; else empty."""
         needed = (
-            self.vllm_weights + self._sequence_bytes(self.config.longest_sequence) // self.rollout.vllm.tensor_parallel
+            self.vllm_weights
+            + self._sequence_bytes(self.config.longest_sequence) // self.rollout.vllm.tensor_parallel_size
         )
         if not (self.in_vllm and self.on_gpu and self.awake_bytes) or needed <= self.awake_bytes:
             return ""

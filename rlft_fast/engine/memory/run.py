@@ -244,7 +244,7 @@ def surely_exceeds(config: Config, world_size: int, memory_bytes: float, device_
 def _roughly(role: Role, world_size: int, device_type: str) -> tuple[int, int]:
     """Bytes of a model's unsharded state, and bytes of a pass."""
     model, work = prepare(
-        role.path, role.config, 1, device_type, role.head, trains=role.trains, memory_bytes=1 << 62
+        role.path, role.config, world_size, device_type, role.head, trains=role.trains, memory_bytes=1 << 62
     )  # fmt: skip
     text = model.backbone.config.get_text_config()
     per_block = 16 * text.hidden_size + 6 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)

@@ -151,7 +151,7 @@ class Search:
             moves += trained.move_seconds(engine, num_micro_batches)
         if "reference" in roles:
             moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
-        generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel.bit_length()
+        generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel_size.bit_length()
         return updates * (1 + generation + _SPLIT_BATCH / config.rollout.batch_size) + moves
 
     @staticmethod

@@ -217,7 +217,7 @@ def run_blocks(
     config = workload.config
     group = world.sequence_group(config.sequence_parallel)
     model = deepcopy(model) if repeats is None else repeats.shortened(model, num_repeats)
-    if workload.trains and config.activation_checkpointing != "none":
+    if workload.trains and config.activation_checkpointing in ("selective", "full"):
         checkpoint_activations(decoder_blocks(model, config.wrap), config.activation_checkpointing)
     shard(model, config, world)
     operator = "linear_logprob_loss" if workload.trains else "linear_logprob"
@@ -237,7 +237,7 @@ def run_blocks(
         if workload.offloaded:
             tracker.elsewhere = partial(_gradient_bytes, list(model.parameters()))
         for i in reversed(range(min(workload.num_micro_batches, 2))):
-            reduce_gradients(model, i == 0, config.reduce_every_micro_batch)
+            reduce_gradients(model, i == 0, config.reduce_every_micro_batch is True)
             _run(model, tracker, workload, group, i)
     return Trace(tuple(tracker.notes))
 

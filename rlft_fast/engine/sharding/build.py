@@ -60,7 +60,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     if not trains:
         model.requires_grad_(False)
     blocks = decoder_blocks(model, config.wrap)
-    if trains and config.activation_checkpointing != "none":
+    if trains and config.activation_checkpointing in ("selective", "full"):
         checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile is True and not model.padded_because:  # loops over time would be unrolled for every length
         compile_blocks(blocks)

@@ -53,14 +53,14 @@ def check_vllm(config: VLLMConfig, world: World) -> None:
 
         raise ValueError(f"vLLM {vllm.__version__} has no {missing}: install a version that does ({_VERSIONS})")
     device = world.device
-    if config.tensor_parallel > 1 and device.type != "cuda":
+    if config.tensor_parallel_size > 1 and device.type != "cuda":
         raise ValueError(
-            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}: on CPUs vLLM would wait more for other "
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel_size}: on CPUs vLLM would wait more for other "
             "processes than it computes; set it to 1"
         )
-    if config.process == "colocated" and world.size % config.tensor_parallel:
+    if config.process == "colocated" and world.size % config.tensor_parallel_size:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel is {config.tensor_parallel}, which does not divide the "
+            f"rollout.vllm.tensor_parallel is {config.tensor_parallel_size}, which does not divide the "
             f"{world.size} processes: start a multiple of it, or lower it"
         )
     if config.transfer == "socket" and config.process == "separate" and device.type == "cuda":
@@ -89,7 +89,7 @@ def transfer_backend(config: VLLMConfig, device: torch.device) -> str:
 
 
 def _check_separate_gpus(config: VLLMConfig, transfer: str, num_gpus: int, trainers: int) -> None:
-    size = config.tensor_parallel
+    size = config.tensor_parallel_size
     if transfer == "ipc" and size > 1:
         raise ValueError(
             f"rollout.vllm.tensor_parallel is {size}, but with transfer ipc a separate vLLM has the GPU of its trainer "
@@ -259,7 +259,7 @@ def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: i
         load_format="dummy",  # the first sync brings the weights; a missing weight would show at once
         max_model_len=max_sequence_tokens,
         max_num_seqs=config.batch_size,
-        tensor_parallel_size=config.vllm.tensor_parallel,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
         max_logprobs=-1,  # as many as top-k keeps
         generation_config="vllm",  # not the model's own sampling defaults

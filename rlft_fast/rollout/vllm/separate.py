@@ -121,7 +121,7 @@ def _init_info(backend: str, config: VLLMConfig) -> Any:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     from vllm.utils.network_utils import get_ip, get_open_port
 
-    return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel, rank=0)
+    return NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + config.tensor_parallel_size, rank=0)
 
 
 def stream_source(stream: WeightStream) -> Any:
@@ -157,5 +157,5 @@ def _process_environment(world: World, config: VLLMConfig, backend: str) -> dict
     local_rank = device.index or 0
     if backend == "ipc":  # the same GPU
         return common | {"CUDA_VISIBLE_DEVICES": visible[local_rank]}
-    first = world.local_size + local_rank * config.tensor_parallel  # nccl: those after the machine's trainers'
-    return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel])}
+    first = world.local_size + local_rank * config.tensor_parallel_size  # nccl: those after the machine's trainers'
+    return common | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + config.tensor_parallel_size])}

@@ -93,7 +93,7 @@ def server_command(
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}",
         f"--host={host}", "--port", str(port), "--dtype", dtype, "--load-format", "dummy",
         "--max-model-len", str(max_sequence_tokens), "--max-num-seqs", str(config.batch_size),
-        "--tensor-parallel-size", str(config.vllm.tensor_parallel),
+        "--tensor-parallel-size", str(config.vllm.tensor_parallel_size),
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm",
         "--enable-prefix-caching", "--stream-interval", str(_CHUNK_TOKENS),
         "--weight-transfer-config", json.dumps({"backend": weight_backend(config)}),

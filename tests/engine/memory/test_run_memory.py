@@ -206,7 +206,8 @@ def long_run(tmp_path):
     def config(**changes: Any) -> Config:
         return toy_config(path, tmp_path, **{
             "rollout__backend": "vllm", "rollout__max_new_tokens": 16000, "rollout__max_prompt_tokens": 384,
-            "actor__max_tokens": 16384, "actor__compute_dtype": "bfloat16", "actor__workspace_mib": 16, **changes,
+            "actor__max_tokens": 16384, "actor__compute_dtype": "bfloat16", "actor__workspace_mib": 16,
+            "actor__activation_checkpointing": "none", "actor__reduce_every_micro_batch": False, **changes,
         })  # fmt: skip
 
     return config
@@ -313,6 +314,12 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
     assert host > 0
     with pytest.raises(DoesNotFitError, match=r"models off the GPUs need .* of the CPU's memory"):
         check_run(config, 1, GIB, "cuda", host)
+
+
+def test_a_rough_estimate_takes_any_shard_size(config_of):
+    assert surely_fits(config_of(actor__shard_size=2), 2, 80 * GIB, "cuda", GIB)
+    with pytest.raises(ValueError, match="shard_size is 3, which does not divide the 2 ranks"):
+        surely_fits(config_of(actor__shard_size=3), 2, 80 * GIB, "cuda", GIB)
 
 
 # The rough estimate never lets a run through that a plan would refuse. The bound never refuses a run that a plan lets

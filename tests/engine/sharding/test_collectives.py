@@ -6,6 +6,8 @@ With U units (blocks, embedding, head, and the root) and k micro-batches:
   and frees them in between: sharding saves this memory. The head and the root stay gathered, because their backward
   pass begins where their forward pass ends.
 - reduce-scatters: U per step, with the last micro-batch, while the gradients of the others wait; or U per micro-batch.
+  Both ways add the same numbers in float32. With one micro-batch they add them in the same order. With more, one way
+  adds a rank's micro-batches first, and the other way adds the ranks first.
 - all-reduces: 3 per step. The gradient norm, and the metrics by sum and by maximum. In a hybrid mesh U more, with the
   last micro-batch in any case: copies add up their gradients.
 """
@@ -23,6 +25,7 @@ from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.sharding.wrap import find_units
 from rlft_fast.models import load_tokenizer
 from rlft_fast.rollout import SamplingParams, build_rollout
+from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
 from tests.support.distributed import run_distributed
 
@@ -52,8 +55,8 @@ def step(engine: FSDPEngine, batch: Batch) -> tuple[int, Counter[str], dict[str,
 def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
     batch = random_batch(7 * num_copies)
     batch = near_policy(batch, torch.full((batch.num_tokens,), -5.5))
-    seen, norms = [], []
-    for max_tokens, every in ((1000, False), (24, False), (24, True)):
+    seen, norms, gradients = [], [], []
+    for max_tokens, every in ((1000, False), (1000, True), (24, False), (24, True)):
         config = {"reduce_every_micro_batch": every, "shard_size": shard_size}
         engine = make_engine(path, max_tokens=max_tokens, config=config)
         num_units = len(find_units(engine.model)) + 1
@@ -65,11 +68,15 @@ def check(rank: int, path: Path, shard_size: int, num_copies: int) -> None:
                 "allreduce": 3 + (num_units if num_copies > 1 else 0),
             }
             assert counts == expected, (num_micro_batches, every, counts, expected)
+            gradients.append(reference.gradients(engine))
         seen.append(num_micro_batches)
         norms.append(metrics["grad_norm"])
-    assert seen[0] == 1
-    assert seen[1] > 1
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert seen[:2] == [1, 1]
+    assert seen[2] == seen[3] > 1
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
+    once, each, waiting, reduced = gradients[::2]
+    reference.assert_equal(each, once)
+    reference.assert_close(reduced, waiting, 2 * (num_copies + seen[2]) * torch.finfo(torch.float32).eps)
 
 
 def check_after_a_rollout(rank: int, path: Path) -> None:

@@ -1,0 +1,106 @@
+"""What memory decides: activation checkpointing, the reduction of gradients, and vLLM's ranks."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from rlft_fast.config import Config
+from rlft_fast.engine.memory.decisions import changed
+from rlft_fast.engine.memory.engine import USABLE
+from rlft_fast.engine.memory.fit import DoesNotFitError, check_run, choose
+from rlft_fast.engine.memory.run import plan_memory
+from rlft_fast.engine.memory.search import Search
+from tests.trainer.toy import toy_config
+
+GIB = 2**30
+KEYS = "actor.activation_checkpointing", "actor.reduce_every_micro_batch"
+UNLIMITED = dict(zip(KEYS, ("none", False), strict=True))
+SMALL = LlamaConfig(
+    hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=2000, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def run_of(model: PretrainedConfig, folder: Path, **changes: Any) -> Config:
+    """A run of a model from its configuration alone."""
+    model.architectures = [f"{type(model).__name__.removesuffix('Config')}ForCausalLM"]
+    model.save_pretrained(folder)
+    return toy_config(folder, folder, **changes)
+
+
+def small_run(folder: Path, **changes: Any) -> Config:
+    """Several micro-batches on each of two ranks, whose activations and gradients both count."""
+    sizes = {"rollout__prompts_per_step": 16, "rollout__max_prompt_tokens": 384, "rollout__max_new_tokens": 128}
+    return run_of(
+        SMALL, folder, **sizes, rollout__batch_size=1, actor__max_tokens=1024, actor__workspace_mib=1, **changes
+    )
+
+
+def bytes_of(config: Config, values: dict[str, Any]) -> float:
+    """Of a device on which an update of the policy just fits."""
+    update = next(x for x in plan_memory(changed(config, values), 2, GIB).phases if x.name == "update actor")
+    return update.total_bytes / USABLE + 1
+
+
+def test_the_fastest_values_that_fit(tmp_path):
+    config = small_run(tmp_path)
+    values = [dict(zip(KEYS, pair, strict=True)) for pair in product(["none", "selective", "full"], [False, True])]
+    needed = [bytes_of(config, each) for each in values]
+    plain = changed(config, UNLIMITED)
+    search = Search(plain, plan_memory(plain, 2, GIB), 2, GIB, "cuda", GIB)
+    seconds = [search.seconds(changed(config, each).for_device("cuda")) for each in values]
+    chosen = []
+    for memory in sorted(needed):
+        fitting = [i for i, least in enumerate(needed) if least <= memory]
+        choice = choose(config, 2, memory, "cuda", GIB)
+        assert choice.values == values[min(fitting, key=seconds.__getitem__)]
+        assert choice.plan is not None
+        assert choice.plan.fits(memory)
+        chosen.append((*choice.values.values(),))
+    assert len({*chosen}) >= 3
+    assert choose(config, 2, min(needed) - 2, "cuda", GIB).values == UNLIMITED  # as it is refused
+    assert choose(config, 2, 8 * GIB, "cuda", GIB).plan is None
+    assert choose(config, 2, 8 * GIB, "cpu", GIB).values == UNLIMITED
+
+
+def test_named_values_stay(tmp_path):
+    config = small_run(tmp_path, actor__activation_checkpointing="none", actor__param_dtype="bfloat16")
+    memory = 0.99 * bytes_of(config, {})
+    assert choose(config, 2, memory, "cuda", GIB).values == {}  # bfloat16 gradients would be added up in bfloat16
+    with pytest.raises(DoesNotFitError, match=r"It fits with --actor\.activation_checkpointing selective"):
+        check_run(config, 2, memory, "cuda", GIB)
+
+
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+)  # fmt: skip
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+    num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151936,
+    max_position_embeddings=40960, norm_topk_prob=True, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "expected"),
+    [
+        (LLAMA_8B, 8, {KEYS[0]: "full", KEYS[1]: False, "rollout.vllm.tensor_parallel": 1}),
+        (QWEN3_30B_A3B, 16, {KEYS[0]: "full", KEYS[1]: True, "rollout.vllm.tensor_parallel": 2}),
+    ],
+    ids=["llama-8b", "qwen3-30b-a3b"],
+)
+def test_large_models_start_with_the_defaults(model, num_gpus, expected, tmp_path):
+    """Steps of 1,024 answers of up to 8k tokens, on GPUs of 80 GB. 32 of them are vLLM's."""
+    rollout = {"prompts_per_step": 128, "samples_per_prompt": 8, "max_prompt_tokens": 1024, "max_new_tokens": 7168}
+    values = {"model": str(tmp_path), "output_dir": "run", "steps": 1, "data": {"task": "chain_sum"}}
+    run_of(model, tmp_path)
+    config = Config.parse(values | {"rollout": rollout | {"backend": "vllm"}})
+    choice = check_run(config, num_gpus, 80e9, "cuda", 100e9)
+    assert choice.values == expected
+    assert choice.plan is not None
+    assert choice.plan.fits(80e9)
