@@ -28,6 +28,7 @@ from rlft_fast.files import read_text
 from rlft_fast.models.architectures import own_implementation, require_causal
 from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
+from rlft_fast.models.quantized import mark_quantized, take_quantization
 from rlft_fast.models.value_head import stored_head
 from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
 from rlft_fast.tokenizer_files import check_tokenizer_files
@@ -209,8 +210,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
             f"transformers {transformers.__version__} has no {auto_class.__name__.removeprefix('Auto')} of type "
             f"{config.model_type}, the type of the model in {path}: choose another model"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"the model in {path} is quantized, and quantized weights cannot be trained: dequantize it")
+    quantizer = take_quantization(config, path)
     options = {"dtype": dtype, "attn_implementation": own_implementation(config)}
     try:
         model = build_on_meta(lambda: auto_class.from_config(config, **options))
@@ -220,6 +220,7 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
     except Exception as error:  # with a wrong configuration the model's code may raise any error
         raise ValueError(f"cannot build the model in {path}: {type(error).__name__}: {error}") from error
     require_causal(model)
+    mark_quantized(model, quantizer)
     return model
 
 
@@ -271,5 +272,5 @@ def _require_folder(path: str | Path) -> None:
     if not Path(path).is_dir():
         raise ValueError(
             f"model folder {path} does not exist: give a local folder with config.json and safetensors files "
-            "(download a hub model first)"
+            "(a model of the Hugging Face Hub is downloaded by: hf download NAME)"
         )

@@ -36,12 +36,15 @@ from transformers.core_model_loading import (
 from transformers.initialization import no_init_weights
 
 from rlft_fast.errors import brief
+from rlft_fast.files import is_apple_double
+from rlft_fast.models.quantized import dequantizer_of
 
 _SHOWN = 3  # names in an error message
 _SHOWN_CHARACTERS = 200  # of each of them
 _LARGE_BYTES = 2**30  # of a tensor that gets no memory while a model is built
 _COMPARED_ROWS = 4096  # in one comparison
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what config.json determines
+_SHARD = re.compile(r"(?P<name>.+)-\d+-of-(?P<total>\d+)\.safetensors")
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # safetensors' names; other floats are scales or packed
 
 
@@ -231,6 +234,12 @@ class _Source:
     converter: WeightConverter | None
     parts: list[tuple[str, _Stored]] = field(default_factory=list)
 
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the parts are quantized numbers and their scales."""
+        operations = [] if self.converter is None else self.converter.operations
+        return any("Dequantize" in type(operation).__name__ for operation in operations)
+
     def names(self, first: str) -> list[str]:
         """The names of all tensors that the source makes: a converter may split a stored tensor into several."""
         if self.converter is None:
@@ -240,7 +249,7 @@ class _Source:
 
 
 def _match(folder: Path, model: PreTrainedModel, targets: dict[str, Tensor]) -> dict[str, _Source]:
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(model, hf_quantizer=dequantizer_of(model))
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -297,7 +306,7 @@ def _check_dtypes(folder: Path, targets: dict[str, Tensor], sources: dict[str, _
         f"{stored.key} in {stored.dtype}"
         for name, source in sources.items()
         for _, stored in source.parts
-        if (stored.dtype in _FLOATS) != targets[name].is_floating_point()
+        if not source.dequantizes and (stored.dtype in _FLOATS) != targets[name].is_floating_point()
     ]
     if wrong:
         raise ValueError(
@@ -370,15 +379,18 @@ def _stored(folder: Path) -> list[_Stored]:
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files of weights, and the file that the index names for each tensor."""
+    """The files of weights, and the file that the index names for each tensor.
+
+    Without a file or an index of the usual name, the folder's only index is read, or all of its files.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single], {}
     if not index.is_file():
-        raise ValueError(
-            f"cannot load the model in {folder}: it holds no model.safetensors; save it with save_pretrained "
-            "(other formats are not read)"
-        )
+        others = [path for path in folder.glob("*.safetensors.index.json") if not is_apple_double(path)]
+        if len(others) != 1:
+            return _files_without_index(folder), {}
+        index = others[0]
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -390,6 +402,26 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"cannot load the model in {folder}: {name_some(absent)} of {index.name} are missing")
     return paths, {key: folder / name for key, name in weight_map.items()}
+
+
+def _files_without_index(folder: Path) -> list[Path]:
+    """All files of weights, but the files of Mistral's own format, which hold the weights a second time."""
+    found = [path for path in sorted(folder.glob("*.safetensors")) if not is_apple_double(path)]
+    files = [path for path in found if not path.name.startswith(("consolidated", "adapter_model"))]
+    if not files:
+        raise ValueError(
+            f"cannot load the model in {folder}: it holds no model.safetensors; save it with save_pretrained "
+            "(other formats are not read)"
+        )
+    shards = [match for path in files if (match := _SHARD.fullmatch(path.name))]
+    for name, total in {(match["name"], match["total"]) for match in shards}:
+        number = sum((match["name"], match["total"]) == (name, total) for match in shards)
+        if number != int(total):
+            raise ValueError(
+                f"cannot load the model in {folder}: it holds {number} of the {int(total)} files "
+                f"{name}-?????-of-{total}.safetensors: download the others"
+            )
+    return files
 
 
 def _equal(first: _Stored, other: _Stored) -> bool:
@@ -417,7 +449,8 @@ def _read(
         converter.add_tensor(first, stored.key, pattern, cast(Any, read))  # convert() reads it
     folder = source.parts[0][1].file.parent
     try:
-        made = converter.convert(first, model=model, config=model.config)
+        # Without a model, dequantized numbers are not rounded to the dtype of its weights.
+        made = converter.convert(first, model=None if source.dequantizes else model, config=model.config)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the weights in {folder} that make up {first} do not fit together: {error}") from error
     for name, whole in made.items():
