@@ -94,10 +94,14 @@ def prepare_model_inputs(
     row_T = _own_row(layout, len(input_ids_U), sequence_group)
     active_row = row_T[micro_batch.active_index_T]
     output_index_A = micro_batch.active_index_T[active_row >= 0]
-    support_TK, images = micro_batch.support_TK, prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
+    support_TK, images = micro_batch.support_TK, None
+    position_ids_T = micro_batch.position_ids_T
+    if not padded:
+        images = prepare_images(backbone, micro_batch, row_T, len(input_ids_U))
+        position_ids_T = rotary_positions(backbone, micro_batch)
     inputs = ModelInputs(
         input_ids_U=input_ids_U,
-        position_ids_U=own_rows(rotary_positions(backbone, micro_batch)),
+        position_ids_U=own_rows(position_ids_T),
         cu_seqlens_q=boundaries_q,
         cu_seqlens_k=boundaries_k,
         max_seqlen_q=int(boundaries_q.diff().max()),

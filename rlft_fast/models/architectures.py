@@ -14,11 +14,17 @@ from rlft_fast.models.attention import GROUPED_ATTENTION, PACKED_ATTENTION
 from rlft_fast.models.vision import VISION_MODELS
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Models that look as if they could be packed, found by trying all (tests/models/test_every_architecture.py).
+# Models that look as if they could be packed, or run, found by trying all (tests/models/test_every_architecture.py).
 _EXCEPTIONS = {
     "nemotron": "does not hand boundaries on to its attention",
-    "moshi": "does not hand boundaries on to its attention",
     "phimoe": "does not tell its attention of its sliding window",
+}
+_REFUSED = {
+    **dict.fromkeys(["cpmant", "xlm", "xlnet"], "lets tokens see later ones"),
+    **dict.fromkeys(["moshi", "qwen3_omni_moe_thinker", "rwkv"], "generates other tokens than its forward predicts"),
+    **dict.fromkeys(
+        ["blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"], "does not run on text alone"
+    ),
 }
 
 
@@ -76,7 +82,8 @@ def require_causal(model: PreTrainedModel) -> None:
         "is an encoder-decoder": model.config.is_encoder_decoder,
         "lets tokens see later ones": not is_causal or (bool(decoder) and not any(decoder)),  # cross-attention is none
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found := found or [_REFUSED[x] for x in (model.config.model_type,) if x in _REFUSED]:
         raise ValueError(
             f"{type(model).__name__} {' and '.join(found)}: choose a causal language model (Llama, Qwen, Mistral, "
             "Gemma, ...)"

@@ -379,7 +379,8 @@ def _backbone(text: PreTrainedModel) -> PreTrainedModel:
     """The backbone of a causal language model, also where its class gives it another name (Llama 4)."""
     if text.base_model is not text:
         return cast(PreTrainedModel, text.base_model)
-    parts = [child for child in text.children() if isinstance(child, PreTrainedModel)]
+    embedding = text.get_input_embeddings()
+    parts = [x for x in text.children() if isinstance(x, PreTrainedModel) and any(y is embedding for y in x.modules())]
     if len(parts) != 1:
         raise ValueError(
             f"{type(text).__name__} has no backbone under the name {text.base_model_prefix!r} of its class: choose "

@@ -1,9 +1,9 @@
-"""Every language model of the installed transformers: whether its head can be patched, and its sequences packed.
+"""Every language model of the installed transformers: whether its head can be patched, and how it trains.
 
     python -m tests.models.every_architecture    # writes docs/models.md
 
-A model of small sizes is asked, and each yes is compared with the model's own logits. Where no small sizes fit, and for
-models with images, the model of the default configuration is asked on the meta device, and nothing is compared.
+A model of small sizes is asked, and each yes is compared with the model's own numbers. Where no small sizes fit, the
+model of the default configuration is asked on the meta device, and nothing is compared.
 """
 
 import dataclasses
@@ -25,35 +25,48 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlft_fast import patch_lm_head, unpatch_lm_head
-from rlft_fast.models import ModelInputs, PolicyModel
-from rlft_fast.models.architectures import packed_implementation, padded_attention, require_packed_attention
+from rlft_fast.data import Batch
+from rlft_fast.engine.forward import prepare_model_inputs
+from rlft_fast.models import PolicyModel
+from rlft_fast.models.architectures import padded_attention, require_causal
 
-CLASSES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # by model type
+MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 YES, UNREFUTED = "yes", "yes *"
+PACKED, PADDED = "packed", "padded"
 UNTRIED = "not tried"
 
 PAGE_TEXT = """\
 # Which models
 
 This page says which models of transformers {version} rlft_fast takes. *Patched head* is `patch_lm_head`, and with it
-every [integration](integrations.md) but TRL's, since TRL has a patch of its own. *Packed* is the packed forward of the
-engine and of [LightRFT](integrations.md#lightrft), and rollouts by transformers. The other trainers pack in their own
-way. Names are those of `model_type` in config.json: {total}, of which {patched} have a patched head, and {packed} pack.
+every [integration](integrations.md) but TRL's, since TRL has a patch of its own. *Training* is how the engine runs the
+model. Names are those of `model_type` in config.json: {total}, of which {patched} have a patched head, and {trained}
+train: {packed} packed and {padded} padded.
+
+A *packed* model runs sequences one after the other, without padding, and equal prompts once. A *padded* model has
+layers that would mix packed sequences: a recurrent state, attention sinks, or masks of its own. It runs batches of
+similar lengths, and no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are
+those of packed models. It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a
+model is padded, and why. Rollouts by transformers then batch prompts of one length.
+[LightRFT](integrations.md#lightrft) takes packed models alone.
+
+Qwen2-VL and Qwen2.5-VL learn from images, too. All other vision-language models learn from text: their towers are
+frozen, and a batch with images is refused.
 
 `python -m tests.models.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
-is out of date. A *yes* is compared: a small random model gives the log-probabilities of its own logits to 1e-4, for two
-rows with a patched head, and for three packed sequences, which it also continues from padding on the left. A star says
-that the class was asked with its default configuration, and was not refused; its numbers were not compared. All other
-models are refused by name when they are patched, packed or first called. The table has the first reason of the
-`ValueError`. *Not tried* are those that transformers cannot build with their default configurations.
+is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the
+log-probabilities of its own logits to 1e-4. So does the engine's forward of three sequences, with the gradients of each
+sequence alone, and rollouts continue the sequences by the model's own logits. A star says that the class was asked with
+its default configuration, and was not refused; its numbers were not compared. All other models are refused by name when
+they are patched or loaded. The table has the first reason of the `ValueError`. *Not tried* are those that transformers
+cannot build with their default configurations.
 
-| patched head | packed | model types |
+| patched head | training | model types |
 | --- | --- | --- |
 {table}
 
-Other tests compare Qwen2-VL and Qwen2.5-VL, packed and with images, with transformers' own numbers. Encoder-decoders
-for text alone are not listed, and are refused.
+Encoder-decoders for text alone are not listed, and are refused.
 
 Your configuration may differ from the default, and the class may be your own. This asks a model without its weights:
 
@@ -66,7 +79,7 @@ from rlft_fast.models import require_packed_attention
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(Gemma2Config())  # or AutoConfig.from_pretrained(folder)
-require_packed_attention(model)  # a ValueError if it cannot be packed
+require_packed_attention(model)  # a ValueError if it cannot be packed, which has the reasons
 patch_lm_head(model)  # a ValueError if its head cannot be patched
 ```
 """
@@ -88,6 +101,21 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.2, "qk_rope_head_dim": 4, "q_lora_rank": 12, "hidden_size_per_layer_input": 4,
     "eos_token_id": 2,
 }  # fmt: skip
+# Sizes of towers. Their widths are theirs, but a model may join them to its own without a projection.
+SMALL_TOWER: dict[str, Any] = {
+    **dict.fromkeys(["hidden_size", "embed_dim", "d_model", "out_hidden_size"], 32),
+    **dict.fromkeys(["num_hidden_layers", "n_layers", "num_layers", "depth", "encoder_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "num_heads", "n_heads", "encoder_attention_heads"], 4),
+    **dict.fromkeys(["intermediate_size", "encoder_ffn_dim"], 48),
+    "initializer_range": 0.2,
+}
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}
+    return {"rope_parameters": rope}
+
+
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _GEMMA = {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 # What does not fit the sizes above, or would be left out by them, as the convolutions of LFM2.
@@ -104,6 +132,17 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 8]},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 60},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 60},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1, "n_mamba_heads": 8},
+    **dict.fromkeys(["glm4v_moe_text"], _mrope(1, 1, 0)),
+    **dict.fromkeys(
+        ["cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text",
+         "qwen2_5_vl_text", "qwen2_vl_text"], _mrope(2, 1, 1),
+    ),
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "mistral4": {"head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
@@ -111,98 +150,145 @@ SMALL_OF: dict[str, dict[str, Any]] = {
 
 
 class Answer(NamedTuple):
-    """YES, UNREFUTED, or why not."""
+    """A star stands behind an answer that is not compared."""
 
     patched: str
-    packed: str
+    """YES, or why not."""
+    trains: str
+    """PACKED, PADDED, or why not."""
 
 
 def page() -> str:
     """The text of docs/models.md."""
     types_of: dict[Answer, list[str]] = defaultdict(list)
-    for model_type in sorted(CLASSES):
+    for model_type in MODEL_TYPES:
         found = answer(model_type)
-        key = Answer(*(YES if each == UNREFUTED else each for each in found))
-        types_of[key].append(model_type + ("\\*" if UNREFUTED in found else ""))
-    rows = sorted(types_of.items(), key=lambda row: (row[0] != (YES, YES), UNTRIED in row[0], -len(row[1]), row[0]))
-    table = "\n".join(f"| {patched} | {packed} | {', '.join(names)} |" for (patched, packed), names in rows)
+        key = Answer(*(each.removesuffix(" *") for each in found))
+        types_of[key].append(model_type + ("\\*" if key != found else ""))
+    ways = [PACKED, PADDED]
+
+    def place(row: tuple[Answer, list[str]]) -> tuple:
+        found, names = row
+        way = ways.index(found.trains) if found.trains in ways else len(ways)
+        return way, found.patched != YES, UNTRIED in found, -len(names), found
+
+    rows = sorted(types_of.items(), key=place)
+    table = "\n".join(f"| {patched} | {trains} | {', '.join(names)} |" for (patched, trains), names in rows)
+    number = {way: sum(len(names) for found, names in rows if found.trains == way) for way in ways}
     return PAGE_TEXT.format(
         version=transformers.__version__,
-        total=len(CLASSES),
+        total=len(MODEL_TYPES),
         patched=sum(len(names) for found, names in rows if found.patched == YES),
-        packed=sum(len(names) for found, names in rows if found.packed == YES),
+        trained=sum(number.values()),
+        packed=number[PACKED],
+        padded=number[PADDED],
         table=table,
     )
 
 
 @cache
 def answer(model_type: str) -> Answer:
-    """Asks the model, and compares each YES with the model's own logits.
+    """Asks the model, and compares each yes with the model's own numbers.
 
     Raises:
-        AssertionError: a YES is wrong.
+        AssertionError: a yes is wrong.
     """
-    try:
-        model = _small_model(model_type)
-    except Exception:  # anything at all, from hundreds of configurations
-        try:
-            return _not_compared(_default_model(model_type))
-        except Exception:
-            return Answer(UNTRIED, UNTRIED)
-    return Answer(_patched(model), _packed(model))
+    for build, ask in ((small_model, _compared), (_default_model, _not_compared)):
+        for model_class in _classes(model_type):
+            try:
+                model = build(model_type, model_class)
+            except Exception:  # anything at all, from hundreds of configurations
+                continue
+            return ask(model)
+    return Answer(UNTRIED, UNTRIED)
 
 
-def _class_of(model_type: str) -> type[PreTrainedModel]:
-    names = CLASSES[model_type]
-    return getattr(transformers, names if isinstance(names, str) else names[0])
+def _classes(model_type: str) -> list[type[PreTrainedModel]]:
+    """The class with a tower, and the class of text alone, if there are both."""
+    mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = [mapping[model_type] for mapping in mappings if model_type in mapping]
+    return [getattr(transformers, names if isinstance(names, str) else names[0]) for names in dict.fromkeys(found)]
 
 
-def _small_model(model_type: str) -> PreTrainedModel:
+def _compared(model: PreTrainedModel) -> Answer:
+    return Answer(_patched(model), _trains(model))
+
+
+def small_model(model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     """Builds the model, or raises the error of an architecture that these sizes do not fit."""
-    default = CONFIG_MAPPING[model_type]().get_text_config()
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config()
+    is_of_text = model_class.config_class is type(text)
+    takes_whole = text is not default and not is_of_text
+    config = _small_whole(default) if takes_whole else _small(text)
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model_class(config).parameters()) < 3e7
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and parameter.numel():
+            torch.nn.init.normal_(parameter, mean=parameter.flatten()[0].item(), std=0.2)
+    model(input_ids=torch.full((1, 2), 5))
+    return model
+
+
+def _small(default: Any) -> Any:
+    """A small configuration of a text model of this kind."""
     fields = {field.name for field in dataclasses.fields(default)}
     sizes = {name: value for name, value in SMALL.items() if name in fields | default.attribute_map.keys()}
     if "kv_lora_rank" in fields:  # there head_dim is the width of the rotary part
         sizes |= {"num_key_value_heads": 4, "head_dim": SMALL["qk_rope_head_dim"]}
     if "layer_types" in fields and default.layer_types:
         sizes["layer_types"] = ([*dict.fromkeys(default.layer_types)] * 3)[:3]
-    model_class, config = _class_of(model_type), type(default)(**sizes | SMALL_OF.get(model_type, {}))
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in model_class(config).parameters()) < 2e7
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, mean=parameter.flatten()[0].item(), std=0.2)
-    model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
-    return model
+    return type(default)(**sizes | SMALL_OF.get(default.model_type, {}))
 
 
-def _default_model(model_type: str) -> PreTrainedModel:
+def _small_whole(default: Any) -> Any:
+    """A small configuration of a model with a text model inside, beside towers."""
+    parts: dict[str, Any] = {name: getattr(default, name, None) for name in default.sub_configs}
+    small = {}
+    for name, part in parts.items():
+        if part is not None and part is default.get_text_config():
+            small[name] = _small(part)
+        elif dataclasses.is_dataclass(part):
+            fields = {field.name for field in dataclasses.fields(part)} | part.attribute_map.keys()
+            sizes = {key: value for key, value in SMALL_TOWER.items() if key in fields}
+            small[name] = type(part)(**sizes | SMALL_OF.get(part.model_type, {}))
+    fields = {field.name for field in dataclasses.fields(default)}
+    own = {key: SMALL[key] for key in ("vocab_size", "hidden_size") if key in fields}
+    return type(default)(**own | small | SMALL_OF.get(default.model_type, {}))
+
+
+def _default_model(model_type: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
     with torch.device("meta"):
-        return _class_of(model_type)(CONFIG_MAPPING[model_type]()).eval()
+        return model_class(CONFIG_MAPPING[model_type]()).eval()
 
 
 def _not_compared(model: PreTrainedModel) -> Answer:
-    answers = []
-    for ask in (lambda: unpatch_lm_head(patch_lm_head(model)), lambda: _as_policy(model)):
-        try:
-            ask()
-            answers.append(UNREFUTED)
-        except ValueError as error:
-            answers.append(_reason(model, error))
-    return Answer(*answers)
+    try:
+        unpatch_lm_head(patch_lm_head(model))
+        patched = UNREFUTED
+    except ValueError as error:
+        patched = _reason(model, error)
+    try:
+        return Answer(patched, f"{_way(_as_policy(model))} *")
+    except ValueError as error:
+        return Answer(patched, _reason(model, error))
 
 
 def _as_policy(model: PreTrainedModel) -> PolicyModel:
-    require_packed_attention(model)
+    require_causal(model)
     return PolicyModel(model)
+
+
+def _way(policy: PolicyModel) -> str:
+    return PADDED if policy.padded_because else PACKED
 
 
 def _reason(model: PreTrainedModel, error: ValueError) -> str:
     """The first reason in the message, without the name of the model's class."""
     message = str(error).replace(type(model).__name__, "the model").removeprefix("the model ")
-    return re.split(r": | \((?!\d)| and (?!its)", message)[0]
+    return re.split(r": | \((?!\d)| and (?!its)|, which a policy", message)[0]
 
 
 def _patched(model: PreTrainedModel) -> str:
@@ -220,52 +306,81 @@ def _patched(model: PreTrainedModel) -> str:
     return YES
 
 
-def _packed(model: PreTrainedModel) -> str:
-    """Compares the log-probabilities of packed sequences and of generated tokens with the model's own logits."""
+def _trains(model: PreTrainedModel) -> str:
+    """Compares log-probabilities, gradients and logits of generated tokens with those of each sequence alone."""
+    implementation = model.config._attn_implementation
     try:
         policy = _as_policy(model)
     except ValueError as error:
         return _reason(model, error)
     parts = torch.randint(3, 64, (1, sum(LENGTHS))).split(LENGTHS, 1)
-    target = torch.randint(3, 64, (sum(LENGTHS),))
-    with torch.no_grad():
+    if not policy.padded_because:
         model.set_attn_implementation("eager")
-        alone = [model(input_ids=part, use_cache=False).logits[0] for part in parts]
-        longer = [torch.cat([part, logits[-1:].argmax(1)[None]], 1) for part, logits in zip(parts, alone, strict=True)]
+    else:
+        assert model.config._attn_implementation == implementation
+    alone = [model(input_ids=part, use_cache=False).logits[0] for part in parts]
+    batch = Batch.from_samples([part[0, :1].tolist() for part in parts], [part[0, 1:].tolist() for part in parts])
+    logits = torch.cat([own[:-1] for own in alone])
+    expected = torch.log_softmax(logits, -1).gather(1, torch.cat(parts, 1).squeeze(0)[_after_first()][:, None])[:, 0]
+    gradients = _gradients(model, expected)
+    with torch.no_grad():
+        longer = [torch.cat([part, own[-1:].argmax(1)[None]], 1) for part, own in zip(parts, alone, strict=True)]
         last_two = torch.stack([model(input_ids=part, use_cache=False).logits[0, -2:] for part in longer])
-        model.set_attn_implementation(packed_implementation(model.config))
-        expected = torch.log_softmax(torch.cat(alone), -1).gather(1, target[:, None]).squeeze(1)
-        torch.testing.assert_close(_packed_logprobs(policy, parts, target), expected, rtol=0, atol=1e-4)
-        assert policy.deviation(parts[0][0]) < 1e-4
-        generated = _generated_logits(policy, parts)
+    policy.choose_way(model)
+    inputs = prepare_model_inputs(
+        batch, torch.device("cpu"), backbone=policy.backbone, padded=bool(policy.padded_because)
+    )  # fmt: skip
+    logprob = policy(inputs).logprob
+    torch.testing.assert_close(logprob, expected, rtol=0, atol=1e-4)
+    for found, own in zip(_gradients(model, logprob), gradients, strict=True):
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-3 * max(float(own.abs().max()), 0.1))
+    try:
+        assert not policy.deviation(torch.arange(3, 11)) > 1e-4
+        with torch.no_grad():
+            generated = _generated_logits(policy, parts)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
     torch.testing.assert_close(generated, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)
-    return YES
+    return _way(policy)
 
 
-def _packed_logprobs(policy: PolicyModel, parts: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    """Of all tokens, as the engine computes them."""
-    boundaries = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-    everything = torch.arange(sum(LENGTHS))
-    return policy(ModelInputs(
-        input_ids_U=torch.cat(parts, 1)[0], position_ids_U=torch.cat([torch.arange(n) for n in LENGTHS]),
-        cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS),
-        key_index=None, active_index_A=everything, target_A=target, output_index_A=everything,
-    )).logprob  # fmt: skip
+def _after_first() -> Tensor:
+    """The positions of all tokens but each sequence's first."""
+    return torch.cat([torch.arange(n) + sum(LENGTHS[:i]) for i, n in enumerate(LENGTHS)]).view(-1)[
+        torch.cat([torch.arange(n) > 0 for n in LENGTHS])
+    ]
+
+
+def _gradients(model: PreTrainedModel, logprob: Tensor) -> list[Tensor]:
+    """Of all parameters that are trained; 0 where a parameter does nothing."""
+    weights = torch.linspace(0.5, 1.5, len(logprob))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad((weights * logprob).sum(), trained, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, trained, strict=True)]
 
 
 def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
-    """(2 B, 2, V) as rollouts compute them: padding on the left, prefill, then token by token for two samples each."""
+    """(2 B, 2, V) as rollouts compute them: prefill, then token by token for two samples each.
+
+    Sequences are padded on the left, or run one by one if the model trains padded.
+    """
     padding = [(max(LENGTHS) - n, 0) for n in LENGTHS]
     ids, mask = (
         torch.cat([pad(x, width) for x, width in zip(rows, padding, strict=True)])
         for rows in (parts, [torch.ones_like(part) for part in parts])
     )
+    batches = [(part, torch.ones_like(part)) for part in parts] if policy.padded_because else [(ids, mask)]
     policy.model.generation_config = GenerationConfig()
     config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
-    with padded_attention(policy.model):
-        twice = (x.repeat_interleave(2, 0) for x in (ids, mask))
-        output = cast(Any, policy.generate(*twice, policy.prefill(ids, mask, num_samples=2), generation_config=config))
-    return torch.stack(output.logits, 1)
+    logits = []
+    for prompts in batches:
+        with padded_attention(policy.model):
+            twice = (x.repeat_interleave(2, 0) for x in prompts)
+            output = cast(
+                Any, policy.generate(*twice, policy.prefill(*prompts, num_samples=2), generation_config=config)
+            )  # fmt: skip
+        logits.append(torch.stack(output.logits, 1))
+    return torch.cat(logits)
 
 
 if __name__ == "__main__":
