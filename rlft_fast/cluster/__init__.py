@@ -9,6 +9,7 @@ generators  vLLM servers that generate for a run, and replacements of servers th
 head        the head of the cluster, which is watched, and how to end without it
 pool        places on a cluster that groups share, with their GPUs
 resources   what a run asks for is compared with what a cluster has
+usage       time and memory that calls take of the workers
 sendable    what cannot be sent to workers is named
 buffers     tensors travel as buffers, not as pickles
 
@@ -24,6 +25,7 @@ from rlft_fast.cluster.pool import ResourcePool
 from rlft_fast.cluster.remote import RemoteCheckpoints, RemoteEngine, RemoteRollout
 from rlft_fast.cluster.resources import num_cpus, parts_of, require_connected, require_own_machine, shared_part
 from rlft_fast.cluster.sendable import require_sendable
+from rlft_fast.cluster.usage import TotalUsage
 from rlft_fast.cluster.workers import (
     ActorRolloutRefWorker,
     ColocatedWorker,
@@ -50,6 +52,7 @@ __all__ = [
     "RemoteRollout",
     "ResourcePool",
     "RewardModelWorker",
+    "TotalUsage",
     "Worker",
     "WorkerError",
     "WorkerGroup",

@@ -23,6 +23,7 @@ from rlft_fast.cluster.dispatch import (
 from rlft_fast.cluster.head import HEAD, Leaving, end_actors
 from rlft_fast.cluster.pool import ResourcePool
 from rlft_fast.cluster.sendable import raising_little, require_sendable
+from rlft_fast.cluster.usage import TotalUsage, Usage
 from rlft_fast.cluster.workers import Worker
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
@@ -74,7 +75,7 @@ class WorkerGroup:
                 "GPUs they share: give pool=ResourcePool(...)"
             )
         self._places = contextlib.ExitStack()
-        self._peak: int | None = None
+        self._usage: list[list[Usage]] = [[] for _ in range(num_workers)]  # of each worker's calls
         try:
             pool = pool or self._places.enter_context(ResourcePool(self.name, num_workers, gpus=gpus, cpus=cpus))
             self._places.enter_context(pool.share(self.name, num_workers, gpus, cpus))
@@ -134,26 +135,25 @@ class WorkerGroup:
             raise WorkerError(f"{self.name}: the group has ended; make a new one, and load the newest checkpoint")
         if how.dispatch is Dispatch.RANK_ZERO:
             first = [self._send(self._actors[0].call, name, *call)]
-            return Future(lambda: self._measured(first)[0])
+            return Future(lambda: self._results(first)[0])
         if how.dispatch is Dispatch.ONE_TO_ALL:
             same = [self._send(actor.call, name, *call) for actor in self._actors]
-            return Future(lambda: self._measured(same))
+            return Future(lambda: self._results(same))
         split = self._split(name, how, call)
         pairs = zip(self._actors, split.arguments, strict=True)
         calls = [self._send(actor.call, name, *call.with_values(own)) for actor, own in pairs]
-        return Future(lambda: split.join(self._measured(calls)))
+        return Future(lambda: split.join(self._results(calls)))
 
-    def take_peak(self) -> int | None:
-        """The highest peak of a worker's memory in the calls since it was last asked for [bytes]; None: not known."""
-        peak, self._peak = self._peak, None
-        return peak
+    def take_usage(self) -> TotalUsage:
+        """What the calls took of the workers whose results were asked for since this was last called."""
+        usage, self._usage = self._usage, [[] for _ in range(self.size)]
+        return TotalUsage.of_workers(usage)
 
-    def _measured(self, calls: list[Any]) -> list[Any]:
+    def _results(self, calls: list[Any]) -> list[Any]:
         """The results of calls of `_Host.call`."""
         gathered = self._gather(calls)
-        self._peak = max(
-            (peak for peak in (self._peak, *(own for _, own in gathered)) if peak is not None), default=None
-        )
+        for own, (_, usage) in zip(self._usage, gathered, strict=False):  # the first worker alone may be called
+            own.append(usage)
         return [result for result, _ in gathered]
 
     def _send(self, method: Any, *args: Any) -> Any:
@@ -297,11 +297,13 @@ class _Host(Leaving):
         os.environ.update({name: str(value) for name, value in environment.items()})
         self.worker = worker_class(config, init_distributed(config.timeout_minutes))
 
-    def call(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, int | None]:
-        """The result, and the peak of this process's memory during the call [bytes]."""
+    def call(self, name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, Usage]:
+        """The result, and what the call took of this process."""
         assert self.worker is not None
         memory = PeakMemory(self.worker.world.device)
         memory.restart()
+        self.worker.busy_seconds = 0.0
+        started = time.perf_counter()
         with raising_little():
             result = getattr(self.worker, name)(*args, **keywords)
-        return result, memory.measure()
+        return result, Usage(memory.measure(), time.perf_counter() - started, self.worker.busy_seconds)

@@ -37,12 +37,17 @@ class Worker:
     Args:
         config: of the run.
         world: the group's world, seen from this process.
+
+    Attributes:
+        busy_seconds: time in which the present call did this worker's own share and waited for no other worker [s]. A
+            method that measures it sets it.
     """
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
         self.engines: dict[str, FSDPEngine] = {}
+        self.busy_seconds = 0.0
         self._managers: dict[str, CheckpointManager] = {}
 
     @staticmethod
@@ -182,7 +187,9 @@ class ActorRolloutRefWorker(Worker):
             seeds: one per sample, see `rlft_fast.rollout.sample_seeds`: what is sampled does not depend on the number
                 of workers.
         """
-        return self.rollout.samples(prompts, params, seeds)
+        samples = self.rollout.samples(prompts, params, seeds)
+        self.busy_seconds = self.rollout.seconds
+        return samples
 
     @register(DP_COMPUTE_PROTO, engine="actor")
     def compute_log_prob(self, share: Share, outputs: Sequence[Output] = ("logprob", "entropy")) -> dict[str, Tensor]:

@@ -163,7 +163,7 @@ class Learner:
         flops = facts.flops.of(batch)
         if critic is not None:
             flops += critic.facts.flops.of(batch.unweighted())
-        flops_per_second = flops * self.config.algorithm.epochs / seconds / facts.num_ranks
+        flops_per_second = flops * self.config.algorithm.epochs / seconds / self.models.num_devices
         found = {"tflops_update": flops_per_second / 1e12}
         return found if facts.peak_flops is None else found | {"mfu_update": flops_per_second / facts.peak_flops}
 

@@ -18,6 +18,7 @@ from rlft_fast.cluster import (
     RemoteRollout,
     ResourcePool,
     RewardModelWorker,
+    TotalUsage,
     Worker,
     WorkerGroup,
     connect,
@@ -53,7 +54,8 @@ class Models:
         checkpoints: makes the manager of the checkpoints in a folder.
         export: writes the policy to a folder, as transformers loads it.
         close: ends what lives elsewhere.
-        take_peak: the highest peak of the memory of processes elsewhere since the last call [bytes]; None: not known.
+        num_devices: on which models train.
+        take_usage: what calls took of the workers of models that live elsewhere, since this was last called.
     """
 
     engines: Mapping[str, Engine]
@@ -62,7 +64,8 @@ class Models:
     checkpoints: Callable[[Path], CheckpointManager | RemoteCheckpoints]
     export: Callable[[Path], None]
     close: Callable[[], None]
-    take_peak: Callable[[], int | None] = lambda: None
+    num_devices: int
+    take_usage: Callable[[], TotalUsage] = TotalUsage
 
     @property
     def actor(self) -> Engine:
@@ -100,6 +103,7 @@ def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: Worl
         engines=engines, trained=_trained(config, engines), rollout=rollout,
         checkpoints=lambda folder: CheckpointManager(folder, kept.max_num, kept.max_mem, world),
         export=lambda folder: export_hf(actor, folder, stop=config.rollout.stop, overwrite=True), close=rollout.close,
+        num_devices=world.size,
     )  # fmt: skip
 
 
@@ -139,8 +143,19 @@ def _remote_models(config: Config, world: World, num_training_steps: int) -> Mod
         engines=engines, trained=_trained(config, engines), rollout=RemoteRollout(group, servers),
         checkpoints=lambda folder: RemoteCheckpoints(group, groups.get("critic"), folder.absolute()),
         export=lambda folder: group.export(str(folder.absolute())), close=close,
-        take_peak=lambda: max(filter(None, [x.take_peak() for x in groups.values()]), default=None),
+        num_devices=_num_training(cluster),
+        take_usage=lambda: TotalUsage.of_groups(group.take_usage() for group in groups.values()),
     )  # fmt: skip
+
+
+def _num_training(cluster: ClusterConfig) -> int:
+    """Devices of the groups that train; a device that they share counts once."""
+    places = {
+        "shared" if name in cluster.sharing_gpus else name: workers.num_workers
+        for name, workers in cluster.groups.items()
+        if name in ("actor", "critic")
+    }
+    return sum(places.values())
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class PPOTrainer:
         self.objective, self.tokenizer = inputs.objective, inputs.tokenizer
         self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
         self.prompts, self.held_out = inputs.prompts, inputs.held_out
-        elsewhere = None if config.cluster is None else lambda: self.models.take_peak()  # of the models of now
+        elsewhere = None if config.cluster is None else lambda: self.models.take_usage()  # of the models of now
         self.phases = Phases(world, elsewhere=elsewhere)  # of the current step
         self._load_models()
         with contextlib.ExitStack() as stack:

@@ -17,6 +17,7 @@ from rlft_fast.cluster import (
     DP_COMPUTE_PROTO,
     ActorRolloutRefWorker,
     CriticWorker,
+    TotalUsage,
     Worker,
     WorkerError,
     WorkerGroup,
@@ -115,6 +116,7 @@ class Clock(Worker):
         started = time.time()
         torch.ones(self.world.rank, 2**28 * len(rows)).sum()  # GiB for each row, of the second worker alone
         time.sleep(seconds)
+        self.busy_seconds = seconds / 2 * (1 + self.world.rank)
         if fails and self.world.rank == 1:
             raise ValueError(f"row {rows[0]} cannot be worked on")
         return {"row": rows, "begin": [started] * len(rows), "end": [time.time()] * len(rows)}
@@ -134,10 +136,14 @@ def test_groups_work_at_the_same_time(config):
             results(fails)
         assert raised.value.__notes__ == ["raised by worker 1 of Clock"]
         assert fails["b"].result()["row"] == [9]  # the other call's result is still there
-        first.take_peak()
-        assert first.work(rows=[1, 2], seconds=0)["row"] == [1, 2]
-        assert 1 < first.take_peak() / 2**30 < 2  # the peak of the second worker, in this call alone
-        assert first.take_peak() is None
+        first.take_usage()
+        assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
+        assert first.work(rows=[1, 2], seconds=0.5)["row"] == [1, 2]
+        usage = first.take_usage()
+        assert 1 < usage.peak_bytes / 2**30 < 2  # the peak of the second worker, in these calls alone
+        assert usage.seconds > 1
+        assert usage.busy_seconds == pytest.approx([0.5, 1.0])
+        assert first.take_usage() == TotalUsage()
         with pytest.raises(TypeError, match=r"Clock\.work: missing a required argument: 'seconds'"):
             first.work.submit([1])
 

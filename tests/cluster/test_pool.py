@@ -16,7 +16,7 @@ from rlft_fast.cluster import (
     register,
 )
 from rlft_fast.trainer import train
-from tests.trainer.toy import comparable, toy_config
+from tests.trainer.toy import comparable, read_lines, toy_config
 
 pytestmark = [
     pytest.mark.ray,
@@ -103,5 +103,13 @@ def test_a_run_has_the_numbers_of_groups_apart(tiny_model, tmp_path):
         }  # fmt: skip
         train(toy_config(tiny_model("llama"), tmp_path, **values, **{f"actor__{k}": v for k, v in engine.items()}))
     assert comparable(tmp_path / "shared") == comparable(tmp_path / "apart")
+    shared, apart = (read_lines(tmp_path / name / "metrics.jsonl") for name in pools)
+    for one, other in zip(shared, apart, strict=True):  # the same operations, on two devices and on four
+        work = [2 * one["tflops_update"] * one["seconds_update"], 4 * other["tflops_update"] * other["seconds_update"]]
+        assert work[0] == pytest.approx(work[1], rel=1e-6)
+        for row in (one, other):
+            of_workers = [value for name, value in row.items() if name.startswith("seconds_")]
+            assert 0 < sum(of_workers) < row["seconds"]
+            assert 0 <= row["idle_share_generate"] < 1
     one, other = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in pools)
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlft_fast.cluster import TotalUsage
+from rlft_fast.cluster.usage import Usage
 from rlft_fast.run.phases import Phases
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
@@ -33,16 +35,29 @@ def test_a_phase_has_the_peak_of_its_parts():
     assert 0.01 < metrics["seconds_generate"] < metrics["seconds_update"]
 
 
-def test_a_driver_has_the_memory_of_its_workers():
-    peaks = iter([None, 3 * 2**30, 2**30, None, None, 2**30])  # before and after each phase
-    phases = Phases(World(), elsewhere=lambda: next(peaks))
-    for name in ("generate", "reward", "generate"):
+def test_a_driver_has_the_time_and_memory_of_its_workers():
+    nothing = TotalUsage()
+    took = [
+        TotalUsage(3 * 2**30, 5.0, (3.0, 4.0)), TotalUsage(None, 0.5), TotalUsage(2**30, 2.0, (2.0, 1.0)), nothing,
+    ]  # fmt: skip
+    calls = iter([x for usage in took for x in (TotalUsage(2**40, 100.0), usage)])  # before and after each phase
+    phases = Phases(World(), elsewhere=lambda: next(calls))
+    for name in ("generate", "reward", "generate", "sync"):
         with phases.timed(name):
             time.sleep(0.01)
-    phases.busy("generate", 0.0)
-    assert phases.metrics() == {f"seconds_{name}": phases.seconds[name] for name in ("generate", "reward")} | {
-        "memory_gib_generate": 3.0
-    }
+    phases.busy("reward", 0.25)  # functions of the driver
+    assert phases.metrics() == {
+        "seconds_generate": 7.0, "seconds_reward": 0.75, "seconds_sync": 0.0, "memory_gib_generate": 3.0,
+        "idle_share_generate": 0.0,  # 5 s each
+    }  # fmt: skip
+
+
+def test_usage_of_workers_and_groups():
+    calls = [[Usage(5, 1.0, 0.5), Usage(None, 2.0, 0.5)], [Usage(7, 4.0, 3.0)]]
+    actor = TotalUsage.of_workers(calls)
+    assert actor == (7, 4.0, (1.0, 3.0))
+    critic = TotalUsage.of_workers([[Usage(None, 6.0, 0.0)]])
+    assert TotalUsage.of_groups([actor, critic, TotalUsage.of_workers([[], []])]) == (7, 6.0, (1.0, 3.0))
 
 
 def check_two_ranks(rank: int) -> None:
