@@ -73,6 +73,34 @@ class RemoteEngine:
 
         return Future(wait)
 
+    def zero_grad(self) -> None:
+        """See `FSDPEngine.zero_grad`."""
+        self.group.zero_grad(self.name)
+
+    def forward_backward(
+        self, batch: Batch, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """See `FSDPEngine.forward_backward`. The sums are over the tokens of all workers.
+
+        Raises:
+            ValueError: as there, or `outputs` is asked for, which would stay in the workers.
+        """
+        if outputs is not None:
+            raise ValueError(
+                "forward_backward on Ray fills no outputs, which would stay in the workers until optimizer_step: ask "
+                "train_step for them, or infer before the step"
+            )
+        try:
+            return self.group.forward_backward(batch, loss, engine=self.name, is_last=is_last)
+        except Exception:  # the driver may have refused the batch, of which the workers know nothing
+            with contextlib.suppress(Exception):  # they may have ended
+                self.zero_grad()
+            raise
+
+    def optimizer_step(self, schedule_step: int | None = None) -> dict[str, float]:
+        """See `FSDPEngine.optimizer_step`."""
+        return self.group.optimizer_step(self.name, schedule_step)[0]
+
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
         """Every call of a worker opens its own."""
         return contextlib.nullcontext()

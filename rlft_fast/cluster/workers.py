@@ -119,6 +119,31 @@ class Worker:
         return metrics, outputs
 
     @register(ONE_TO_ALL)
+    def zero_grad(self, name: str) -> None:
+        """See `FSDPEngine.zero_grad`."""
+        self._engine(name).zero_grad()
+
+    @register(DP_COMPUTE_PROTO, trains=True)
+    def forward_backward(self, share: Share, loss: Loss, *, engine: str, is_last: bool = True) -> dict[str, Tensor]:
+        """See `FSDPEngine.forward_backward`.
+
+        Args:
+            share: this worker's part of the batch.
+            loss: per-token loss.
+            engine: name of the role.
+            is_last: whether to reduce gradients over the workers.
+
+        Returns:
+            Sums over the tokens of all workers, 0-d tensors.
+        """
+        return self.world.all_reduce(self._engine(engine).forward_backward(share, loss, is_last=is_last))
+
+    @register(ONE_TO_ALL)
+    def optimizer_step(self, name: str, schedule_step: int | None = None) -> dict[str, float]:
+        """See `FSDPEngine.optimizer_step`."""
+        return self._engine(name).optimizer_step(schedule_step)
+
+    @register(ONE_TO_ALL)
     def non_finite_weights(self, name: str) -> list[str]:
         """Names of the engine's parameters that hold a NaN or an infinity."""
         return self._engine(name).non_finite_weights()

@@ -64,7 +64,7 @@ def results(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
 
 
 class Engine(Protocol):
-    """The methods that a trainer calls. `FSDPEngine` says what each does.
+    """The methods that a trainer or a loop of one's own calls. `FSDPEngine` says what each does.
 
     ``submit_infer`` and ``submit_train_step`` begin a call, so that engines with processes of their own work at the
     same time. An engine in this process computes at once. Calls of one engine run in the order in which they began.
@@ -95,6 +95,14 @@ class Engine(Protocol):
         self, batch: Batch, loss: Loss, *, outputs: dict[Output, Tensor] | None = None,
         schedule_step: int | None = None,
     ) -> Future[dict[str, float]]: ...  # fmt: skip
+
+    def zero_grad(self) -> None: ...
+
+    def forward_backward(
+        self, batch: Batch, loss: Loss, *, is_last: bool = True, outputs: dict[Output, Tensor] | None = None
+    ) -> dict[str, Tensor]: ...
+
+    def optimizer_step(self, schedule_step: int | None = None) -> dict[str, float]: ...
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]: ...
 

@@ -17,6 +17,7 @@ from rlft_fast.cluster import (
     DP_COMPUTE_PROTO,
     ActorRolloutRefWorker,
     CriticWorker,
+    RemoteEngine,
     TotalUsage,
     Worker,
     WorkerError,
@@ -26,7 +27,7 @@ from rlft_fast.cluster import (
     require_sendable,
 )
 from rlft_fast.data import Batch, Share
-from rlft_fast.engine import FSDPEngine, results
+from rlft_fast.engine import Engine, FSDPEngine, results
 from rlft_fast.plugins import load_function
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import SamplingParams, sample_seeds
@@ -148,7 +149,31 @@ def test_groups_work_at_the_same_time(config):
             first.work.submit([1])
 
 
+class Surprise:
+    """-log π, the mean over all sampled tokens."""
+
+    aggregation, max_response_tokens = "token-mean", None
+    fields = ("loss_weight_T",)
+    needs_sequences = False
+
+    def per_token(self, fields):
+        return -fields["loss_weight_T"] * fields["logprob_T"]
+
+    def metrics(self, fields):
+        return {"least_max": -fields["logprob_T"].detach().min(), "weight": fields["loss_weight_T"].sum()}
+
+
+def by_hand(engine: Engine, first: Batch, last: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """An optimizer step of two calls: the sums of the second call, and the metrics of the step."""
+    engine.zero_grad()
+    engine.forward_backward(first, Surprise(), is_last=False)
+    return engine.forward_backward(last, Surprise()), engine.optimizer_step()
+
+
 def test_updates_are_those_of_one_process(actor, alone, config, tmp_path):
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     for num_sequences in (1, 6):
         batch = make_batch(num_sequences)
         batch = batch.replace(
@@ -157,6 +182,20 @@ def test_updates_are_those_of_one_process(actor, alone, config, tmp_path):
         )
         found, expected = actor.update_actor(batch, loss=PolicyLoss()), alone.train_step(batch, PolicyLoss())
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    remote = RemoteEngine(actor, "actor", config.actor, actor.facts()["actor"])
+    first, last = (make_batch(count).replace(advantage_T=None) for count in (4, 3))
+    remote.forward_backward(first, Surprise())
+    with pytest.raises(ValueError, match="sequence 0 has 120 tokens"):  # drops what the first call has left
+        remote.forward_backward(Batch.from_samples([[1] * 60], [[2] * 60]), Surprise())
+    with pytest.raises(ValueError, match="there was no forward_backward since the last step"):
+        remote.optimizer_step()
+    with pytest.raises(ValueError, match="on Ray fills no outputs"):
+        remote.forward_backward(first, Surprise(), outputs={})
+    (sums, metrics), (own_sums, own_metrics) = (by_hand(engine, first, last) for engine in (remote, alone))
+    assert {name: x.item() for name, x in sums.items()} == pytest.approx(
+        {name: x.item() for name, x in own_sums.items()}, rel=1e-3
+    )
+    assert metrics == pytest.approx(own_metrics, rel=1e-3, abs=1e-5)
     actor.save_checkpoint(str(tmp_path), 2, {"note": "kept"})
     before = actor.compute_log_prob(batch)["logprob_T"]
     actor.update_actor(batch, PolicyLoss())
