@@ -92,8 +92,7 @@ class EngineState:
         units = shard(self.model, self.config, self.world)
         self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, self._home, self.device)
-        if isinstance(self.model, PolicyModel):
-            require_own_numbers(self.model, self.config)
+        require_own_numbers(self.model, self.config)
         if self.trains:
             self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
             if self.config.param_dtype == "bfloat16":

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
-from rlft_fast.models.architectures import packed_implementation, padded_attention, why_not_packed
+from rlft_fast.models.architectures import (
+    own_implementation,
+    packed_implementation,
+    padded_attention,
+    why_not_packed,
+)
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.vision import has_vision
@@ -204,6 +209,34 @@ class _HeadedModel(nn.Module):
 
     padded_because: str
 
+    def run_padded(self, because: str) -> None:
+        """Makes a packed model run padded from now on."""
+        model = cast(Any, self).pretrained
+        own = own_implementation(model.config) or ("sdpa" if model._supports_sdpa else "eager")
+        model.set_attn_implementation(own)
+        self.padded_because = because
+
+    @torch.no_grad()
+    def deviation(self, input_ids_T: Tensor) -> Tensor:
+        """The largest difference of final hidden states between the model's own forward and the forward of this class.
+
+        It is relative to the largest hidden state, see `PolicyModel.deviation`.
+        """
+        model: Any = self
+        with padded_attention(model.pretrained):
+            own_TD = model.backbone(input_ids=input_ids_T[None], use_cache=False).last_hidden_state[0].float()
+        half, inputs = len(input_ids_T) // 2, self._deviation_inputs(input_ids_T, input_ids_T.flip(0))
+        hidden_UD = final_hidden(model.backbone, inputs).float()
+        found = hidden_UD.view(-1, *own_TD.shape)
+        return torch.cat([found[0] - own_TD, *(found[1:] - own_TD)[:, :half]]).abs().max() / own_TD.abs().max()
+
+    def _deviation_inputs(self, input_ids_T: Tensor, target_T: Tensor) -> ModelInputs:
+        """The tokens; in a padded batch, their first half stands beside them."""
+        if not self.padded_because:
+            return _one_sequence(cast(Any, self).pretrained, input_ids_T, target_T)
+        half = input_ids_T[: len(input_ids_T) // 2]
+        return _padded(torch.stack([input_ids_T, torch.cat([half, half.flip(0)])]), target_T.repeat(2))
+
     def choose_way(self, model: PreTrainedModel) -> None:
         """Sets packed attention where the model can be packed. A tower that never runs is frozen."""
         self.padded_because = why_not_packed(model)
@@ -278,14 +311,12 @@ class PolicyModel(_HeadedModel):
         make a difference.
         """
         target_T, half = input_ids_T.flip(0), len(input_ids_T) // 2
+        inputs = self._deviation_inputs(input_ids_T, target_T)
         with padded_attention(self.model):
             own_logits = self.model(input_ids=input_ids_T[None], use_cache=False).logits[0].float()
         own_T = torch.log_softmax(own_logits, -1).gather(-1, target_T[:, None]).squeeze(-1)
-        if not self.padded_because:
-            return (self(_one_sequence(self.pretrained, input_ids_T, target_T)).logprob - own_T).abs().max()
-        ids_BL = torch.stack([input_ids_T, torch.cat([input_ids_T[:half], input_ids_T[:half].flip(0)])])
-        found = self(_padded(ids_BL, target_T.repeat(2))).logprob.view_as(ids_BL)
-        return torch.cat([found[0] - own_T, (found[1] - own_T)[:half]]).abs().max()
+        found = self(inputs).logprob.view(-1, len(own_T))
+        return torch.cat([found[0] - own_T, *(found[1:] - own_T)[:, :half]]).abs().max()
 
     def prefill(self, prompt_ids: Tensor, attention_mask: Tensor, num_samples: int | Tensor) -> Cache | None:
         """The key-value cache of prompts but for their last tokens, which `generate` runs. Each prompt runs once.

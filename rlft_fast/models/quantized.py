@@ -34,7 +34,7 @@ def take_quantization(config: PreTrainedConfig, path: str | Path) -> HfQuantizer
             f"the model in {path} is quantized by {method}, and quantized weights cannot be trained. Dequantized while "
             f"loading are {' and '.join(_DEQUANTIZED)}: dequantize it, or take its folder of plain weights"
         )
-    options = AUTO_QUANTIZATION_CONFIG_MAPPING[method].from_dict(given)
+    options: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[method].from_dict(given)
     options.dequantize = True
     quantizer: Any = AUTO_QUANTIZER_MAPPING[method]
     return quantizer(options, pre_quantized=True)

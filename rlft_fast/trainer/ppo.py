@@ -194,12 +194,12 @@ class PPOTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        for name, engine in self.models.engines.items():
-            if engine.facts.padded_because:
-                yield (
-                    f"{name}: the model {engine.facts.padded_because}, so sequences are padded to similar lengths "
-                    "instead of packed: equal prompts do not run once, and blocks are not compiled"
-                )
+        whys = {name: engine.facts.padded_because for name, engine in self.models.engines.items()}
+        for why in dict.fromkeys(filter(None, whys.values())):
+            yield (
+                f"{', '.join(name for name in whys if whys[name] == why)}: the model {why}, so sequences are padded to "
+                "similar lengths instead of packed: equal prompts do not run once, and blocks are not compiled"
+            )
         for name, engine in self.models.trained.items():
             if engine.facts.units:
                 yield f"{name}: units of sharding\n{engine.facts.units}"

@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeForCausalLM
 
 from rlft_fast.engine import FSDPEngine, export_hf
 from rlft_fast.engine.sharding import build
+from rlft_fast.models import require_divisible_heads
 from rlft_fast.models.probe import Surroundings
 from rlft_fast.rl import PolicyLoss
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch, value_loss
+from tests.models.every_architecture import small_model
 from tests.support.tiny_models import MODELS, save_tiny_model
 
 AGGREGATIONS = ["token-mean", "sequence-mean"]
@@ -46,11 +48,23 @@ def test_infer_is_log_softmax_of_plain_transformers(tiny_model, name, temperatur
     assert not outputs["logprob"][~batch.loss_mask_T].any()
 
 
-def test_a_policy_that_packs_otherwise_than_its_model_is_refused(tiny_model, monkeypatch):
+@pytest.mark.parametrize("head", ["logprob", "value"])
+def test_a_model_with_other_numbers_if_it_is_packed_runs_padded(head, tmp_path, monkeypatch):
+    """Its attention does not learn of the window, of which no name tells."""
+    small_model("phimoe", PhimoeForCausalLM).save_pretrained(tmp_path)
+    monkeypatch.setattr("rlft_fast.models.architectures._EXCEPTIONS", {})
+    engine = make_engine(tmp_path, head=head, num_training_steps=None)
+    assert "if it is packed (they differ by" in engine.facts.padded_because
+    assert engine.model.deviation(torch.arange(3, 11)) < 1e-5
+    with pytest.raises(ValueError, match="sequence_parallel=2 needs packed sequences, but PhimoeModel has other"):
+        require_divisible_heads(engine.model.backbone, 2, engine.facts.padded_because)
+
+
+def test_a_policy_with_other_numbers_than_its_model_is_refused(tiny_model, monkeypatch):
     scaled = Surroundings(softcap=None, logit_scale=1.5, hidden_scale=1.0)
     monkeypatch.setattr("rlft_fast.models.heads.probe", lambda *_: scaled)
     with pytest.raises(
-        ValueError, match=r"differ by \d.* from those of LlamaForCausalLM's own forward on eight tokens"
+        ValueError, match=r"padded sequences differ by \d.* from those of LlamaForCausalLM's own forward on 8 tokens"
     ):
         make_engine(tiny_model("llama"))
     with pytest.warns(UserWarning, match="compare with float32"):

@@ -194,8 +194,8 @@ def _is(path: Path, patterns: Sequence[str]) -> bool:
 def _change(file: Path, changes: dict[str, Any]) -> None:
     """Sets values in a file of JSON. ``torch_dtype`` is an old name of ``dtype``, and weights are not quantized."""
     values: dict[str, Any] = (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}) | changes
-    for part in (values, values.get("text_config")):
-        for name in ("torch_dtype", "quantization_config") if isinstance(part, dict) else ():
+    for part in (values, values.get("text_config") or {}):
+        for name in ("torch_dtype", "quantization_config"):
             part.pop(name, None)
     write_text(file, json.dumps(values, indent=2) + "\n")
 

@@ -7,6 +7,7 @@ finds out what a large run needs.
 import json
 import warnings
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     config = config.for_device(world.device.type)
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
-    methods = ("prefill", "generate", "deviation") if isinstance(model, PolicyModel) else ()
+    methods = ("deviation", *(("prefill", "generate") if isinstance(model, PolicyModel) else ()))
     compute_dtype = getattr(torch, config.compute_dtype)
     if not is_wrapped(config, world.size):
         if config.compute_dtype != "float32":
@@ -112,33 +113,43 @@ def state_bytes(model: RLModel, config: EngineConfig) -> int:
     return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
 
 
-def require_own_numbers(model: PolicyModel, config: EngineConfig) -> None:
-    """Refuses a loaded policy if its packed forward and the model's own forward give different log-probabilities.
+def require_own_numbers(model: RLModel, config: EngineConfig) -> None:
+    """Makes a loaded model run padded if its packed forward and its own forward give different numbers.
 
     In bfloat16 it warns instead: the two kinds of attention round differently there. In float32 all bits are
     multiplied here, whatever torch.set_float32_matmul_precision allows to training: on CPUs with bfloat16, "medium"
     alone makes differences of 0.3.
 
     Raises:
-        ValueError: the log-probabilities differ by more than rounding explains; the message has the difference.
+        ValueError: the padded numbers differ by more than rounding explains, too, or the ranks share micro-batches,
+            which a padded model cannot; the message has the difference.
     """
-    weight = model.head.weight
-    # As an argument: on a GPU, FSDP of torch 2.11 fails at a method that is called without any.
-    token_ids = torch.linspace(0, weight.shape[0] - 1, 8, device=weight.device).long()
-    with torch.compiler.set_stance("force_eager"), sums_in_float32(weight):
-        deviation = model.deviation(token_ids).item()
-    reshard(model)  # the root and the last block would keep their gathered weights
+    deviation = _deviation(model)
     is_narrow = "bfloat16" in (config.compute_dtype, config.param_dtype)
     most = _MOST_DEVIATION_IN_BFLOAT16 if is_narrow else _MOST_DEVIATION
     if not deviation > most:  # NaN passes: the weights themselves are NaN, whatever the attention does
         return
-    message = (
-        f"log-probabilities of packed sequences differ by {deviation:.3g} from those of {type(model.model).__name__}'s "
-        "own forward on eight tokens"
-    )
-    if not is_narrow:
-        raise ValueError(f"{message}: this architecture cannot be packed")
-    warnings.warn(f"{message}. Rounding explains less: compare with float32", stacklevel=2)
+    way, name = "padded" if model.padded_because else "packed", type(model.pretrained).__name__
+    what = "log-probabilities" if isinstance(model, PolicyModel) else "hidden states"
+    difference = f"{what} of {way} sequences differ by {deviation:.3g} from those of {name}'s own forward on 8 tokens"
+    if is_narrow:
+        warnings.warn(f"{difference}. Rounding explains less: compare with float32", stacklevel=2)
+    elif model.padded_because:
+        raise ValueError(f"{difference}: it is not causal, or transforms its output in an unknown way")
+    else:
+        model.run_padded(f"has other {what} if it is packed (they differ by {deviation:.3g})")
+        require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
+        require_own_numbers(model, config)
+
+
+def _deviation(model: RLModel) -> float:
+    embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
+    # As an argument: on a GPU, FSDP of torch 2.11 fails at a method that is called without any.
+    token_ids = torch.linspace(0, embedding.num_embeddings - 1, 8, device=embedding.weight.device).long()
+    with torch.compiler.set_stance("force_eager"), sums_in_float32(embedding.weight):
+        deviation = model.deviation(token_ids).item()
+    reshard(model)  # the root and the last block would keep their gathered weights
+    return deviation
 
 
 def require_same_model(

@@ -62,19 +62,30 @@ def check_export(run: Path, output: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("options", "world_size"),
+    ("name", "options", "world_size"),
     [
-        ({"actor__lora": {"rank": 2}, "actor__optimizer__learning_rate": 0.05}, 2),
-        ({"actor__sequence_parallel": 2}, 2),
-        ({"actor__shard_size": 1, "actor__compute_dtype": "bfloat16", "actor__param_dtype": "bfloat16"}, 2),
-        ({"actor__optimizer__moment_dtype": "bfloat16", "actor__optimizer__learning_rate": 0.05}, 2),
-        ({"actor__cpu_offload": True}, 2),
-        ({"actor__offload_between_phases": True}, 1),
+        ("llama", {"actor__lora": {"rank": 2}, "actor__optimizer__learning_rate": 0.05}, 2),
+        ("llama", {"actor__sequence_parallel": 2}, 2),
+        ("llama", {"actor__shard_size": 1, "actor__compute_dtype": "bfloat16", "actor__param_dtype": "bfloat16"}, 2),
+        ("llama", {"actor__optimizer__moment_dtype": "bfloat16", "actor__optimizer__learning_rate": 0.05}, 2),
+        ("llama", {"actor__cpu_offload": True}, 2),
+        ("llama", {"actor__offload_between_phases": True}, 1),
+        ("qwen3.5", {"actor__lora": {"rank": 2}, "actor__optimizer__learning_rate": 0.05}, 2),
+        ("gpt-oss", {"actor__activation_checkpointing": "full", "actor__max_tokens": 32}, 2),
     ],
-    ids=["lora", "sequence_parallel", "hybrid", "bfloat16_moments", "cpu_offload", "offload_between_phases"],
+    ids=[
+        "lora",
+        "sequence_parallel",
+        "hybrid",
+        "bfloat16_moments",
+        "cpu_offload",
+        "offload_between_phases",
+        "padded_recurrent",
+        "padded_sinks",
+    ],
 )
-def test_killed_resumed_and_exported(options, world_size, tiny_model, tmp_path):
-    model, (whole, killed) = tiny_model("llama"), (tmp_path / "whole", tmp_path / "killed")
+def test_killed_resumed_and_exported(name, options, world_size, tiny_model, tmp_path):
+    model, (whole, killed) = tiny_model(name), (tmp_path / "whole", tmp_path / "killed")
     for folder in (whole, killed):
         write_config(model, folder, OPTIONS | options)
     killed_run(killed, world_size)
