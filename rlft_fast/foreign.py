@@ -45,11 +45,17 @@ class ForeignCode:
     Args:
         what: name of the function, for the warning.
         keeps: names of parts that the code may change for good.
+        tells: whether to warn.
+
+    Attributes:
+        changed: names of the parts that the code has changed.
     """
 
-    def __init__(self, what: str, keeps: tuple[str, ...] = ()) -> None:
+    def __init__(self, what: str, keeps: tuple[str, ...] = (), *, tells: bool = True) -> None:
         self.what = what
         self.keeps = keeps
+        self.tells = tells
+        self.changed: list[str] = []
         self._heard = False
 
     def __enter__(self) -> Self:
@@ -78,7 +84,9 @@ class ForeignCode:
                 stays.append(kind.name)
         if len(sys.modules) > self._num_modules:  # the first import of a package may add filters, which is not told
             names = [name for name in names if name != _FILTERS]
-        self._tell(names, stays)
+        self.changed = names
+        if self.tells:
+            self._tell(names, stays)
 
     def is_interrupted(self, error: BaseException) -> bool:
         """Whether a signal raised the exception that ended the call, and not the function itself."""

@@ -14,8 +14,8 @@ from rlft_fast.rl.correction import (
 )
 from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
-from rlft_fast.rl.losses import PolicyLoss, ValueLoss, explained_variance
-from rlft_fast.rl.methods import TokenSelection, arguments_of, needs, needs_of
+from rlft_fast.rl.losses import PolicyLoss, PolicyLossError, ValueLoss, explained_variance
+from rlft_fast.rl.methods import TokenSelection, arguments_of, call_method, needs, needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
 from rlft_fast.rl.token_choice import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
@@ -33,11 +33,13 @@ __all__ = [
     "Aggregation",
     "KLEstimator",
     "PolicyLoss",
+    "PolicyLossError",
     "PolicyLossFunction",
     "SequenceMean",
     "TokenSelection",
     "ValueLoss",
     "arguments_of",
+    "call_method",
     "check_correction",
     "clip_cov_tokens",
     "compute_advantages",

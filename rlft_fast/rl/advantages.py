@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.data import Batch
-from rlft_fast.errors import StepError, brief
-from rlft_fast.foreign import ForeignCode
+from rlft_fast.errors import StepError
 from rlft_fast.ops.packing import segment_expand
 from rlft_fast.plugins import function_name
 from rlft_fast.rl.group_advantages import (
@@ -23,7 +22,7 @@ from rlft_fast.rl.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo_advantage,
 )
-from rlft_fast.rl.methods import arguments_of
+from rlft_fast.rl.methods import arguments_of, call_method
 from rlft_fast.rl.token_advantages import (
     AdvantageReturn,
     optimal_token_advantage,
@@ -36,7 +35,7 @@ AdvantageFunction = Callable[..., Tensor | AdvantageReturn]
 
 
 class AdvantageError(StepError, ValueError):
-    """An advantage estimator failed or returned something that is not an advantage."""
+    """An advantage estimator, or what it is multiplied with, failed or returned something that is not an advantage."""
 
     part = "advantage"
 
@@ -74,14 +73,7 @@ def compute_advantages(batch: Batch, function: AdvantageFunction, *, gamma: floa
         return batch.replace(advantage_T=torch.zeros(0), return_T=torch.zeros(0))
     name, settings = function_name(function), {"gamma": gamma, "lam": lam}
     arguments = arguments_of("advantage", function, batch, settings)
-    call = ForeignCode(f"advantage {name}")
-    try:
-        with call:
-            result = function(**arguments)
-    except BaseException as error:
-        if call.is_interrupted(error):
-            raise
-        raise AdvantageError(f"advantage {name} raised {type(error).__name__}: {brief(error)}") from error
+    result = call_method("advantage", function, arguments, AdvantageError)
     advantage, return_T = result if isinstance(result, AdvantageReturn) else (result, None)
     sizes = ((batch.num_tokens,), (batch.num_sequences,))
     if not isinstance(advantage, Tensor) or tuple(advantage.shape) not in sizes:

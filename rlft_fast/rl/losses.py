@@ -1,5 +1,6 @@
 """Per-token losses. Each token carries its weight in the whole batch, so a batch's loss is the sum of its tokens'."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlft_fast.errors import StepError, brief
+from rlft_fast.foreign import ForeignCode
 from rlft_fast.plugins import find_function, function_name, parameter_names
 from rlft_fast.rl._checks import check_shapes
 from rlft_fast.rl.aggregation import Aggregation, check_aggregation
@@ -15,6 +18,12 @@ from rlft_fast.rl.methods import needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 
 _FIELDS = ("advantage_T", "loss_weight_T")
+
+
+class PolicyLossError(StepError, ValueError):
+    """A policy loss of one's own raised."""
+
+    part = "policy loss"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +53,9 @@ class PolicyLoss:
         every_token: Tokens that add nothing to the loss run, too, so that the metrics are over all tokens.
 
     Raises:
-        ValueError: An option is out of range or unknown, or the loss does not return one number per token.
+        ValueError: An option is out of range or unknown, or the loss does not return one number per token, or changes
+            the process, which nothing puts back in a loss that runs for every micro-batch.
+        PolicyLossError: A loss of your own raised; also in `per_token` and `metrics`.
     """
 
     loss: str | PolicyLossFunction = "ppo"
@@ -166,6 +177,10 @@ class PolicyLoss:
         return self.loss
 
     @property
+    def _is_built_in(self) -> bool:
+        return self._function in POLICY_LOSSES.values()
+
+    @property
     def _tensors(self) -> tuple[str, ...]:
         """The per-token tensors that the loss reads."""
         return tuple(name for name in parameter_names(self._function) if name.endswith("_T"))
@@ -184,7 +199,14 @@ class PolicyLoss:
 
     def _policy_loss(self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None) -> Tensor:
         whole = {"sequence_mean": sequence_mean} if self.needs_sequences else {}
-        return self._function(**{name: tensors[name] for name in self._tensors}, **whole, **self._options)
+        arguments = {name: tensors[name] for name in self._tensors}
+        if self._is_built_in:
+            return self._function(**arguments, **whole, **self._options)
+        try:
+            return self._function(**arguments, **whole, **self._options)
+        except Exception as error:
+            name = function_name(self._function)
+            raise PolicyLossError(f"policy loss {name} raised {type(error).__name__}: {brief(error)}") from error
 
     def _loss_and_gradient(
         self, tensors: Mapping[str, Tensor], sequence_mean: SequenceMean | None
@@ -209,7 +231,14 @@ class PolicyLoss:
         if unknown := [option for option in self._options if option not in possible]:
             raise ValueError(f"policy loss {name} has no option {unknown[0]!r}: it has {', '.join(possible) or 'none'}")
         tensors = dict.fromkeys(("logprob_T", "entropy_T", "old_logprob_T", *self.fields), torch.zeros(1))
-        loss_T, _ = self._loss_and_gradient(tensors, lambda x: x.detach())
+        foreign = ForeignCode(f"policy loss {name}", tells=False)
+        with contextlib.nullcontext() if self._is_built_in else foreign:
+            loss_T, _ = self._loss_and_gradient(tensors, lambda x: x.detach())
+        if foreign.changed:
+            raise ValueError(
+                f"policy loss {name} changes the process of the run: {', '.join(foreign.changed)}. It runs for every "
+                "micro-batch, where nothing puts this back: take it out of the loss"
+            )
         if loss_T.shape != (1,):
             raise ValueError(f"policy loss {name} returned shape {tuple(loss_T.shape)} for one token, expected (1,)")
 

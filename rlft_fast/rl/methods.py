@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from rlft_fast.data import Batch
+from rlft_fast.errors import StepError, brief
+from rlft_fast.foreign import ForeignCode
 from rlft_fast.plugins import function_name, parameter_names
 
 TokenSelection = Callable[..., Tensor]
@@ -61,6 +63,29 @@ def needs_of(method: Callable[..., Any]) -> Needs:
     """
     owner, found = getattr(method, _ATTRIBUTE, (method, Needs()))
     return found if owner is method else found._replace(advantage=False)
+
+
+def call_method(what: str, method: Callable[..., Any], arguments: Mapping[str, Any], error: type[StepError]) -> Any:
+    """Calls a method that may be a user's.
+
+    Args:
+        what: the kind of method, for messages.
+        method: see the module.
+        arguments: by name.
+        error: class of the error.
+
+    Raises:
+        StepError: of this class: the method raised.
+    """
+    name = function_name(method)
+    call = ForeignCode(f"{what} {name}")
+    try:
+        with call:
+            return method(**arguments)
+    except BaseException as raised:
+        if call.is_interrupted(raised):
+            raise
+        raise error(f"{what} {name} raised {type(raised).__name__}: {brief(raised)}") from raised
 
 
 def arguments_of(what: str, method: Callable[..., Any], batch: Batch, settings: Mapping[str, Any]) -> dict[str, Any]:

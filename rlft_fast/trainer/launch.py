@@ -30,6 +30,8 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
             that are marked `MayChange`.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
+        PolicyLossError: a policy loss of one's own failed; likewise, if one process trains, and no model had made an
+            optimizer step in the update.
         RolloutError: the generator failed twice. If it failed while it sampled, a checkpoint holds the last complete
             step, unless logits were not finite.
         DivergedError: weights are not finite after a step; the checkpoint before it is the newest.

@@ -35,10 +35,15 @@ class Learner:
         config: of the run.
         models: that compute.
         objective: what the policy learns; its coefficients adapt.
+
+    Attributes:
+        is_torn: whether an update has left the models between two steps: it failed after an optimizer step, or, with
+            several ranks, each rank may have left it at another place.
     """
 
     def __init__(self, config: Config, models: Models, objective: Objective) -> None:
         self.config, self.models, self.objective = config, models, objective
+        self.is_torn = False
         self.value_loss: ValueLoss | None = None
         if config.critic is not None:
             self.value_loss = ValueLoss(
@@ -114,11 +119,14 @@ class Learner:
             return [*enumerate(cut, first_schedule_step)]
 
         begun: dict[str, Future[dict[str, float]]] = {}
-        if (critic := self.models.engines.get("critic")) is not None:
+        critic = self.models.engines.get("critic")
+        self.is_torn = critic is not None or self.models.actor.facts.num_ranks > 1
+        if critic is not None:
             with critic.train_mode():
                 begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in mini_batches()}
         with self.models.actor.train_mode():
             found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
+        self.is_torn = False
         update: Update = found.pop("actor")
         metrics = merge_metrics([*map(_critic_metrics, found.values())]) if found else {}
         return Update(metrics | update.metrics, update.outputs)
@@ -141,6 +149,7 @@ class Learner:
             metrics = self.models.actor.train_step(  # every optimizer step has weights of its own, from its loss
                 mini_batch.unweighted(), loss, outputs=outputs if asks else None, schedule_step=schedule_step
             )
+            self.is_torn = True
             metrics |= self.objective.after_optimizer_step(metrics)
             steps.append(metrics if active_T.any() else {name: metrics[name] for name in _OF_STEP})
             if defers_old or asks:

@@ -20,6 +20,7 @@ from rlft_fast.rl import (
     AdvantageError,
     PolicyLoss,
     arguments_of,
+    call_method,
     check_correction,
     compute_advantages,
     correction_weights,
@@ -176,7 +177,8 @@ class Objective:
 
         Raises:
             ValueError: the batch lacks a field that a method reads.
-            AdvantageError: the advantage failed, or there is a critic and nothing for it to learn.
+            AdvantageError: the advantage or the choice of tokens failed, or there is a critic and nothing for it to
+                learn.
         """
         config = self.config
         batch = compute_advantages(self._with_rewards(batch), self.advantage, gamma=config.gamma, lam=config.lam)
@@ -209,7 +211,7 @@ class Objective:
         if self._selection is None:
             return batch
         arguments = arguments_of("token selection", self._selection, batch, {"seed": seed})
-        return batch.replace(selected_T=self._selection(**arguments))
+        return batch.replace(selected_T=call_method("token selection", self._selection, arguments, AdvantageError))
 
     def _weights(self, batch: Batch) -> Tensor:
         """(T,) factor on the policy loss of each token."""

@@ -210,8 +210,8 @@ class PPOTrainer:
         self.rollout.sync()
 
     def is_after(self, step: int) -> bool:
-        """See `Trainer`: the generator may have failed while it took the weights of a further step."""
-        return self.rollout.weight_version == step + 1
+        """See `Trainer`: an update may have failed, or the generator while it took the weights of a further step."""
+        return self.rollout.weight_version == step + 1 and not self.learner.is_torn
 
     def state(self) -> dict[str, Any]:
         """The coefficients of the objective, which adapt."""

@@ -174,6 +174,11 @@ def test_far_ratios_stay_finite(name, log_ratio, advantage):
     assert logprob_T.grad.isfinite().all()
 
 
+def sets_a_default(logprob_T, advantage_T):
+    torch.set_default_dtype(torch.float64)
+    return -advantage_T * logprob_T
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -186,12 +191,18 @@ def test_far_ratios_stay_finite(name, log_ratio, advantage):
         ({"loss": "kl-cov", "options": {"penalty": -1.0}}, r"penalty is -1\.0"),
         ({"loss": lambda logprob_T, advantage_T: logprob_T.sum()}, r"returned shape \(\) for one token"),
         ({"loss": lambda logprob_T, advantage_T: 3}, "returned int, expected one number per token"),
+        (
+            {"loss": lambda logprob_T, advantage_T: advantage_T[1]},
+            "lambda> raised IndexError: index 1 is out",
+        ),
+        ({"loss": sets_a_default}, "sets_a_default changes the process of the run: default dtype. It runs for every"),
         ({"aggregation": "constant"}, "divides by max_response_tokens, which is None"),
     ],
 )
 def test_unusable_losses_are_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
         PolicyLoss(**options)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_function_of_your_own_reads_what_its_parameters_name():

@@ -6,6 +6,7 @@ from rlft_fast.rl import POLICY_LOSSES, grpo_advantage, needs
 from rlft_fast.world import World
 
 _calls = itertools.count(1)
+_loss_calls = itertools.count(1)
 
 
 def centered(reward_B, group_B, **_):
@@ -19,6 +20,13 @@ def fails_in_step_3(reward_B, group_B):
     if next(_calls) == 3 and World.current().rank == 1:
         raise ZeroDivisionError("division by zero")
     return grpo_advantage(reward_B, group_B)
+
+
+def fails_once(logprob_T, old_logprob_T, advantage_T, *, call):
+    """At a call with tokens of a rollout. `PolicyLoss` tries a loss with one token."""
+    if len(logprob_T) > 1 and next(_loss_calls) == call:
+        raise ZeroDivisionError("division by zero")
+    return -(logprob_T - old_logprob_T).exp() * advantage_T
 
 
 def unclipped(logprob_T, old_logprob_T, advantage_T, *, strength=1.0):

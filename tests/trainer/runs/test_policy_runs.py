@@ -16,7 +16,7 @@ from rlft_fast.cli import main
 from rlft_fast.config import Config
 from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
-from rlft_fast.rl import AdvantageError
+from rlft_fast.rl import AdvantageError, PolicyLossError
 from rlft_fast.trainer import PPOTrainer, Run, train
 from tests.support.distributed import run_distributed
 from tests.trainer.struck import FEWER_OPTIONS, IN_STEP_5, OPTIONS, assert_same_result, write_config
@@ -189,6 +189,23 @@ def test_an_own_advantage_that_fails_on_one_of_two_processes_loses_nothing(model
     config = toy_config(model, tmp_path, steps=4, algorithm__advantage=advantage)
     run_distributed(train_with_an_advantage_that_fails, 2, config)
     assert [row["step"] for row in comparable(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+# In the third step, whose only optimizer step has not begun; and in the second step, after the first of two.
+@pytest.mark.parametrize(("mini_batches", "call", "done", "saved"), [(1, 9, 2, ["step_00000002"]), (2, 13, 1, [])])
+def test_an_own_loss_that_fails_is_named_and_loses_no_step(mini_batches, call, done, saved, model, tmp_path):
+    loss = f"{HERE.with_name('my_methods.py')}:fails_once"
+    os.utime(HERE.with_name("my_methods.py"))  # the file runs again, and counts from 1
+    options = {"algorithm__policy_loss": loss, "algorithm__mini_batches": mini_batches, "steps": 4}
+    config = toy_config(model, tmp_path, **options, algorithm__loss_options={"call": call})
+    with pytest.raises(PolicyLossError, match="policy loss fails_once raised ZeroDivisionError: division by zero"):
+        train(config)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == saved
+    assert [row["step"] for row in comparable(tmp_path / "run")] == [*range(1, done + 1)]
+    if saved:
+        train(config, resume=True)
+        train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}))
+        assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
 
 
 def train_on_own_data(rank: int, folder: Path) -> None:
