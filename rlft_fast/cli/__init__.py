@@ -31,7 +31,8 @@ _FORMAT_WARNING = warnings.formatwarning
 _USAGE_ERRORS = {"rlft_fast.config": "ConfigError", "rlft_fast.plugins": "MissingFunctionError"}
 
 COMMANDS = {
-    "train": "train a policy as a YAML file says",
+    "train": "train a model as a YAML file says",
+    "sft": "fine-tune a model on conversations or texts, as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "eval": "measure a model on held-out prompts",
     "plot": "draw the curves of one or more runs",

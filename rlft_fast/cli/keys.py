@@ -11,7 +11,7 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from rlft_fast.config import Config, ConfigError, section_of, sections
+from rlft_fast.config import Config, ConfigError, RunConfig, section_of, sections
 
 FLAGS = (
     "-h", "--help", "--resume", "--force", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host", "--port",
@@ -53,19 +53,20 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     return rest, overrides
 
 
-def key_reference(width: int, section: str = "") -> str:
+def key_reference(width: int, section: str = "", config: type[RunConfig] = Config) -> str:
     """Help text: every configuration key under its section, with type, default and meaning.
 
     Args:
         width: characters per line.
         section: a section such as "rollout", to list only its keys; "" lists all keys.
+        config: class of the configuration.
 
     Raises:
         ValueError: there is no such section.
     """
     fill = partial(textwrap.fill, width=width, break_on_hyphens=False)
     blocks: dict[str, list[str]] = {"": ["configuration:"]}
-    for key, field in sections(Config):
+    for key, field in sections(config):
         if section_of(field.annotation) is not None:
             absent = not field.is_required() and field.default is None
             blocks[key] = [fill(f"{key}: {field.description}" + " (absent by default)" * absent)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlft_fast.cli.keys import split_overrides
 from rlft_fast.cli.parser import Parser
-from rlft_fast.config import Config
+from rlft_fast.config import RunConfig, load_config
 from rlft_fast.errors import printable
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
             _parser().error(f"--{name.replace('_', '-')} must be more than 0, got {getattr(own, name)}")
     if own.gpus > _MOST_GPUS:
         _parser().error(f"--gpus must be at most {_MOST_GPUS}, got {own.gpus}")
-    config = Config.load(positional[0], overrides)
+    config = load_config(positional[0], overrides)
     print(f"{printable(config.model)} on {own.gpus} GPUs of {own.memory:g} GB", flush=True)  # before torch is imported
     sizes = shard_sizes(config, own)
     fits = [report(config, own.gpus, shard_size, own.memory * 1e9) for shard_size in sizes]
@@ -60,20 +60,20 @@ def _parser() -> Parser:
     return parser
 
 
-def shard_sizes(config: Config, own: argparse.Namespace) -> list[int]:
+def shard_sizes(config: RunConfig, own: argparse.Namespace) -> list[int]:
     """Shard sizes to plan: all GPUs, the GPUs of a node if nodes divide all GPUs, and the configured shard_size."""
     configured = config.actor.shard_size
     sizes = {own.gpus} | ({own.gpus_per_node} if own.gpus % own.gpus_per_node == 0 else set())
     return sorted(sizes | ({configured} if isinstance(configured, int) and configured > 0 else set()), reverse=True)
 
 
-def report(config: Config, world_size: int, shard_size: int, memory_bytes: float) -> bool:
+def report(config: RunConfig, world_size: int, shard_size: int, memory_bytes: float) -> bool:
     """Prints the plan for one shard size.
 
     Returns:
         Whether the run fits into `memory_bytes` per GPU.
     """
-    from rlft_fast.engine.memory import as_options, choose, largest_actor_max_tokens, longest_sequence, plan_memory
+    from rlft_fast.engine.memory import as_options, choose, largest_actor_max_tokens, plan_memory
 
     choice = choose(_sharded(config, shard_size), world_size, memory_bytes, "cuda", math.inf)
     config, plan = choice.config, choice.plan or plan_memory(choice.config, world_size, memory_bytes)
@@ -93,14 +93,14 @@ def report(config: Config, world_size: int, shard_size: int, memory_bytes: float
         print(f"  CPU memory at most    {plan.host_bytes / 1e9:>10.2f} GB per GPU")
     if plan.refusal:
         print(f"  {printable(plan.refusal)}")
-    largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), longest_sequence(config)
+    largest, longest = largest_actor_max_tokens(config, plan, world_size, memory_bytes), config.longest_taught
     print(f"  largest max_tokens    {largest:>10}" + f"  below the longest sequence, {longest}" * (largest < longest))
     sent = sum(engine.sent_bytes for engine in plan.engines.values())
     print(f"  sent per step         {sent / 1e9:>10.2f} GB by every GPU", flush=True)
     return fits
 
 
-def report_advice(config: Config, world_size: int, memory_bytes: float) -> None:
+def report_advice(config: RunConfig, world_size: int, memory_bytes: float) -> None:
     """Prints the fastest settings with which the run would fit."""
     from rlft_fast.engine.memory import advice, choose, plan_memory
 
@@ -109,7 +109,7 @@ def report_advice(config: Config, world_size: int, memory_bytes: float) -> None:
     print(f"\nNothing fits. {printable(advice(choice.config, plan, world_size, memory_bytes))}")
 
 
-def _sharded(config: Config, shard_size: int) -> Config:
+def _sharded(config: RunConfig, shard_size: int) -> RunConfig:
     return config.model_copy(update={"actor": config.actor.model_copy(update={"shard_size": shard_size})})
 
 

@@ -9,16 +9,24 @@ from typing import Any
 
 from rlft_fast.cli.keys import key_reference, split_overrides
 from rlft_fast.cli.parser import Parser, path
-from rlft_fast.config import Config, ConfigError
+from rlft_fast.config import OBJECTIVES, Config, ConfigError, RunConfig, load_config
 from rlft_fast.errors import Checks, printable
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], objective: str | None = None) -> int:
+    """Trains.
+
+    Args:
+        arguments: of the command line.
+        objective: the only one that the configuration may have; None: any.
+    """
     rest, overrides = split_overrides(arguments)
-    options = _parser().parse_args(rest)
+    options = _parser(objective).parse_args(rest)
     if options.force and not options.resume:
         raise ConfigError("--force has no meaning without --resume: a run that does not resume has no earlier settings")
-    config = Config.load(options.config, overrides)
+    config = load_config(options.config, overrides, objective)
+    if options.ray and not isinstance(config, Config):
+        raise ConfigError("--ray is for objective: rl, whose models can live in workers: leave --ray out")
     if options.ray and overrides.get("cluster") == "null":
         raise ConfigError("--ray asks for a cluster, and --cluster null for none: leave one of them out")
     if options.ray and config.cluster is None:
@@ -60,7 +68,7 @@ def require_writable(output_dir: Path) -> None:
         raise ValueError(f"output_dir {output_dir} cannot be written: {reason}: name another folder")
 
 
-def _fitted(config: Config) -> Config:
+def _fitted(config: RunConfig) -> RunConfig:
     """The configuration with the fastest settings with which the run fits into the GPUs, which are printed.
 
     Raises:
@@ -73,10 +81,10 @@ def _fitted(config: Config) -> Config:
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
     if device.type != "cuda":
         raise ValueError("--fit chooses settings for the memory of GPUs, and there is no GPU here: leave --fit out")
-    if config.cluster is not None:
-        if config.cluster.address is not None:
+    if (cluster := config.cluster) is not None:
+        if cluster.address is not None:
             raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
-        world_size = config.cluster.actor.num_workers
+        world_size = cluster.actor.num_workers
     changes = fitting_changes(config, world_size, device_memory(device), device.type, host_memory())
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
@@ -90,7 +98,7 @@ def _print_first(resolved: str, *lines: str) -> None:
         print(f"{resolved}\n# checked, without reading weights:\n{printable(checked)}", end="")
 
 
-def _check_memory(config: Config, *, refuse: bool) -> tuple[Config, str]:
+def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
     """Compares the memory plan with the machine before the run starts; a run that does not fit is refused or warned of.
 
     Returns:
@@ -111,8 +119,8 @@ def _check_memory(config: Config, *, refuse: bool) -> tuple[Config, str]:
     from rlft_fast.world import World
 
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
-    if config.cluster is not None:
-        world_size = config.cluster.actor.num_workers
+    if (cluster := config.cluster) is not None:
+        world_size = cluster.actor.num_workers
     memory_bytes = device_memory(device)
     try:
         check_samples(config, host_memory())
@@ -139,12 +147,13 @@ def _check_memory(config: Config, *, refuse: bool) -> tuple[Config, str]:
     return config, "see the warning"
 
 
-def _parser() -> Parser:
+def _parser(objective: str | None) -> Parser:
+    command = objective or "train"
     parser = Parser(
-        prog="rlft-fast train",
-        usage="rlft-fast train CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
+        prog=f"rlft-fast {command}",
+        usage=f"rlft-fast {command} CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
         "                       [--fit] [--ray] [--no-memory-check]",
-        description="Train a policy as a YAML file says. Every key below can stand in the file. Every key can also be "
+        description="Train a model as a YAML file says. Every key below can stand in the file. Every key can also be "
         "an option, for example --rollout.temperature 0.7; an option overrides the file. A text is taken as typed, a "
         "list is [a, b], and a mapping {a: b}.",
         add_help=False,
@@ -174,6 +183,7 @@ def _parser() -> Parser:
         "--no-memory-check", dest="memory_check", action="store_false",
         help="warn, instead of refusing the run, if it seems to need more memory than the machine has",
     )  # fmt: skip
+    parser.set_defaults(config_class=OBJECTIVES[objective or "rl"])
     parser.add_argument(
         "-h", "--help", action=_PrintHelp, nargs="?", metavar="SECTION",
         help="print this text, or only the keys of one section, for example rollout",
@@ -183,8 +193,9 @@ def _parser() -> Parser:
 
 class _PrintHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: Any, section: Any, __: Any = None) -> None:
+        width, config = min(shutil.get_terminal_size().columns, 120), parser.get_default("config_class")
         try:
-            keys = key_reference(min(shutil.get_terminal_size().columns, 120), section or "")
+            keys = key_reference(width, section or "", config)
         except ValueError as error:
             parser.error(str(error))
         print(keys if section else f"{parser.format_help()}\n{keys}")

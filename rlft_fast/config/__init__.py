@@ -7,20 +7,22 @@ from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
 from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName, WorkersConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
+from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
 from rlft_fast.config.run import (
-    CheckpointConfig,
     Config,
     DataConfig,
     EvaluationConfig,
     RewardConfig,
-    run_roles,
 )
 from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
+from rlft_fast.config.supervised import SFTConfig, SFTDataConfig, SFTEvaluationConfig
+from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, run_roles
 
 __all__ = [
+    "OBJECTIVES",
     "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",
     "AlgorithmConfig",
@@ -35,12 +37,18 @@ __all__ = [
     "GeneratorsConfig",
     "GroupName",
     "HeadKind",
+    "HeldOutConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
     "Role",
     "RolloutConfig",
+    "RowsConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTEvaluationConfig",
     "Section",
     "StepPhase",
     "VLLMConfig",
@@ -48,6 +56,7 @@ __all__ = [
     "changed_settings",
     "check_server_url",
     "fixed_settings",
+    "load_config",
     "run_roles",
     "section_of",
     "sections",

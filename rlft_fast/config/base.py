@@ -3,8 +3,9 @@
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
@@ -148,20 +149,24 @@ _SHORT = _Short()  # aliases make a value of a few lines whose whole text has gi
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 200, 200
 
 
-def explain(config: type[BaseModel], values: dict[str, Any], problems: Iterable[Any]) -> str:
+def explain(
+    config: type[BaseModel], values: dict[str, Any], problems: Iterable[Any],
+    others: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> str:  # fmt: skip
     """Error message with one line per wrong key: the whole key, what was expected, and what was got.
 
     Args:
         config: class of the whole configuration.
         values: the nested dictionary that was refused.
         problems: ``errors()`` of pydantic's ValidationError.
+        others: keys of the configurations of other objectives, by objective.
     """
     by_key: dict[str, list[Any]] = {}
     for problem in problems:
         by_key.setdefault(_key(problem, values), []).append(problem)
     outer = {key[:i] for key in by_key for i, letter in enumerate(key) if letter == "."}
     innermost = [key for key in by_key if key not in outer]
-    lines = [*islice((line for key in innermost for line in _lines(config, key, by_key[key])), _MAX_LINES)]
+    lines = [*islice((line for key in innermost for line in _lines(config, key, by_key[key], others)), _MAX_LINES)]
     more = len(innermost) - _MAX_LINES
     return "\n".join(lines + ([f"and {more} more wrong keys"] if more > 0 else []))
 
@@ -179,10 +184,15 @@ def _key(problem: Any, values: Any) -> str:
     return ".".join(key)
 
 
-def _lines(config: type[BaseModel], key: str, problems: list[Any]) -> Iterator[str]:
+def _lines(
+    config: type[BaseModel], key: str, problems: list[Any], others: Mapping[str, Collection[str]]
+) -> Iterator[str]:
     """Lines about one key. A value that fits no member of a union has one problem per member."""
     kind, got = problems[0]["type"], problems[0]["input"]
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" and (objectives := [name for name, keys in others.items() if key in keys]):
+        own = config.model_fields["objective"].default
+        yield f"{key} has no meaning for objective: {own}: leave it out (it is a key of {' and '.join(objectives)})"
+    elif kind == "extra_forbidden":
         yield from _unknown(key, got, [name for name, _ in sections(config)])
     elif kind == "missing":
         yield f"{key} is missing: it has no default"
@@ -192,8 +202,8 @@ def _lines(config: type[BaseModel], key: str, problems: list[Any]) -> Iterator[s
     else:
         own = [problem for problem in problems if problem["type"] == "value_error"]  # it has one of the right types
         problems = own or problems
-        first, *others = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
-        message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+        first, *more = (_in_words_of_yaml(problem["msg"].removeprefix("Value error, ")) for problem in problems)
+        message = " or ".join([first, *(other.removeprefix("Input should be ") for other in more)])
         yield f"{key}: {message}, got {_SHORT.repr(got)}" if key else message
 
 

@@ -19,6 +19,7 @@ class Role:
         head: "logprob" of a policy or a reference, "value" of a critic, "score" of a reward model.
         trains: whether it has an optimizer.
         phases: the phases of a step in which it works.
+        temperature: of its log-probabilities.
     """
 
     path: str
@@ -26,3 +27,4 @@ class Role:
     head: HeadKind
     trains: bool
     phases: tuple[StepPhase, ...]
+    temperature: float = 1.0

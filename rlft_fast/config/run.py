@@ -1,32 +1,23 @@
-"""The whole configuration of a training run, and the rules that connect its sections."""
+"""The whole configuration of a run of reinforcement learning, and the rules that connect its sections."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from rlft_fast.config.base import ConfigError, Section, explain, rule, set_key, without_password
+from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
-from rlft_fast.config.paths import AS_TYPED, FunctionName, LocalPath, as_typed
-from rlft_fast.config.reader import read_file, read_value, write
+from rlft_fast.config.paths import FunctionName, LocalPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
-from rlft_fast.files import read_text
+from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
 
 
-class DataConfig(Section):
+class DataConfig(RowsConfig):
     """Where prompts come from: a JSONL file, a Hugging Face dataset folder, or a reasoning-gym task."""
 
     path: MayChange[LocalPath | None] = None
@@ -37,14 +28,6 @@ class DataConfig(Section):
     """Options of the reasoning-gym task."""
     task_size: Annotated[PositiveInt, Field(le=10_000_000)] = 2000
     """Problems to generate from the reasoning-gym task."""
-    prompt_column: str = "prompt"
-    """Name of the column with the prompt, which is a text or a list of chat messages."""
-    system_prompt: str | None = None
-    """System message of prompts that have none of their own; null: none, but a chat template may add its own."""
-    template_kwargs: dict[str, Any] = Field(default={})
-    """Variables of the chat template, such as enable_thinking: false. The row's chat_template_kwargs come first."""
-    chat: bool = True
-    """Apply the chat template to text prompts; false: tokenize them as they are."""
 
     @rule
     def _one_source(self) -> Iterator[str]:
@@ -52,9 +35,6 @@ class DataConfig(Section):
             yield "give either path (JSONL file or dataset folder) or task (reasoning-gym), not both"
         if self.task is None and self.task_options:
             yield "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
-        for name in ("system_prompt", "template_kwargs"):
-            if getattr(self, name) not in (None, {}) and not self.chat:
-                yield f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
 
 
 class RewardConfig(Section):
@@ -82,15 +62,11 @@ class RewardConfig(Section):
     """Subtracted from the reward at the end of overlong_buffer."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(HeldOutConfig):
     """Accuracy on held-out prompts, before and after training."""
 
-    path: MayChange[LocalPath | dict[str, LocalPath]]
-    """JSONL file or dataset folder with held-out prompts, or several by name; same columns as the training data."""
     max_new_tokens: PositiveInt | None = None
     """Most tokens of an answer; null: rollout.max_new_tokens."""
-    every: MayChange[NonNegativeInt] = 0
-    """Steps between evaluations; 0: evaluate only before and after training."""
     samples_per_prompt: PositiveInt = 1
     """Answers to each prompt. The accuracy is their mean reward; pass_at_k is the mean reward of the best of k > 1."""
     temperature: NonNegativeFloat = 0.0
@@ -99,11 +75,7 @@ class EvaluationConfig(Section):
     """Scores held-out answers, with reward.timeout_s; null: reward.function and reward.model score them."""
 
     @rule
-    def _sets_and_samples(self) -> Iterator[str]:
-        if isinstance(self.path, dict) and not self.path:
-            yield "path names no held-out set: give a file, or several by name"
-        if isinstance(self.path, dict) and (wrong := [name for name in self.path if not name.isidentifier()]):
-            yield f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
+    def _samples_differ(self) -> Iterator[str]:
         if self.samples_per_prompt > 1 and not self.temperature:
             yield (
                 f"samples_per_prompt is {self.samples_per_prompt}, but with temperature 0 all answers to a prompt are "
@@ -111,45 +83,16 @@ class EvaluationConfig(Section):
             )
 
     @property
-    def sets(self) -> dict[str, str]:
-        """Paths of the held-out sets by name. A single set has the name ""."""
-        return self.path if isinstance(self.path, dict) else {"": self.path}
-
-    @property
-    def metrics(self) -> list[str]:
-        """Names of the numbers that an evaluation gives: means over the sets, then the numbers of each named set."""
-        kinds = ["accuracy", *([f"pass_at_{self.samples_per_prompt}"] if self.samples_per_prompt > 1 else [])]
-        return kinds + [f"{kind}_{name}" for name in self.sets if name for kind in kinds]
+    def kinds(self) -> list[str]:
+        """Accuracy, and the reward of the best of several answers."""
+        return ["accuracy", *([f"pass_at_{self.samples_per_prompt}"] if self.samples_per_prompt > 1 else [])]
 
 
-class CheckpointConfig(Section):
-    """When checkpoints are saved, and how many are kept."""
+class Config(RunConfig):
+    """A run of reinforcement learning."""
 
-    every: MayChange[NonNegativeInt] = 50
-    """Steps between checkpoints; 0: save only at the end."""
-    max_num: MayChange[PositiveInt] = 2
-    """Complete checkpoints to keep. The disk needs room for one more."""
-    max_mem: MayChange[PositiveFloat | None] = None
-    """Most GB for all checkpoints; null: no limit. The newest checkpoint is always kept."""
-    asynchronous: MayChange[bool] = True
-    """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
-    best: MayChange[str | None] = None
-    """Number of the evaluation, such as accuracy, at whose highest value the policy is exported to the folder best."""
-
-
-class Config(Section):
-    """A training run."""
-
-    model: MayChange[LocalPath]
-    """Folder of the policy to train, a Hugging Face causal language model."""
-    output_dir: MayChange[LocalPath]
-    """Folder for everything the run writes."""
-    steps: MayChange[PositiveInt]
-    """Training steps. Each step samples a rollout and learns from it."""
-    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
-    """Seed of sampling, data order and mini-batches."""
-    timeout_minutes: MayChange[Annotated[PositiveFloat, Field(le=525_600)]] = 30
-    """Minutes that a process waits for another before the run ends with an error that names the missing process."""
+    objective: Literal["rl"] = "rl"
+    """What the model learns: rl, from rewards of what it samples; sft, from texts (rlft-fast sft --help)."""
     data: DataConfig
     """Prompts to train on."""
     reward: RewardConfig = RewardConfig()
@@ -170,7 +113,7 @@ class Config(Section):
     """Checkpoints of the run."""
     cluster: MayChange[ClusterConfig | None] = None
     """Workers on a Ray cluster; null: the processes that torchrun has started, or this process alone."""
-    log: MayChange[tuple[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...]] = ("jsonl",)
+    log: MayChange[tuple[TrackerName, ...]] = ("jsonl",)
     """Trackers that get the numbers of each step. The files metrics.jsonl and samples.jsonl are always written."""
     log_texts: MayChange[NonNegativeInt] = 0
     """Samples per step whose texts the trackers get, too."""
@@ -193,7 +136,7 @@ class Config(Section):
     def _clusters_fit(self) -> Iterator[str]:
         if self.cluster is not None:
             for name in ("critic", "reference", "reward"):
-                if getattr(self.cluster, name) is not None and name not in run_roles(self):
+                if getattr(self.cluster, name) is not None and name not in self.roles:
                     what = {"reward": "reward model"}.get(name, name)
                     yield f"cluster.{name} is given, but the run has no {what} of its own: leave it out"
         generators = None if self.cluster is None else self.cluster.generators
@@ -276,15 +219,8 @@ class Config(Section):
             )
 
     @rule
-    def _best_is_evaluated(self) -> Iterator[str]:
-        best, found = self.checkpoint.best, [] if self.evaluation is None else self.evaluation.metrics
-        if best is not None and best not in found:
-            expected = f"one of {', '.join(found)}" if found else "null, because the run has no evaluation"
-            yield f"checkpoint.best is {best!r}, expected {expected}"
-
-    @rule
     def _reference_has_a_use(self) -> Iterator[str]:
-        if self.reference is not None and "reference" not in run_roles(self):
+        if self.reference is not None and "reference" not in self.roles:
             yield (
                 "reference has nothing to configure: without algorithm.kl_coef there is no reference model, and with "
                 "actor.lora it is the policy without adapters: leave the section out"
@@ -314,6 +250,28 @@ class Config(Section):
             )
 
     @property
+    def longest_taught(self) -> int:
+        """Most tokens of a prompt and an answer to learn from."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def sequences_per_update(self) -> float:
+        """Samples of an optimizer step."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt / self.algorithm.mini_batches
+
+    @property
+    def model_folders(self) -> dict[str, str | None]:
+        """Folders of policy, reward model and critic, by key."""
+        critic = None if self.critic is None else self.critic.model or self.model
+        return {"model": self.model, "reward.model": self.reward.model, "critic.model": critic}
+
+    @property
+    def measured(self) -> dict[str, Any] | None:
+        """How the held-out numbers are measured, as JSON; None: they are not."""
+        found = super().measured
+        return None if found is None else found | {"max_new_tokens": self.max_evaluation_tokens}
+
+    @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and an answer, in training or evaluation."""
         return self.rollout.max_prompt_tokens + max(self.rollout.max_new_tokens, self.max_evaluation_tokens)
@@ -333,78 +291,25 @@ class Config(Section):
             return {self.data.task: 1.0}
         return function or {}
 
-    @classmethod
-    def load(cls, path: str | Path, overrides: dict[str, str] | None = None) -> Self:
-        """Reads a YAML file, and sets the overrides in it.
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The policy, and the models that the algorithm and the rewards need.
 
-        Args:
-            path: the YAML file.
-            overrides: values by dotted key, as `read_value` reads them: ``{"rollout.temperature": "0.7"}``.
-
-        Raises:
-            ConfigError: unreadable file, unknown key (with a suggestion), or a value of the wrong type or range.
+        The reference is a model of its own where the algorithm has a penalty on the divergence and the policy has no
+        adapters. Without its adapters the policy is the reference.
         """
-        try:
-            values = read_file(read_text(Path(path)), cls)
-        except RecursionError as error:
-            raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {without_password(str(error))}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")
-        for key, value in (overrides or {}).items():
-            try:
-                set_key(values, key.split("."), read_value(value, key, cls))
-            except yaml.YAMLError as error:
-                shown = without_password(value)
-                raise ConfigError(f"{key}: {shown!r} is no list or mapping in YAML: {_problem(error)}") from error
-        return cls.parse(values, AS_TYPED)
-
-    @classmethod
-    def parse(cls, values: dict[str, Any], context: Mapping[str, Any] | None = None) -> Self:
-        """Validates a nested dictionary.
-
-        Args:
-            values: the dictionary.
-            context: `AS_TYPED` for values as a user has typed them; None: paths are taken as they are, but for ``~``.
-
-        Raises:
-            ConfigError: a value is wrong. The message names every wrong key.
-        """
-        try:
-            return cls.model_validate(values, context=context)
-        except ValidationError as error:
-            raise ConfigError(explain(cls, values, error.errors())) from error
-
-    def to_yaml(self, folder: str | Path = "") -> str:
-        """The resolved configuration with every key. Loading the text gives an equal configuration.
-
-        Args:
-            folder: relative paths are written from this folder on: with the working directory they become absolute.
-        """
-        return write(self.model_dump(mode="json", context=as_typed(folder)))
-
-
-def run_roles(config: Config) -> dict[str, Role]:
-    """The models of a run by name, in the order in which they infer; they update in the reverse order.
-
-    The reference is a model of its own where the algorithm has a penalty on the divergence and the policy has no
-    adapters. Without its adapters the policy is the reference.
-    """
-    actor, critic, reward = config.actor, config.critic, config.reward.model
-    generates: tuple[StepPhase, ...] = ("generate", "infer", "update", "sync")
-    roles = {"actor": Role(path=config.model, config=actor, head="logprob", trains=True, phases=generates)}
-    if config.algorithm.kl_coef and actor.lora is None:
-        frozen = actor if config.reference is None else EngineConfig(**config.reference.model_dump())
-        roles["reference"] = Role(path=config.model, config=frozen, head="logprob", trains=False, phases=("infer",))
-    if critic is not None:
-        path = critic.model or config.model
-        roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
-    if reward is not None:  # it runs as the policy does
-        plain = actor.model_copy(update={"lora": None})
-        roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
-    return roles
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error)
+        actor, critic, reward = self.actor, self.critic, self.reward.model
+        generates: tuple[StepPhase, ...] = ("generate", "infer", "update", "sync")
+        sampled = self.rollout.temperature
+        policy = Role(path=self.model, config=actor, head="logprob", trains=True, phases=generates, temperature=sampled)
+        roles = {"actor": policy}
+        if self.algorithm.kl_coef and actor.lora is None:
+            frozen = actor if self.reference is None else EngineConfig(**self.reference.model_dump())
+            roles["reference"] = replace(policy, config=frozen, trains=False, phases=("infer",))
+        if critic is not None:
+            path = critic.model or self.model
+            roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
+        if reward is not None:  # it runs as the policy does
+            plain = actor.model_copy(update={"lora": None})
+            roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
+        return roles

@@ -27,6 +27,18 @@ class EngineFacts(NamedTuple):
     peak_flops: float | None
     """FLOP/s of dense bfloat16 of a process's device; None where the peak is not known."""
 
+    def utilisation(self, num_flops: float, seconds: float, num_devices: int) -> dict[str, float]:
+        """FLOP/s of a device in an update, and their share of the device's peak where the peak is known.
+
+        Args:
+            num_flops: of the update, on all devices.
+            seconds: of the update.
+            num_devices: that compute it.
+        """
+        flops_per_second = num_flops / seconds / num_devices
+        found = {"tflops_update": flops_per_second / 1e12}
+        return found if self.peak_flops is None else found | {"mfu_update": flops_per_second / self.peak_flops}
+
 
 def facts_of(engine: EngineState) -> EngineFacts:
     embedding = cast(nn.Embedding, engine.model.pretrained.get_input_embeddings())

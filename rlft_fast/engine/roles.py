@@ -1,11 +1,11 @@
 """The engines of a run by their roles."""
 
-from rlft_fast.config import Config, run_roles
+from rlft_fast.config import RunConfig, run_roles
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.world import World
 
 
-def role_engine(config: Config, name: str, world: World, num_training_steps: int | None = None) -> FSDPEngine:
+def role_engine(config: RunConfig, name: str, world: World, num_training_steps: int | None = None) -> FSDPEngine:
     """The engine of a role that the run has, see `rlft_fast.config.run_roles`.
 
     Args:
@@ -20,5 +20,5 @@ def role_engine(config: Config, name: str, world: World, num_training_steps: int
     role = run_roles(config)[name]
     return FSDPEngine(
         role.path, role.config, head=role.head, num_training_steps=num_training_steps if role.trains else None,
-        temperature=config.rollout.temperature, world=world,
+        temperature=role.temperature, world=world,
     ).initialize()  # fmt: skip

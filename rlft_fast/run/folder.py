@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, ConfigError, changed_settings
+from rlft_fast.config import OBJECTIVES, ConfigError, RunConfig, changed_settings, load_config
 from rlft_fast.engine import require_exportable
 from rlft_fast.files import TEMPORARY, is_apple_double, replacing, require_no_link, write_text
 from rlft_fast.plugins import MissingFunctionError
@@ -26,7 +26,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 _REPLACED = (MARKER, "config.yaml", "summary.json")
 
 
-def require_usable(config: Config, *, config_path: str | Path | None = None, resume: bool = False) -> None:
+def require_usable(config: RunConfig, *, config_path: str | Path | None = None, resume: bool = False) -> None:
     """Refuses a run that would overwrite its own inputs, or files that no run has written. Writes nothing.
 
     Args:
@@ -39,19 +39,13 @@ def require_usable(config: Config, *, config_path: str | Path | None = None, res
             in it that cannot be written.
     """
     output = Path(config.output_dir)
-    models = {"model": config.model, "reward.model": config.reward.model}
-    if config.critic is not None:
-        models["critic.model"] = config.critic.model
-    for name, path in models.items():
+    for name, path in config.model_folders.items():
         if path is not None and _place(path, output) is not None:
             raise ValueError(
                 f"{name} {path} lies in output_dir {output}, where the run writes its own model: name another "
                 "output_dir, or move the model"
             )
-    files = {"data.path": config.data.path, "the configuration": config_path}
-    if config.evaluation is not None:
-        files |= {f"evaluation.path{'.' * bool(name)}{name}": path for name, path in config.evaluation.sets.items()}
-    for name, path in files.items():
+    for name, path in {**config.data_files, "the configuration": config_path}.items():
         is_own = resume and name == "the configuration" and is_run(output)
         if path is not None and not is_own and _place(path, output) in _WRITTEN:
             raise ValueError(
@@ -130,7 +124,7 @@ def _marked(output: Path, name: str) -> Any:
 
 def _has_config(output: Path) -> bool:
     try:
-        Config.load(output / "config.yaml")
+        load_config(output / "config.yaml")
     except ConfigError:
         return False
     return True
@@ -190,7 +184,8 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
     found = _identity(output)
     found = found if isinstance(found, Mapping) else {}
     settings = found.get("settings", found)  # early versions had them beside the rest
-    different = [*changed_settings(settings, identity["settings"], Config)] if isinstance(settings, Mapping) else []
+    own = OBJECTIVES[identity["settings"].get("objective", "rl")]
+    different = [*changed_settings(settings, identity["settings"], own)] if isinstance(settings, Mapping) else []
     before, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
     different += [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
     if different:

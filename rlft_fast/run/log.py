@@ -21,7 +21,9 @@ from rlft_fast.run.tokens import remove_tokens_after
 from rlft_fast.run.trackers import Tracker
 from rlft_fast.world import write_at_once
 
-_SHOWN = ("reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second")
+_SHOWN = (
+    "train_loss", "held_out_loss", "reward_mean", "accuracy", "approx_kl", "ref_kl", "clip_share", "tokens_per_second",
+)  # fmt: skip
 # For trackers. torchrun waits for a process 30 s in all after a signal and after the failure of another process.
 _SECONDS_AT_THE_END, _SECONDS_AFTER_A_FAILURE = 30.0, 5.0
 _SKIPPED = ("skipped_steps", "critic_skipped_steps")  # counts of the whole run, shown if they are not 0

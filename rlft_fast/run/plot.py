@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PANELS = {
     "reward_mean": "Reward, mean",
     "accuracy": "Held-out accuracy",
+    "train_loss": "Training loss [nats/token]",
+    "held_out_loss": "Held-out loss [nats/token]",
     "ref_kl": "KL from the initial model",
     "approx_kl": "KL of an update",
     "entropy": "Entropy [nats/token]",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, RunConfig
 
 _EARLIER_NAMES = {"objective": "trainer"}
 
@@ -45,7 +45,7 @@ class Progress:
     best: dict[str, Any] | None = None
 
     @classmethod
-    def of_checkpoint(cls, state: Mapping[str, Any] | None, config: Config) -> Self:
+    def of_checkpoint(cls, state: Mapping[str, Any] | None, config: RunConfig) -> Self:
         """The progress that a checkpoint of this or an earlier version holds; None: the beginning.
 
         A best value that was measured otherwise is forgotten: values of different measures are not compared.
@@ -53,7 +53,8 @@ class Progress:
         state = {_EARLIER_NAMES.get(name, name): value for name, value in (state or {}).items()}
         if state.get("before") is None and state.get("accuracy_before") is not None:
             state["before"] = {"accuracy": state["accuracy_before"]}
-        if state.get("num_prompts") is None:  # in earlier versions the prompts of a step had room for all its refills
+        if state and state.get("num_prompts") is None:  # of a run of rl: its steps had room for all refills
+            assert isinstance(config, Config)
             room = config.rollout.prompts_per_step * (1 + config.algorithm.max_refills)
             state["num_prompts"] = state.get("step", 0) * room
         if (best := state.get("best")) is not None:
@@ -74,11 +75,13 @@ class Progress:
         self.seconds += metrics["seconds"]
         self.tokens += round(metrics["tokens_per_second"] * metrics["seconds"])
 
-    def is_best(self, value: float | None) -> bool:
-        """Whether the value is larger than all values so far; None is no value."""
-        return value is not None and (self.best is None or value > self.best["value"])
+    def is_best(self, name: str, value: float | None) -> bool:
+        """Whether the value is better than all values so far; None is no value. The best loss is the lowest."""
+        if value is None or self.best is None:
+            return value is not None
+        return value < self.best["value"] if "loss" in name else value > self.best["value"]
 
-    def summary(self, config: Config) -> dict[str, Any]:
+    def summary(self, config: RunConfig) -> dict[str, Any]:
         """What ``summary.json`` holds of a finished run."""
         summary: dict[str, Any] = {
             "steps": self.step,
@@ -93,13 +96,9 @@ class Progress:
         return summary
 
 
-def measure_of_best(config: Config) -> dict[str, Any]:
+def measure_of_best(config: RunConfig) -> dict[str, Any]:
     """The number that decides on the best policy, and how it is measured."""
-    evaluation = config.evaluation
-    measured = None if evaluation is None else evaluation.model_dump(mode="json", exclude={"every"})
-    if measured is not None:
-        measured["max_new_tokens"] = config.max_evaluation_tokens
-    return {"name": config.checkpoint.best, "measured": _with_absolute_paths(measured)}
+    return {"name": config.checkpoint.best, "measured": _with_absolute_paths(config.measured)}
 
 
 def _with_absolute_paths(measured: Mapping[str, Any] | None) -> dict[str, Any] | None:

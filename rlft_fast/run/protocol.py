@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlft_fast.config import Config
+from rlft_fast.config import RunConfig
 from rlft_fast.world import World
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class StepResult:
 
     Args:
         metrics: with ``seconds`` in all, and ``tokens_per_second``.
-        num_prompts: prompts that the step took from the stream.
+        num_prompts: prompts or rows that the step took from the stream.
         records: lines of ``samples.jsonl``; they are made when they are read, on the first rank.
         warnings: for users.
         tokens: on the first rank: numbers of each token, see `rlft_fast.run.tokens`; None where none are kept.
@@ -36,9 +36,9 @@ class Evaluated:
     """The numbers of the held-out sets.
 
     Args:
-        metrics: by the names of `EvaluationConfig.metrics`.
+        metrics: by the names of `HeldOutConfig.metrics`.
         examples: answers to `Trainer.example_prompts`.
-        num_scored: prompts with a judged answer.
+        num_scored: rows that the numbers are of: of rl prompts with a judged answer.
     """
 
     metrics: dict[str, float]
@@ -66,15 +66,17 @@ class Models(Protocol):
 
 
 class Trainer(Protocol):
-    """The steps of a run. All ranks call a method together.
+    """The steps of a run. All ranks call a method together."""
 
-    Attributes:
-        config: of the run.
-        world: of this process.
-    """
+    @property
+    def config(self) -> RunConfig:
+        """Of the run."""
+        ...
 
-    config: Config
-    world: World
+    @property
+    def world(self) -> World:
+        """Of this process."""
+        ...
 
     @property
     def models(self) -> Models:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlft_fast.cluster import HEAD, HeadLostError, WorkerError
+from rlft_fast.config import Config, HeldOutConfig
 from rlft_fast.engine import CheckpointError, remove_export
 from rlft_fast.errors import Interrupted, RunError, StepError
 from rlft_fast.files import replacing
@@ -110,7 +111,8 @@ class Run:
         config = self.config.model_dump(mode="json")
         tracked = TrackedRun(self.directory, run_id(self.directory) or "", self.progress.step, config)
         names = [name for name in dict.fromkeys(self.config.log) if name != "jsonl"]
-        self.log.send_to([Tracker(name, tracked, self.log.message) for name in names], self.config.log_texts)
+        num_texts = self.config.log_texts if isinstance(self.config, Config) else 0
+        self.log.send_to([Tracker(name, tracked, self.log.message) for name in names], num_texts)
 
     def _begin(self, state: dict[str, Any] | None) -> None:
         """Puts progress, trainer and logs into the state of a checkpoint, or into that of the beginning."""
@@ -176,7 +178,7 @@ class Run:
             self.log.message(note)
         self.trainer.start(progress.step)
         STOP.can_leave = self.is_hurried
-        if self.trainer.example_prompts and progress.before is None:
+        if config.evaluation is not None and progress.before is None:
             found = self._evaluate()
             progress.before, progress.examples_before = found.metrics, found.examples
         self._evaluate_if_due()  # the judge may have failed at it, and the run goes on from there
@@ -269,13 +271,14 @@ class Run:
             progress.num_scored = found.num_scored
 
     def _evaluate(self) -> Evaluated:
-        """Evaluates the policy, and exports it if it is the best so far."""
+        """Evaluates the model, and exports it if it is the best so far."""
         found, progress = self.trainer.evaluate(), self.progress
         if found.metrics:
             self.log.metrics(progress.step, found.metrics)
         progress.evaluated = progress.step
-        value = found.metrics.get(self.config.checkpoint.best or "")
-        if progress.is_best(value):
+        name = self.config.checkpoint.best or ""
+        value = found.metrics.get(name)
+        if progress.is_best(name, value):
             try:
                 self.trainer.models.export(self.directory / "best")
                 progress.best = {"step": progress.step, "value": value, **measure_of_best(self.config)}
@@ -293,19 +296,20 @@ class Run:
                 file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             if importlib.util.find_spec("matplotlib") is not None:
                 self._draw(self.directory / "curve.png")
-        if self.trainer.example_prompts:
-            self._show_answers()
+        if self.config.evaluation is not None:
+            self._show_evaluation(self.config.evaluation)
         self.log.message(f"the model is in {self.directory / 'hf'}, numbers and samples of each step beside it")
         return summary
 
-    def _show_answers(self) -> None:
-        progress = self.progress
-        answers = (progress.examples_before or [], progress.examples_after or [])
-        rows = zip(self.trainer.example_prompts, *answers, strict=False)
-        self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
-        before, after = (_three_digits((found or {}).get("accuracy")) for found in (progress.before, progress.after))
+    def _show_evaluation(self, evaluation: HeldOutConfig) -> None:
+        progress, name = self.progress, evaluation.kinds[0]
+        if self.trainer.example_prompts:
+            answers = (progress.examples_before or [], progress.examples_after or [])
+            rows = zip(self.trainer.example_prompts, *answers, strict=False)
+            self.log.table("held-out answers", ["prompt", "before", "after"], [list(row) for row in rows])
+        before, after = (_three_digits((found or {}).get(name)) for found in (progress.before, progress.after))
         self.log.message(
-            f"held-out accuracy {before} -> {after} on {progress.num_scored} problems, "
+            f"held-out {name.removeprefix('held_out_')} {before} -> {after} on {progress.num_scored} problems, "
             f"{progress.seconds / 60:.1f} minutes of training"
         )
 

@@ -1,4 +1,4 @@
-"""The PPO and GRPO loop.
+"""The trainers: the loop of PPO and GRPO, and supervised fine-tuning.
 
 Names are imported on first use. Some of them, such as `read_metrics`, only read files, and torch and transformers would
 take seconds to import.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
+    from rlft_fast.trainer.supervised import SFTTrainer
 
 __all__ = [
     "COLORS",
@@ -32,6 +33,7 @@ __all__ = [
     "PPOTrainer",
     "Prompts",
     "Run",
+    "SFTTrainer",
     "check_folder",
     "check_inputs",
     "claim",

@@ -182,7 +182,6 @@ def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) 
     """What a run has to have in common with the one that it continues."""
     sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
     data = {"training": prompts.description} | sets
-    folders = {"model": config.model, "reward.model": config.reward.model}
-    folders["critic.model"] = None if config.critic is None else config.critic.model or config.model
+    folders = config.model_folders
     checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
     return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}

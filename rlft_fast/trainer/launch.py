@@ -1,18 +1,20 @@
 """Runs a configuration."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, RunConfig, SFTConfig
 from rlft_fast.models import load_tokenizer
-from rlft_fast.run import Run, RunLog, by_first, require_same, require_trackers, require_usable
+from rlft_fast.run import Run, RunLog, Trainer, by_first, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
+from rlft_fast.trainer.supervised import SFTData, SFTTrainer
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 
-def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
@@ -46,10 +48,25 @@ def train(config: Config, resume: bool = False, *, force: bool = False) -> dict[
         require_trackers(config.log)
         if resume and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
-        return Run(PPOTrainer(config, world)).run(resume, force=force)
+        return Run(_trainer(config, world)).run(resume, force=force)
 
 
-def _finished(config: Config) -> dict[str, Any] | None:
+def _trainer(config: RunConfig, world: World) -> Trainer:
+    if isinstance(config, SFTConfig):
+        return SFTTrainer(config, world)
+    assert isinstance(config, Config)
+    return PPOTrainer(config, world)
+
+
+def _identity(config: RunConfig) -> Mapping[str, Any]:
+    """`Trainer.identity`, without models."""
+    if isinstance(config, SFTConfig):
+        return SFTData.load(config).identity(config)
+    assert isinstance(config, Config)
+    return identity_of(config, *load_data(config, load_tokenizer(config.model)))
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
     """What the run in ``output_dir`` ended with, if it has done all its steps."""
     try:
         summary = json.loads((Path(config.output_dir) / "summary.json").read_text(encoding="utf-8"))
@@ -58,12 +75,12 @@ def _finished(config: Config) -> dict[str, Any] | None:
         return None
 
 
-def _same_again(config: Config, summary: dict[str, Any], world: World, *, force: bool) -> dict[str, Any]:
+def _same_again(config: RunConfig, summary: dict[str, Any], world: World, *, force: bool) -> dict[str, Any]:
     """Logs that the run is finished and returns its summary. Raises ValueError for the configuration of another run."""
     directory = Path(config.output_dir)
     if not force:
-        prompts, held_out = load_data(config, load_tokenizer(config.model))
-        by_first(world, lambda: require_same(directory, identity_of(config, prompts, held_out)))
+        identity = _identity(config)
+        by_first(world, lambda: require_same(directory, identity))
     log = RunLog(directory, config.steps, world.rank)
     log.message(f"the run in {directory} is finished, with {summary['steps']} steps: to go on, raise steps")
     return summary

@@ -172,9 +172,7 @@ class Learner:
         flops = facts.flops.of(batch)
         if critic is not None:
             flops += critic.facts.flops.of(batch.unweighted())
-        flops_per_second = flops * self.config.algorithm.epochs / seconds / self.models.num_devices
-        found = {"tflops_update": flops_per_second / 1e12}
-        return found if facts.peak_flops is None else found | {"mfu_update": flops_per_second / facts.peak_flops}
+        return facts.utilisation(flops * self.config.algorithm.epochs, seconds, self.models.num_devices)
 
 
 def _critic_metrics(values: Mapping[str, float]) -> dict[str, float]:

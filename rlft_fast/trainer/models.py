@@ -27,7 +27,7 @@ from rlft_fast.cluster import (
     require_connected,
     shared_part,
 )
-from rlft_fast.config import ClusterConfig, Config, GroupName, run_roles, server_urls
+from rlft_fast.config import ClusterConfig, Config, EngineConfig, GroupName, run_roles, server_urls
 from rlft_fast.engine import (
     CheckpointManager,
     Engine,
@@ -74,11 +74,15 @@ class Models:
 
     def divergence(self, name: str) -> str:
         """Says that the engine has diverged, and which settings to lower."""
-        optimizer = self.trained[name].config.optimizer
-        return (
-            f"the run has diverged. Lower {name}.optimizer.learning_rate ({optimizer.learning_rate:g}) or "
-            f"{name}.optimizer.max_grad_norm ({optimizer.max_grad_norm})"
-        )
+        return divergence(name, self.trained[name].config)
+
+
+def divergence(name: str, config: EngineConfig) -> str:
+    """Says that an engine with this configuration has diverged, and which settings to lower."""
+    return (
+        f"the run has diverged. Lower {name}.optimizer.learning_rate ({config.optimizer.learning_rate:g}) or "
+        f"{name}.optimizer.max_grad_norm ({config.optimizer.max_grad_norm})"
+    )
 
 
 def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int) -> Models:

@@ -1,14 +1,14 @@
 """Checks a run without loading weights: its folder, models, data, reward functions and trackers."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, RunConfig, SFTConfig
 from rlft_fast.engine import CheckpointManager
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
@@ -16,12 +16,13 @@ from rlft_fast.rewards import weighted_sum
 from rlft_fast.run import require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import Inputs, check_support, check_tokens, identity_of, load_inputs, require_equal_shares
 from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.supervised import SFTData, check_row_tokens
 from rlft_fast.world import World
 
 _BUILDERS = {"model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model}
 
 
-def check_folder(config: Config, checks: Checks, config_path: str | Path | None = None, *, resume: bool) -> str:
+def check_folder(config: RunConfig, checks: Checks, config_path: str | Path | None = None, *, resume: bool) -> str:
     """Checks that a run can write its folder.
 
     Args:
@@ -46,7 +47,7 @@ def check_folder(config: Config, checks: Checks, config_path: str | Path | None 
     return f"{output} can be written" + ("" if checkpoint is None else f"; the run continues after {checkpoint.name}")
 
 
-def check_inputs(config: Config, checks: Checks, *, resume: bool = False, force: bool = False) -> list[str]:
+def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, force: bool = False) -> list[str]:
     """Checks everything that a run reads. The process must not have joined a process group.
 
     Args:
@@ -58,33 +59,55 @@ def check_inputs(config: Config, checks: Checks, *, resume: bool = False, force:
     Returns:
         A line on each part that can be used.
     """
+    if isinstance(config, SFTConfig):
+        return _check_rows(config, checks, resume=resume and not force)
+    assert isinstance(config, Config)
     world = World.current()
     checks.run(lambda: require_equal_shares(config, int(os.environ.get("WORLD_SIZE", "1"))))
     inputs = checks.run(lambda: load_inputs(config, world))
     lines = []
-    for key, path in _models(config):
-        model = checks.run(partial(_buildable, key, path))
+    for key, path in config.model_folders.items():
+        model = None if path is None else checks.run(partial(_buildable, key, path))
         if model is not None:
-            number = sum(parameter.numel() for parameter in model.pretrained.parameters())
-            lines.append(f"{key}: {type(model.pretrained).__name__} with {number:,} parameters")
+            lines.append(_described_model(key, model))
             checks.run(partial(_check_fit, key, model, config, inputs, world))
     if inputs is None:
         return lines
-    output = Path(config.output_dir)
-    if resume and not force and CheckpointManager(output / "checkpoints").latest() is not None:
-        checks.run(lambda: require_same(output, identity_of(config, inputs.prompts, inputs.held_out)))
+    if resume and not force:
+        checks.run(lambda: _require_same(config, identity_of(config, inputs.prompts, inputs.held_out)))
     lines.append(f"data: {_described(inputs.prompts)}")
     lines += [f"held-out data{f' {name}' * bool(name)}: {_described(x)}" for name, x in inputs.held_out.items()]
     reward = checks.run(lambda: _reward_of_first(inputs))
     return lines if reward is None else [*lines, f"reward: {reward}"]
 
 
-def _models(config: Config) -> Iterator[tuple[str, str]]:
-    yield "model", config.model
-    if config.critic is not None:
-        yield "critic.model", config.critic.model or config.model
-    if config.reward.model is not None:
-        yield "reward.model", config.reward.model
+def _check_rows(config: SFTConfig, checks: Checks, *, resume: bool) -> list[str]:
+    """`check_inputs` of a run that learns from rows."""
+    lines = []
+    data, model = checks.run(lambda: SFTData.load(config)), checks.run(partial(_buildable, "model", config.model))
+    if model is not None:
+        lines.append(_described_model("model", model))
+    if data is None:
+        return lines
+    if model is not None:
+        embedding = cast(nn.Embedding, model.pretrained.get_input_embeddings())
+        checks.run(lambda: check_row_tokens(embedding.num_embeddings, data))
+    if resume:
+        checks.run(lambda: _require_same(config, data.identity(config)))
+    sets = {"data": data.rows} | {f"held-out data{f' {name}' * bool(name)}": x for name, x in data.held_out.items()}
+    return lines + [f"{name}: {rows}" for name, rows in sets.items()]
+
+
+def _require_same(config: RunConfig, identity: Mapping[str, Any]) -> None:
+    """Raises ValueError for the configuration of another run than the run that it would continue."""
+    output = Path(config.output_dir)
+    if CheckpointManager(output / "checkpoints").latest() is not None:
+        require_same(output, identity)
+
+
+def _described_model(key: str, model: RLModel) -> str:
+    number = sum(parameter.numel() for parameter in model.pretrained.parameters())
+    return f"{key}: {type(model.pretrained).__name__} with {number:,} parameters"
 
 
 def _buildable(key: str, path: str) -> RLModel:

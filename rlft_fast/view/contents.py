@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlft_fast.config import Config, ConfigError
+from rlft_fast.config import ConfigError, load_config
 from rlft_fast.errors import without_panics
 from rlft_fast.run import drawable, is_exact_integer, parse_json, read_metrics, read_tokens
 from rlft_fast.tokenizer_files import check_tokenizer_files
@@ -216,7 +216,7 @@ def _token_texts(run: Path, used: set[int], notes: list[str]) -> dict[int, str]:
     if not used:
         return {}
     try:
-        folders = [Config.load(run / "config.yaml").model, run / "hf"]
+        folders = [load_config(run / "config.yaml").model, run / "hf"]
     except ConfigError:
         folders = [run / "hf"]
     for folder in folders:

@@ -84,7 +84,7 @@ def test_every_key_is_refused_unless_it_may_change():
     assert differences(config, config) == []
     found = {}
     for key, field in sections(Config):
-        if section_of(field.annotation) is None:
+        if section_of(field.annotation) is None and key != "objective":  # which has one value in each class
             value = config
             for part in key.split("."):
                 value = getattr(value, part)

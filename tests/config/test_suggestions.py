@@ -71,5 +71,5 @@ def test_all_rules_that_are_broken_are_told():
     )
     assert sorted(line.split(": ")[0] for line in lines) == ["algorithm", "algorithm", "data", "rollout"]
     lines = message({"rollout": {"samples_per_prompt": 1}, "critic": {}, "checkpoint": {"best": "accuracy"}})
-    starts = ("algorithm.advantage: gae needs a critic", "advantage: grpo compares samples", "checkpoint.best is")
+    starts = ("checkpoint.best is", "algorithm.advantage: gae needs a critic", "advantage: grpo compares samples")
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 3

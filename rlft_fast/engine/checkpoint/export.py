@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, load_config, run_roles
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
@@ -297,7 +297,7 @@ def export_run(
     run = Path(run)
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not the output folder of a run: it has no config.yaml")
-    config = Config.load(run / "config.yaml")
+    config = load_config(run / "config.yaml")
     manager = CheckpointManager(run / "checkpoints", world=world)
     if not manager.folders():
         raise ValueError(f"{run} has no complete checkpoint to export")
@@ -305,11 +305,13 @@ def export_run(
     num_training_steps = 1 if config.actor.param_dtype == "bfloat16" else None
     alone = {"sequence_parallel": 1, "shard_size": -1}  # the run may have had more processes than the export
     actor = config.actor.model_copy(update=alone)
-    engine = FSDPEngine(config.model, actor, num_training_steps=num_training_steps, world=manager.world).initialize()
+    head, stop = run_roles(config)["actor"].head, config.rollout.stop if isinstance(config, Config) else ()
+    engine = FSDPEngine(config.model, actor, head=head, num_training_steps=num_training_steps, world=manager.world)
+    engine.initialize()
     with forked_rng():  # loading a checkpoint would set the caller's random states
         _load_newest(manager, engine)
     target = Path(output) if output else run / "hf"
-    export_hf(engine, target, dtype=dtype, stop=config.rollout.stop, overwrite=output is None)
+    export_hf(engine, target, dtype=dtype, stop=stop, overwrite=output is None)
     return target
 
 

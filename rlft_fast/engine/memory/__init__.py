@@ -24,7 +24,7 @@ from rlft_fast.engine.memory.fit import (
     choose,
     fitting_changes,
 )
-from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, longest_sequence, plan_memory
+from rlft_fast.engine.memory.run import MemoryPlan, largest_actor_max_tokens, plan_memory
 
 __all__ = [
     "DoesNotFitError",
@@ -38,6 +38,5 @@ __all__ = [
     "choose",
     "fitting_changes",
     "largest_actor_max_tokens",
-    "longest_sequence",
     "plan_memory",
 ]

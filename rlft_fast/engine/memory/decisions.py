@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from rlft_fast.config import Config, EngineConfig, Role, run_roles, set_key
+from rlft_fast.config import Config, EngineConfig, ModelConfig, Role, RunConfig, run_roles, set_key
 from rlft_fast.engine.memory.generator import GeneratorMemory
-from rlft_fast.engine.memory.run import longest_sequence
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
 from rlft_fast.models import PolicyModel
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 _WIDER_GENERATORS = 3  # values of vLLM's `tensor_parallel` that are tried: wider ones only generate slower
 
 
 def decisions(
-    config: Config,
+    config: RunConfig,
     world_size: int,
     memory_bytes: float,
     device_type: str,
@@ -37,12 +38,12 @@ def decisions(
         failing: names of the phases that do not fit. Keys that do not lower the memory of these phases are left out.
         refused: whether vLLM could not start.
     """
-    rollout, as_the_actor = config.rollout, {"score", "infer reference"} & {*failing}
+    as_the_actor = {"score", "infer reference"} & {*failing}
     settings: dict[str, dict[Any, dict[str, Any]]] = {}
     for name, role in run_roles(config).items():
         in_failing = {f"update {name}", f"infer {name}"} & {*failing} or (name == "actor" and as_the_actor)
         if role.trains and in_failing:
-            caps = {longest_sequence(config)} | ({largest} if name == "actor" else set())
+            caps = {config.longest_taught} | ({largest} if name == "actor" else set())
             for key, values in _stronger(config, role, world_size, caps):
                 for value in values:
                     settings.setdefault(key, {}).setdefault(value, {})[f"{name}.{key}"] = value
@@ -50,14 +51,22 @@ def decisions(
         yield [{}, *choices.values()]
     if device_type == "cuda":
         yield from _offloads(config)
-        if _shares_vllm(config) and (refused or "sync" in failing):
-            yield _choices("rollout.vllm.tensor_parallel", _wider_generators(config, world_size, memory_bytes))
+    if isinstance(config, Config):
+        yield from _decisions_of_rollout(config, world_size, memory_bytes, device_type, failing, refused=refused)
+
+
+def _decisions_of_rollout(
+    config: Config, world_size: int, memory_bytes: float, device_type: str, failing: list[str], *, refused: bool
+) -> Iterator[list[dict[str, Any]]]:
+    rollout = config.rollout
+    if device_type == "cuda" and _shares_vllm(config) and (refused or "sync" in failing):
+        yield _choices("rollout.vllm.tensor_parallel", _wider_generators(config, world_size, memory_bytes))
     if rollout.backend == "hf" and "generate" in failing:
         smaller = [2**n for n in reversed(range((rollout.batch_size - 1).bit_length()))]
         yield _choices("rollout.batch_size", smaller)
 
 
-def decided_by_memory(config: Config) -> dict[str, Any]:
+def decided_by_memory(config: RunConfig) -> dict[str, Any]:
     """By dotted key, each "auto" that memory decides, with its value where memory has no limit."""
     found: dict[str, Any] = {}
     for name, role in run_roles(config).items():
@@ -66,7 +75,7 @@ def decided_by_memory(config: Config) -> dict[str, Any]:
                 found[f"{name}.activation_checkpointing"] = "none"
             if role.config.reduce_every_micro_batch == "auto" and role.config.param_dtype == "float32":
                 found[f"{name}.reduce_every_micro_batch"] = False
-    if _shares_vllm(config) and config.rollout.vllm.tensor_parallel == "auto":
+    if isinstance(config, Config) and _shares_vllm(config) and config.rollout.vllm.tensor_parallel == "auto":
         found["rollout.vllm.tensor_parallel"] = 1
     return found
 
@@ -84,12 +93,12 @@ def only(decision: list[dict[str, Any]], keys: Container[str]) -> list[dict[str,
     return [changes for i, changes in enumerate(kept) if changes not in kept[:i]]
 
 
-def _stronger(config: Config, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
+def _stronger(config: RunConfig, role: Role, world_size: int, caps: set[int]) -> Iterator[tuple[str, list[Any]]]:
     """Settings of a model that trains, each with the values that need less memory than its own."""
     engine, modes = role.config, ["none", "selective", "full"]
     yield (
         "max_tokens",
-        [cap for cap in sorted(caps, reverse=True) if longest_sequence(config) <= cap < engine.max_tokens],
+        [cap for cap in sorted(caps, reverse=True) if config.longest_taught <= cap < engine.max_tokens],
     )
     yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 :]
     yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel)
@@ -125,14 +134,16 @@ def _divisors(number: int, other: int, least: int) -> list[int]:
     return [n for n in range(least, common + 1) if common % n == 0]
 
 
-def _offloads(config: Config) -> Iterator[list[dict[str, Any]]]:
-    sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
+def _offloads(config: RunConfig) -> Iterator[list[dict[str, Any]]]:
+    sections: dict[str, ModelConfig | None] = {"actor": config.actor}
+    if isinstance(config, Config):
+        sections |= {"critic": config.critic, "reference": config.reference}
     for name, section in sections.items():
         if section is not None and not (section.cpu_offload or section.offload_between_phases):
             yield [{}, {f"{name}.offload_between_phases": True}, {f"{name}.cpu_offload": True}]
 
 
-def changed(config: Config, changes: dict[str, Any]) -> Config:
+def changed(config: AnyConfig, changes: dict[str, Any]) -> AnyConfig:
     """The configuration with other values for some dotted keys.
 
     Raises:
@@ -141,4 +152,5 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     values = config.model_dump()
     for key, value in changes.items():
         set_key(values, key.split("."), value)
-    return Config.parse(values)
+    kind: type[AnyConfig] = type(config)
+    return kind.parse(values)

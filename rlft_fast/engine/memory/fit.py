@@ -5,7 +5,7 @@ import math
 from collections.abc import Container
 from typing import Any, NamedTuple
 
-from rlft_fast.config import Config
+from rlft_fast.config import Config, RunConfig
 from rlft_fast.engine.memory.decisions import changed, decided_by_memory, decisions, only
 from rlft_fast.engine.memory.engine import USABLE, MemoryPlanError
 from rlft_fast.engine.memory.run import (
@@ -31,13 +31,13 @@ class Choice(NamedTuple):
 
     values: dict[str, Any]
     """By dotted key, in place of each "auto" that memory decides."""
-    config: Config
+    config: RunConfig
     """The configuration with these values, for its device."""
     plan: MemoryPlan | None
     """Its plan; None if a rough estimate fits easily."""
 
 
-def choose(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
+def choose(config: RunConfig, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
     """Decides each "auto" of activation checkpointing, of the reduction of gradients, and of vLLM's ranks by memory.
 
     The values are the fastest with which the run fits. Where the run fits anyway, or with no values, they are those of
@@ -58,7 +58,7 @@ def choose(config: Config, world_size: int, memory_bytes: float, device_type: st
     return Choice(unlimited, plain, plan)
 
 
-def check_run(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
+def check_run(config: RunConfig, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> Choice:
     """Checks that a run fits into memory. Called before the run, and before the process joins a process group.
 
     Args:
@@ -88,7 +88,7 @@ def check_run(config: Config, world_size: int, memory_bytes: float, device_type:
 
 
 def fitting_changes(
-    config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
+    config: RunConfig, world_size: int, memory_bytes: float, device_type: str, host_bytes: float
 ) -> dict[str, Any]:
     """The fastest changes of the configuration with which a run fits; none if it fits as `choose` has it.
 
@@ -108,7 +108,7 @@ def fitting_changes(
     return proposal.changes
 
 
-def check_samples(config: Config, host_bytes: float) -> None:
+def check_samples(config: RunConfig, host_bytes: float) -> None:
     """Checks that the answers of a step, and those to one held-out prompt, fit into memory, however short they are.
 
     Args:
@@ -118,6 +118,8 @@ def check_samples(config: Config, host_bytes: float) -> None:
     Raises:
         DoesNotFitError: they do not fit.
     """
+    if not isinstance(config, Config):
+        return
     rollout, evaluation = config.rollout, config.evaluation
     number = rollout.prompts_per_step * rollout.samples_per_prompt
     keys = "rollout.prompts_per_step * rollout.samples_per_prompt"
@@ -131,7 +133,7 @@ def check_samples(config: Config, host_bytes: float) -> None:
 
 
 def advice(
-    config: Config,
+    config: RunConfig,
     plan: MemoryPlan,
     world_size: int,
     memory_bytes: float,
@@ -160,7 +162,7 @@ def as_options(changes: dict[str, Any]) -> str:
 
 
 def propose(
-    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float, *,
+    config: RunConfig, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str, host_bytes: float, *,
     among: Container[str] | None = None,
 ) -> Proposal:  # fmt: skip
     """The fastest changes of the configuration with which a run fits.

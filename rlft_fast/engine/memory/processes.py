@@ -1,9 +1,9 @@
 """Which models of a run are in one process, and which processes share a device."""
 
-from rlft_fast.config import Config, run_roles
+from rlft_fast.config import RunConfig, run_roles
 
 
-def ranks_of(config: Config, world_size: int) -> dict[str, int]:
+def ranks_of(config: RunConfig, world_size: int) -> dict[str, int]:
     """Number of ranks of each model.
 
     Args:
@@ -22,7 +22,7 @@ def ranks_of(config: Config, world_size: int) -> dict[str, int]:
     return ranks | apart
 
 
-def devices_of(config: Config) -> list[list[list[str]]]:
+def devices_of(config: RunConfig) -> list[list[list[str]]]:
     """For each kind of device the processes on it, and for each process its models, the actor's first.
 
     Processes on CPUs share the memory of their machine.

@@ -1,8 +1,8 @@
 """The memory that a run needs per rank: all models, phase by phase, and the generator.
 
-In a phase `rlft_fast.trainer.ppo.PPOTrainer.train_step` works with one model of each process. The other models of the
-process wait on the device, or in the CPU's memory with ``cpu_offload`` or ``offload_between_phases``. A run on CPUs has
-a single memory, in which everything stays.
+In a phase the trainer works with one model of each process. The other models of the process wait on the device, or in
+the CPU's memory with ``cpu_offload`` or ``offload_between_phases``. A run on CPUs has a single memory, in which
+everything stays.
 
 On a Ray cluster, a model may have workers of its own (`rlft_fast.engine.memory.processes`). Processes that share a
 device work at the same time, so each of them counts at its peak beside the phases of the others.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlft_fast.config import Config, EngineConfig, Role, StepPhase, run_roles
+from rlft_fast.config import Config, EngineConfig, Role, RunConfig, StepPhase, run_roles
 from rlft_fast.engine.memory.engine import (
     USABLE,
     EngineMemory,
@@ -31,7 +31,7 @@ from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.processes import devices_of, ranks_of
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import state_bytes
-from rlft_fast.models import PolicyModel
+from rlft_fast.models import PolicyModel, RLModel
 
 _GENERATOR = "vLLM"
 _ORDER = ("generate", "score", "infer", "update", "sync")
@@ -91,7 +91,7 @@ class MemoryPlan:
         return on_device and self.host_bytes <= USABLE * host_bytes
 
 
-def plan_memory(config: Config, world_size: int, memory_bytes: float, device_type: str = "cuda") -> MemoryPlan:
+def plan_memory(config: RunConfig, world_size: int, memory_bytes: float, device_type: str = "cuda") -> MemoryPlan:
     """Plans the memory of all models of a run. The calling process must not have joined a process group.
 
     Args:
@@ -119,7 +119,7 @@ def plan_memory(config: Config, world_size: int, memory_bytes: float, device_typ
 
 
 def bound_memory(
-    config: Config, world_size: int, memory_bytes: float, device_type: str, updates: dict[str, int]
+    config: RunConfig, world_size: int, memory_bytes: float, device_type: str, updates: dict[str, int]
 ) -> MemoryPlan:
     """A plan that takes no simulation: without the bytes of inference, and with given bytes of updates.
 
@@ -137,7 +137,7 @@ def bound_memory(
 
 
 def _in_phases(
-    config: Config, world_size: int, memory_bytes: float, device_type: str, engines: dict[str, EngineMemory],
+    config: RunConfig, world_size: int, memory_bytes: float, device_type: str, engines: dict[str, EngineMemory],
     updates: dict[str, int], *, infers: bool,
 ) -> MemoryPlan:  # fmt: skip
     ranks = ranks_of(config, world_size)
@@ -145,15 +145,23 @@ def _in_phases(
         name: _Resident(role, ranks[name], memory_bytes, device_type, infers=infers)
         for name, role in run_roles(config).items()
     }
-    policy = residents["actor"].model
-    assert isinstance(policy, PolicyModel)
-    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
+    generator = _generator(config, residents["actor"].model, world_size, memory_bytes, device_type)
     phases: list[Phase] = []
     for processes in devices_of(config):
         own = [[*_phases({name: residents[name] for name in names}, updates, generator)] for names in processes]
         phases += _on_one_device(own, memory_bytes)
     phases.sort(key=lambda phase: _ORDER.index(phase.name.partition(" ")[0]))
-    return MemoryPlan(engines=engines, phases=phases, refusal=generator.refusal())
+    return MemoryPlan(engines=engines, phases=phases, refusal="" if generator is None else generator.refusal())
+
+
+def _generator(
+    config: RunConfig, policy: RLModel, world_size: int, memory_bytes: float, device_type: str
+) -> GeneratorMemory | None:
+    """None for a run that samples nothing."""
+    if not isinstance(config, Config):
+        return None
+    assert isinstance(policy, PolicyModel)
+    return GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
 
 
 def _on_one_device(processes: list[list[Phase]], memory_bytes: float) -> Iterator[Phase]:
@@ -167,7 +175,7 @@ def _on_one_device(processes: list[list[Phase]], memory_bytes: float) -> Iterato
             yield replace(phase, memory=phase.memory | beside, host_bytes=phase.host_bytes + host_bytes)
 
 
-def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | None = None) -> int:
+def most_micro_batches(config: RunConfig, world_size: int, engine: EngineConfig | None = None) -> int:
     """Most micro-batches that a rank runs in an optimizer step, if every sequence has the greatest length.
 
     Args:
@@ -176,18 +184,12 @@ def most_micro_batches(config: Config, world_size: int, engine: EngineConfig | N
         engine: configuration of one engine of the run; None: the actor.
     """
     engine = engine or config.actor
-    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
-    share = math.ceil(sequences / max(world_size // engine.sequence_parallel, 1))
-    return math.ceil(share / (engine.max_tokens // longest_sequence(config)))
-
-
-def longest_sequence(config: Config) -> int:
-    """Most tokens of a sequence to learn from, prompt and completion together."""
-    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    share = math.ceil(config.sequences_per_update / max(world_size // engine.sequence_parallel, 1))
+    return math.ceil(share / (engine.max_tokens // config.longest_taught))
 
 
 def largest_actor_max_tokens(
-    config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
+    config: RunConfig, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str = "cuda"
 ) -> int:
     """The largest token cap with which the policy's update fits beside the waiting models; 0 if no cap fits."""
     update = next(phase for phase in plan.phases if phase.name == "update actor")
@@ -198,7 +200,7 @@ def largest_actor_max_tokens(
     )  # fmt: skip
 
 
-def surely_fits(config: Config, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> bool:
+def surely_fits(config: RunConfig, world_size: int, memory_bytes: float, device_type: str, host_bytes: float) -> bool:
     """Whether a rough estimate fits, which is meant to be too high. If it fits, a plan is not worth its seconds.
 
     The estimate adds up all models whole on each device, with everything that they ever need, and the generator.
@@ -211,20 +213,21 @@ def surely_fits(config: Config, world_size: int, memory_bytes: float, device_typ
         host_bytes: CPU memory for each rank.
     """
     config = config.for_device(device_type)
-    ranks, total, state = ranks_of(config, world_size), 0, 0
-    for name, role in run_roles(config).items():
+    ranks, roles, total, state = ranks_of(config, world_size), run_roles(config), 0, 0
+    for name, role in roles.items():
         kept, taken = _roughly(role, ranks[name], device_type)
         total, state = total + kept + taken, state + kept
-    policy = build_plain(config.model, config.actor, "logprob", trains=True)
-    assert isinstance(policy, PolicyModel)
-    generator = GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
-    most = generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes
-    phase = Phase(name="", memory={"models": total + most, _GENERATOR: generator.awake_bytes})
-    on_device = not generator.refusal() and phase.total_bytes <= phase.limit(memory_bytes)
+    memory, refusal, actor = {"models": total}, "", roles["actor"]
+    policy = build_plain(actor.path, actor.config, actor.head, trains=True)
+    if (generator := _generator(config, policy, world_size, memory_bytes, device_type)) is not None:
+        memory["models"] += generator.bucket_bytes if generator.in_vllm else generator.beside_policy_bytes
+        memory[_GENERATOR], refusal = generator.awake_bytes, generator.refusal()
+    phase = Phase(name="", memory=memory)
+    on_device = not refusal and phase.total_bytes <= phase.limit(memory_bytes)
     return on_device and (device_type == "cpu" or state <= USABLE * host_bytes)
 
 
-def surely_exceeds(config: Config, world_size: int, memory_bytes: float, device_type: str) -> bool:
+def surely_exceeds(config: RunConfig, world_size: int, memory_bytes: float, device_type: str) -> bool:
     """Whether state and gradients of a model that trains alone exceed the memory. A plan is then not worth its seconds.
 
     Arguments and errors as in `plan_memory`.
@@ -300,21 +303,23 @@ class _Resident:
         return off[doing] if self.off_between else 0
 
 
-def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator: GeneratorMemory) -> Iterator[Phase]:
+def _phases(
+    residents: dict[str, _Resident], updates: dict[str, int], generator: GeneratorMemory | None
+) -> Iterator[Phase]:
     """The phases of a process in a step, in order. A reward model scores before vLLM sleeps.
 
     Args:
         residents: the models of the process.
         updates: bytes of a model's update, by name.
-        generator: works in the actor's process.
+        generator: works in the actor's process; None: the run samples nothing.
     """
-    generates = "actor" in residents
-    awake, asleep = (generator.awake_bytes, generator.asleep_bytes) if generates else (0, 0)
+    generates = generator is not None and "actor" in residents
+    awake, asleep = (generator.awake_bytes, generator.asleep_bytes) if generator is not None and generates else (0, 0)
 
     def phase(name: str, active: str, doing: str, active_bytes: int, vllm: int) -> Phase:
         memory = {owner: x.waiting for owner, x in residents.items()} | ({active: active_bytes} if active else {})
         host = sum(x.host(doing if owner == active else "wait") for owner, x in residents.items())
-        in_vllm = generates and generator.in_vllm
+        in_vllm = generator is not None and generates and generator.in_vllm
         return Phase(name=name, memory=memory | ({_GENERATOR: vllm} if in_vllm else {}), host_bytes=host)
 
     def working(phase: StepPhase) -> list[str]:
@@ -326,6 +331,7 @@ def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator:
         return phase(what, name, "infer", resident.inferring + resident.inference, vllm)
 
     for name in working("generate"):
+        assert generator is not None
         if generator.in_vllm:
             yield phase("generate", "", "", 0, awake)
         else:
@@ -337,6 +343,7 @@ def _phases(residents: dict[str, _Resident], updates: dict[str, int], generator:
     for name in reversed(working("update")):
         yield phase(f"update {name}", name, "update", updates[name], asleep)
     for name in working("sync"):
+        assert generator is not None
         if generator.in_vllm:
             taken = residents[name].inferring + generator.bucket_bytes
             yield phase("sync", name, "infer", taken, generator.loading_bytes)

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import torch
 
-from rlft_fast.config import Config, EngineConfig, Role, run_roles
+from rlft_fast.config import Config, EngineConfig, Role, RunConfig, run_roles
 from rlft_fast.engine.flops import model_flops
 from rlft_fast.engine.memory.engine import EngineMemory, sent_bytes, state_by_part, waiting_gradient_bytes
 from rlft_fast.engine.memory.processes import ranks_of
-from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, longest_sequence, most_micro_batches
+from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, most_micro_batches
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import resolve_shard_size, state_bytes
 
@@ -70,7 +70,7 @@ class Search:
     """
 
     def __init__(
-        self, config: Config, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str,
+        self, config: RunConfig, plan: MemoryPlan, world_size: int, memory_bytes: float, device_type: str,
         host_bytes: float,
     ) -> None:  # fmt: skip
         self.config, self.plan = config.for_device(device_type), plan
@@ -112,7 +112,7 @@ class Search:
                 least = Proposal(fits=False, changes=changes, plan=bound)
         return replace(least, enough_ranks=self._enough_ranks(_changed(self.config, least.changes)))
 
-    def _enough_ranks(self, config: Config) -> int:
+    def _enough_ranks(self, config: RunConfig) -> int:
         for factor in (2**n for n in range(1, 8)):
             more = copy(self)
             more.world_size = factor * self.world_size
@@ -123,7 +123,7 @@ class Search:
                 return more.world_size
         return 0
 
-    def bound(self, config: Config) -> MemoryPlan | None:
+    def bound(self, config: RunConfig) -> MemoryPlan | None:
         """A plan with no more bytes than the run takes, about; None if the run cannot have the settings."""
         roles = run_roles(config)
         try:
@@ -140,7 +140,7 @@ class Search:
         except ValueError:
             return None
 
-    def seconds(self, config: Config) -> float:
+    def seconds(self, config: RunConfig) -> float:
         """About the seconds of a step, apart from those that no setting changes."""
         roles, updates, moves = run_roles(config), 0.0, 0.0
         for name, trained in self.trained.items():
@@ -151,15 +151,16 @@ class Search:
             moves += trained.move_seconds(engine, num_micro_batches)
         if "reference" in roles:
             moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
+        if not isinstance(config, Config):
+            return updates + moves
         generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel_size.bit_length()
         return updates * (1 + generation + _SPLIT_BATCH / config.rollout.batch_size) + moves
 
     @staticmethod
-    def _rows_of_step(config: Config, engine: EngineConfig, world_size: int) -> float:
+    def _rows_of_step(config: RunConfig, engine: EngineConfig, world_size: int) -> float:
         """Tokens of a rank in an optimizer step, if every sequence has the greatest length."""
-        sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / config.algorithm.mini_batches
-        share = math.ceil(sequences / max(world_size // engine.sequence_parallel, 1))
-        return share * longest_sequence(config) / engine.sequence_parallel
+        share = math.ceil(config.sequences_per_update / max(world_size // engine.sequence_parallel, 1))
+        return share * config.longest_taught / engine.sequence_parallel
 
     def _excess(self, plan: MemoryPlan) -> float:
         worst = plan.worst(self.memory_bytes)

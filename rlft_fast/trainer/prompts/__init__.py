@@ -1,8 +1,27 @@
 """Prompts: rows of data, conversations as the model reads them, and their tokens."""
 
-from rlft_fast.trainer.prompts.chat import Conversation
+from rlft_fast.trainer.prompts.chat import Conversation, Tokenizer, conversation_of, without_nulls
 from rlft_fast.trainer.prompts.limits import Limits
-from rlft_fast.trainer.prompts.loading import Prompts, load_prompts
-from rlft_fast.trainer.prompts.rows import read_rows
+from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
+from rlft_fast.trainer.prompts.messages import Message, find_mistake, render
+from rlft_fast.trainer.prompts.rows import Row, read_data, read_rows, shuffled_rows
 
-__all__ = ["Conversation", "Limits", "Prompts", "load_prompts", "read_rows"]
+__all__ = [
+    "Conversation",
+    "Limits",
+    "Message",
+    "Prompts",
+    "Row",
+    "Tokenizer",
+    "checksum",
+    "conversation_of",
+    "find_mistake",
+    "load_prompts",
+    "name_rows",
+    "read_data",
+    "read_rows",
+    "render",
+    "shuffled_rows",
+    "start_of_texts",
+    "without_nulls",
+]

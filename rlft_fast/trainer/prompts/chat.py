@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from rlft_fast.config import DataConfig
+from rlft_fast.config import RowsConfig
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, render, words_of
 
@@ -93,8 +93,9 @@ class Rendered(NamedTuple):
 
 
 def render_row(
-    prompt: str | list[Message], columns: Mapping[str, Any], config: DataConfig, tokenizer: Tokenizer, limits: Limits
-) -> Rendered:
+    prompt: str | list[Message], columns: Mapping[str, Any], config: RowsConfig, tokenizer: Tokenizer,
+    limits: Limits,
+) -> Rendered:  # fmt: skip
     """The prompt of a row in the chat template, which opens an answer, or continues the assistant's last message.
 
     A key that holds null counts as missing: Arrow gives every message the keys of all messages.
@@ -111,17 +112,29 @@ def render_row(
         Exception: see `Conversation.render`, or the template does not read a variable that it is given.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else without_nulls(prompt)
+    conversation = conversation_of(messages, columns, config, tokenizer)
+    last = conversation.messages[-1]
+    if conversation.is_begun and last.get("tool_calls"):
+        raise ValueError("its last message calls a tool: the result of the tool must follow")
+    text = conversation.render(tokenizer, limits)
+    return Rendered(text, _end_of(text, last["content"]) if conversation.is_begun else "", conversation)
+
+
+def conversation_of(
+    messages: list[Message], columns: Mapping[str, Any], config: RowsConfig, tokenizer: Tokenizer
+) -> Conversation:
+    """The messages of a row with its system prompt, tools and variables of the template, see `render_row`.
+
+    Raises:
+        ValueError: the template does not read a variable that it is given.
+    """
     if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     tools = _parsed(columns, "tools", list) or None  # templates of Llama 3 write of tools for an empty list, too
     variables = config.template_kwargs | (_parsed(columns, "chat_template_kwargs", dict) or {})
     if tools or variables:
         _require_read(tokenizer, tools, variables)
-    conversation, last = Conversation(messages, tools, variables), messages[-1]
-    if conversation.is_begun and last.get("tool_calls"):
-        raise ValueError("its last message calls a tool: the result of the tool must follow")
-    text = conversation.render(tokenizer, limits)
-    return Rendered(text, _end_of(text, last["content"]) if conversation.is_begun else "", conversation)
+    return Conversation(messages, tools, variables)
 
 
 def without_nulls(value: Any) -> Any:

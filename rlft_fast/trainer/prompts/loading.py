@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
-
 from rlft_fast.config import DataConfig
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
-from rlft_fast.trainer.prompts.rows import Row, read_rows
+from rlft_fast.trainer.prompts.rows import Row, read_rows, shuffled_rows
 
 T = TypeVar("T")
 
@@ -76,17 +74,8 @@ class Prompts:
         return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
     def order(self, start: int, count: int, seed: int) -> list[int]:
-        """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
-
-        A pure function of its arguments: a resumed run needs to know nothing but its step.
-        """
-        indices: list[int] = []
-        while len(indices) < count:
-            epoch, offset = divmod(start + len(indices), len(self))
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-            shuffled = torch.randperm(len(self), generator=generator)
-            indices += shuffled[offset : offset + count - len(indices)].tolist()
-        return indices
+        """Rows of the stream, see `shuffled_rows`."""
+        return shuffled_rows(len(self), start, count, seed)
 
 
 def _renumbered(values: Mapping[int, T], indices: Sequence[int]) -> dict[int, T]:
@@ -108,7 +97,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     """
     rows, column, name = read_rows(config, path)
     _check_rows(rows, column, name)
-    start = _start_of_texts(tokenizer)
+    start = start_of_texts(tokenizer)
     texts: list[str] = []
     token_ids: list[list[int]] = []
     continued, conversations, limits = {}, {}, Limits()
@@ -130,7 +119,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
         worst = max(long, key=lambda i: len(token_ids[i]))
         raise ValueError(
-            f"{name}: {_name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"{name}: {name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} "
             f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
         )
     others = sorted({key for row in rows for key in row} - {column})
@@ -151,15 +140,16 @@ def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> d
         template: the chat template; "" where no row needs it. If it writes the time, the texts differ from run to run,
             and the template stands for them.
     """
-    columns = {name: _checksum(values) for name, values in (asked | prompts.columns).items()}
+    columns = {name: checksum(values) for name, values in (asked | prompts.columns).items()}
     found = {"rows": len(prompts), "columns": columns}
     if _CLOCK in template:
-        return found | {"chat_template": _checksum(template)}
+        return found | {"chat_template": checksum(template)}
     num_tokens = sum(map(len, prompts.token_ids))
-    return found | {"tokens": num_tokens, "checksum": _checksum([prompts.texts, prompts.columns])}
+    return found | {"tokens": num_tokens, "checksum": checksum([prompts.texts, prompts.columns])}
 
 
-def _checksum(value: Any) -> int:
+def checksum(value: Any) -> int:
+    """Of a value that JSON can hold."""
     return zlib.crc32(json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__).encode())
 
 
@@ -168,12 +158,12 @@ def _check_rows(rows: list[Row], column: str, name: str) -> None:
         raise ValueError(f"{name} holds no rows: there is nothing to train on")
     if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
         raise ValueError(
-            f"{name}: {_name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
+            f"{name}: {name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
             "fill them in, or set data.prompt_column"
         )
     if other := [i for i, row in enumerate(rows) if not _is_prompt(row[column])]:
         raise ValueError(
-            f"{name}: {_name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
+            f"{name}: {name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
         )
     in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}
@@ -182,14 +172,14 @@ def _check_rows(rows: list[Row], column: str, name: str) -> None:
         if media:
             first = min(media)
             raise ValueError(
-                f"{name}: {_name_rows([*media])} have images, videos or audio {where} (row {first} has "
+                f"{name}: {name_rows([*media])} have images, videos or audio {where} (row {first} has "
                 f"{media[first]!r}), which do not reach the model: leave these rows out"
             )
     chats = {i: without_nulls(row[column]) for i, row in enumerate(rows) if isinstance(row[column], list)}
     if mistakes := {i: mistake for i, chat in chats.items() if (mistake := find_mistake(chat)) is not None}:
         first = min(mistakes)
         raise ValueError(
-            f"{name}: {_name_rows([*mistakes])} have messages in their {column!r} that cannot be used: of row {first}, "
+            f"{name}: {name_rows([*mistakes])} have messages in their {column!r} that cannot be used: of row {first}, "
             f"{mistakes[first]}"
         )
 
@@ -232,7 +222,7 @@ def _rendered(
         ) from error
 
 
-def _start_of_texts(tokenizer: Tokenizer) -> list[int]:
+def start_of_texts(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before every text, such as BOS."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
@@ -257,7 +247,8 @@ def _encode(row: int, text: str, tokenizer: Tokenizer, name: str, start: list[in
     return start[:missing] + ids
 
 
-def _name_rows(rows: list[int]) -> str:
+def name_rows(rows: list[int]) -> str:
+    """The numbers of the first rows, and how many more there are."""
     named = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
     more = len(rows) - _MAX_NAMED_ROWS
     return f"rows {named}" + (f" and {more} more" if more > 0 else "") + " (counted from 0)"

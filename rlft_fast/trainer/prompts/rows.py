@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlft_fast.config import DataConfig
 from rlft_fast.files import read_text
 
@@ -22,11 +24,30 @@ def read_rows(config: DataConfig, path: str | None = None) -> tuple[list[Row], s
     """
     source = path or config.path
     if source is not None:
-        return _read(source), config.prompt_column, source
+        return read_data(source), config.prompt_column, source
     return _make_task(config), "question", f"task {config.task}"
 
 
-def _read(source: str) -> list[Row]:
+def shuffled_rows(num_rows: int, start: int, count: int, seed: int) -> list[int]:
+    """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
+
+    A pure function of its arguments: a resumed run needs to know nothing but its step.
+    """
+    indices: list[int] = []
+    while len(indices) < count:
+        epoch, offset = divmod(start + len(indices), num_rows)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        shuffled = torch.randperm(num_rows, generator=generator)
+        indices += shuffled[offset : offset + count - len(indices)].tolist()
+    return indices
+
+
+def read_data(source: str) -> list[Row]:
+    """The rows of a file of JSON lines, or of a folder written by datasets.save_to_disk.
+
+    Raises:
+        ValueError: the source cannot be read.
+    """
     path = Path(source)
     if path.is_dir():
         return _read_dataset(path)

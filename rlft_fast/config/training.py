@@ -1,0 +1,225 @@
+"""What the configurations of all objectives share: the model, its engine, checkpoints, held-out data and logs."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from rlft_fast.config.base import ConfigError, Section, explain, rule, sections, set_key, without_password
+from rlft_fast.config.cluster import ClusterConfig
+from rlft_fast.config.model import EngineConfig
+from rlft_fast.config.paths import AS_TYPED, LocalPath, as_typed
+from rlft_fast.config.reader import read_file, read_value, write
+from rlft_fast.config.resume import MayChange
+from rlft_fast.config.roles import Role
+from rlft_fast.files import read_text
+
+
+class RowsConfig(Section):
+    """Where rows of data are, and how their prompts become tokens."""
+
+    path: MayChange[LocalPath | None] = None
+    """JSONL file, or folder written by datasets.save_to_disk."""
+    prompt_column: str = "prompt"
+    """Name of the column with the prompt, which is a text or a list of chat messages."""
+    system_prompt: str | None = None
+    """System message of prompts that have none of their own; null: none, but a chat template may add its own."""
+    template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as enable_thinking: false. The row's chat_template_kwargs come first."""
+    chat: bool = True
+    """Apply the chat template to text prompts; false: tokenize them as they are."""
+
+    @rule
+    def _template_is_used(self) -> Iterator[str]:
+        for name in ("system_prompt", "template_kwargs"):
+            if getattr(self, name) not in (None, {}) and not self.chat:
+                yield f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
+
+
+class HeldOutConfig(Section):
+    """Held-out data, on which the model is measured before, during and after training."""
+
+    path: MayChange[LocalPath | dict[str, LocalPath]]
+    """JSONL file or dataset folder with held-out rows, or several by name; same columns as the training data."""
+    every: MayChange[NonNegativeInt] = 0
+    """Steps between evaluations; 0: evaluate only before and after training."""
+
+    @rule
+    def _sets_have_names(self) -> Iterator[str]:
+        if isinstance(self.path, dict) and not self.path:
+            yield "path names no held-out set: give a file, or several by name"
+        if isinstance(self.path, dict) and (wrong := [name for name in self.path if not name.isidentifier()]):
+            yield f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """Paths of the held-out sets by name. A single set has the name ""."""
+        return self.path if isinstance(self.path, dict) else {"": self.path}
+
+    @property
+    @abstractmethod
+    def kinds(self) -> list[str]:
+        """Names of the numbers that an evaluation gives for each set; the first is the number to show."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all numbers that an evaluation gives: means over the sets, then the numbers of each named set."""
+        return self.kinds + [f"{kind}_{name}" for name in self.sets if name for kind in self.kinds]
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved, and how many are kept."""
+
+    every: MayChange[NonNegativeInt] = 50
+    """Steps between checkpoints; 0: save only at the end."""
+    max_num: MayChange[PositiveInt] = 2
+    """Complete checkpoints to keep. The disk needs room for one more."""
+    max_mem: MayChange[PositiveFloat | None] = None
+    """Most GB for all checkpoints; null: no limit. The newest checkpoint is always kept."""
+    asynchronous: MayChange[bool] = True
+    """Write while training goes on, from a copy in host memory. The copy is as large as what the process writes."""
+    best: MayChange[str | None] = None
+    """Number of the evaluation, such as accuracy, at whose best value the model is exported to the folder best.
+
+    The best loss is the lowest, the best of all other numbers the highest."""
+
+
+TrackerName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]
+
+
+class RunConfig(Section):
+    """What a run of any objective has. Each objective is a subclass, see `rlft_fast.config.OBJECTIVES`."""
+
+    objective: str
+    """What the model learns."""
+    model: MayChange[LocalPath]
+    """Folder of the model to train, a Hugging Face causal language model."""
+    output_dir: MayChange[LocalPath]
+    """Folder for everything the run writes."""
+    steps: MayChange[PositiveInt]
+    """Training steps."""
+    seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] = 0
+    """Seed of every random choice, such as the order of the data."""
+    timeout_minutes: MayChange[Annotated[PositiveFloat, Field(le=525_600)]] = 30
+    """Minutes that a process waits for another before the run ends with an error that names the missing process."""
+
+    if TYPE_CHECKING:  # every objective has them, among its own keys
+        data: RowsConfig
+        actor: EngineConfig
+        evaluation: HeldOutConfig | None
+        checkpoint: CheckpointConfig
+        cluster: ClusterConfig | None
+        log: tuple[TrackerName, ...]
+
+    def for_device(self, device_type: str) -> Self:
+        """With `ModelConfig.for_device` of each model."""
+        return self.model_copy(update={"actor": self.actor.for_device(device_type)})
+
+    @rule
+    def _best_is_evaluated(self) -> Iterator[str]:
+        best, found = self.checkpoint.best, [] if self.evaluation is None else self.evaluation.metrics
+        if best is not None and best not in found:
+            expected = f"one of {', '.join(found)}" if found else "null, because the run has no evaluation"
+            yield f"checkpoint.best is {best!r}, expected {expected}"
+
+    @property
+    @abstractmethod
+    def roles(self) -> dict[str, Role]:
+        """The models of the run, see `run_roles`."""
+
+    @property
+    @abstractmethod
+    def longest_taught(self) -> int:
+        """Most tokens of a sequence to learn from."""
+
+    @property
+    @abstractmethod
+    def sequences_per_update(self) -> float:
+        """Sequences of an optimizer step."""
+
+    @property
+    def model_folders(self) -> dict[str, str | None]:
+        """Folders of the models by key; None where there is none."""
+        return {"model": self.model}
+
+    @property
+    def data_files(self) -> dict[str, str | None]:
+        """Files and folders of the data by key."""
+        sets = {} if self.evaluation is None else self.evaluation.sets
+        return {"data.path": self.data.path} | {
+            f"evaluation.path{'.' * bool(name)}{name}": path for name, path in sets.items()
+        }
+
+    @property
+    def measured(self) -> dict[str, Any] | None:
+        """How the held-out numbers are measured, as JSON; None: they are not."""
+        return None if self.evaluation is None else self.evaluation.model_dump(mode="json", exclude={"every"})
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: dict[str, str] | None = None) -> Self:
+        """Reads a YAML file, and sets the overrides in it.
+
+        Args:
+            path: the YAML file.
+            overrides: values by dotted key, as `read_value` reads them: ``{"rollout.temperature": "0.7"}``.
+
+        Raises:
+            ConfigError: unreadable file, unknown key (with a suggestion), or a value of the wrong type or range.
+        """
+        try:
+            values = read_file(read_text(Path(path)), cls)
+        except RecursionError as error:
+            raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {without_password(str(error))}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must be a YAML mapping of keys to values, got {type(values).__name__}")
+        for key, value in (overrides or {}).items():
+            try:
+                set_key(values, key.split("."), read_value(value, key, cls))
+            except yaml.YAMLError as error:
+                shown = without_password(value)
+                raise ConfigError(f"{key}: {shown!r} is no list or mapping in YAML: {_problem(error)}") from error
+        return cls.parse(values, AS_TYPED)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any], context: Mapping[str, Any] | None = None) -> Self:
+        """Validates a nested dictionary.
+
+        Args:
+            values: the dictionary.
+            context: `AS_TYPED` for values as a user has typed them; None: paths are taken as they are, but for ``~``.
+
+        Raises:
+            ConfigError: a value is wrong. The message names every wrong key.
+        """
+        try:
+            return cls.model_validate(values, context=context)
+        except ValidationError as error:
+            raise ConfigError(explain(cls, values, error.errors(), _keys_of_others(cls))) from error
+
+    def to_yaml(self, folder: str | Path = "") -> str:
+        """The resolved configuration with every key. Loading the text gives an equal configuration.
+
+        Args:
+            folder: relative paths are written from this folder on: with the working directory they become absolute.
+        """
+        return write(self.model_dump(mode="json", context=as_typed(folder)))
+
+
+def run_roles(config: RunConfig) -> dict[str, Role]:
+    """The models of a run by name, in the order in which they infer; they update in the reverse order."""
+    return config.roles
+
+
+def _keys_of_others(config: type[RunConfig]) -> dict[str, list[str]]:
+    """The keys of all objectives but this one, by objective."""
+    others = [kind for kind in RunConfig.__subclasses__() if kind is not config]
+    return {kind.model_fields["objective"].default: [key for key, _ in sections(kind)] for kind in others}
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error)

@@ -1,0 +1,242 @@
+"""Where the assistant's words stand in a conversation, as a chat template renders it.
+
+A template that marks them with ``{% generation %}`` is taken at its word. Of any other template, a message of the
+assistant's is exchanged for a mark, and the conversation is rendered again: what stands behind the mark, from the end
+token of the message on, stands behind the assistant's words, too. It is checked for every message. At the start it is
+also proved that this text does not depend on the words.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rlft_fast.errors import brief
+from rlft_fast.trainer.prompts import Conversation, Limits, Message, render
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "xqmarkxq"  # a plain word, which templates leave as it is
+_RESULT = "xqresultxq"
+_PROBES = (("Yes.", "No."), ("One, two.\nThree: four", '{"five": [6]}'))
+
+
+class Span(NamedTuple):
+    """Characters that are taught: the words of a message, and the end token behind them."""
+
+    start: int
+    end: int
+
+
+class AssistantSpans:
+    """Finds what the assistant says in conversations.
+
+    Args:
+        tokenizer: has the chat template.
+        path: folder of the tokenizer, for messages.
+
+    Raises:
+        ValueError: the template gives no way to tell the assistant's words from the rest.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+        self.tokenizer, self.limits = tokenizer, Limits()
+        self._end = _end_pattern(tokenizer)
+        self._header = ""
+        try:
+            self._prove()
+        except Exception as error:  # a template is code of the model's and may raise any error
+            raise ValueError(
+                f"the chat template of {path} does not show where the assistant's words begin and end: {brief(error)}. "
+                "Put {% generation %} and {% endgeneration %} around them in the template, or give rows with the "
+                "columns prompt and completion, and data.chat: false"
+            ) from error
+
+    def find(self, conversation: Conversation, first: int = 0) -> tuple[str, list[Span]]:
+        """The conversation as the model reads it, and what the assistant says in it.
+
+        Args:
+            conversation: that ends with a message of the assistant's.
+            first: number of the first message that is taught.
+
+        Raises:
+            ValueError: a message cannot be told from the text around it.
+            Exception: the template fails, see `Conversation.render`.
+        """
+        taught = [i for i, x in enumerate(conversation.messages) if x["role"] == "assistant" and i >= first]
+        if self._marks_generation(conversation):
+            text, spans = self._find_marked(conversation)
+            if any(message["role"] == "assistant" for message in conversation.messages[:first]):
+                earlier = replace(conversation, messages=conversation.messages[:first])
+                spans = spans[len(self._find_marked(earlier)[1]) :]
+        else:
+            text = self._render(conversation)
+            spans = [self._find_one(conversation, text, i) for i in taught]
+        said = "".join(text[span.start : span.end] for span in spans)
+        for call in (call for i in taught for call in conversation.messages[i].get("tool_calls") or ()):
+            name = call.get("function", call).get("name")
+            if not isinstance(name, str) or name not in said:
+                raise ValueError(f"the chat template does not show the call of the tool {name!r}: leave the row out")
+        return text, spans
+
+    # ---- templates with {% generation %} ------------------------------------------------------------------------
+
+    def _marks_generation(self, conversation: Conversation) -> bool:
+        return bool(_GENERATION.search(self.tokenizer.get_chat_template(tools=conversation.tools)))
+
+    def _find_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        spans: list[Span] = []  # of the last rendering, which `render` returns
+
+        def template(messages: list[Message]) -> str:
+            variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **conversation.variables}
+            texts, found = render_jinja_template(  # the tokenizer would map characters to tokens by its own rules
+                [messages], tools=conversation.tools, return_assistant_tokens_mask=True,
+                chat_template=self.tokenizer.get_chat_template(tools=conversation.tools), **variables,
+            )  # fmt: skip
+            spans[:] = [Span(int(start), int(end)) for start, end in found[0]]
+            return texts[0]
+
+        with self.limits.one():
+            text = render(template, conversation.messages)
+        return text, spans
+
+    # ---- other templates ----------------------------------------------------------------------------------------
+
+    def _prove(self) -> None:
+        """Raises an error for a template of which nothing is found, or whose text around the words depends on them."""
+        user = {"role": "user", "content": "Is it so?"}
+        asked = Conversation([user])
+        prompt, bare = self._render(asked, opens=True), self._render(asked)
+        self._header = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+        around: set[tuple[str, ...]] = set()
+        for words in _PROBES:
+            said = [{"role": "assistant", "content": text} for text in words]
+            text, spans = self.find(Conversation([user, said[0], user, said[1]]))
+            taught = [text[span.start : span.end] for span in spans]
+            if missing := [own for own in words if not any(own in part for part in taught)]:
+                raise ValueError(f"{missing[0]!r} is not where it is expected in {text!r}")
+            if not any(map(self._end.search, taught)):
+                raise ValueError(f"no end token follows the words in {text!r}, so the model would not learn to end")
+            bounds = [0, *(bound for span in spans for bound in span), len(text)]
+            around.add(tuple(text[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)))
+        if len(around) > 1:
+            raise ValueError("the text around the words depends on them")
+
+    def _find_one(self, conversation: Conversation, text: str, i: int) -> Span:
+        """What message i says in the text of the conversation."""
+        messages = conversation.messages
+        mark = _MARK
+        while mark in text:
+            mark += "x"
+        marked = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
+        before, *after = self._render(replace(conversation, messages=marked)).split(mark)
+        if len(after) != 1 or not text.endswith(after[0]) or not self._shows_result(conversation, marked, i):
+            raise ValueError(f"the chat template does not show where message {i}, of the assistant's, ends")
+        end = len(text) - len(after[0])
+        start = self._start(conversation, text, i, _num_equal(text, before))
+        if not start <= end:
+            raise ValueError(f"the chat template does not show where message {i}, of the assistant's, begins")
+        ends = self._end.match(after[0])
+        return Span(start, end if ends is None else end + ends.end())
+
+    def _shows_result(self, conversation: Conversation, marked: list[Message], i: int) -> bool:
+        """Whether the result of a tool is shown behind a message without the call. It would be taught otherwise."""
+        if i + 1 == len(marked) or marked[i + 1]["role"] != "tool":
+            return True
+        result = marked[i + 1] | {"content": _RESULT}
+        return _RESULT in self._render(replace(conversation, messages=[*marked[: i + 1], result, *marked[i + 2 :]]))
+
+    def _start(self, conversation: Conversation, text: str, i: int, latest: int) -> int:
+        """Where an answer in place of message i begins: behind the prompt that the generator would get.
+
+        A template may open the answer otherwise in the prompt than in the history, or leave out earlier thoughts. Then
+        the answer begins behind the last header of an answer, or, without it, where the words differ from a mark.
+
+        Args:
+            conversation: as it is rendered.
+            text: of the conversation.
+            i: number of the message.
+            latest: the first character in which the text differs from the text with a mark.
+        """
+        if conversation.messages[:i]:
+            prompt = self._render(replace(conversation, messages=conversation.messages[:i]), opens=True)
+            if len(prompt) <= latest and text.startswith(prompt):
+                return len(prompt)
+        found = text.rfind(self._header, 0, latest) if self._header else -1
+        return latest if found < 0 else found + len(self._header)
+
+    def _render(self, conversation: Conversation, *, opens: bool = False) -> str:
+        """The text of a conversation.
+
+        Args:
+            conversation: to render.
+            opens: whether the text ends where an answer begins.
+        """
+
+        def template(messages: list[Message]) -> str:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=opens,
+                **conversation.variables,
+            )  # fmt: skip
+            assert isinstance(text, str)
+            return text
+
+        with self.limits.one():
+            return render(template, conversation.messages)
+
+
+def _end_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the special tokens that end a message: up to the end token where it is among them, else the first."""
+    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = sorted(tokens | {*map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+    if not special:
+        return re.compile("(?!)")
+    anyone, end = "|".join(map(re.escape, special)), re.escape(str(tokenizer.eos_token or special[0]))
+    return re.compile(rf"\s*(?:(?:{anyone})*?{end}|(?:{anyone}))")
+
+
+def _num_equal(text: str, other: str) -> int:
+    """Characters that both texts begin with."""
+    length = min(len(text), len(other))
+    return next((i for i in range(length) if text[i] != other[i]), length)
+
+
+Encode = Callable[[str], list[int]]
+
+
+def encode_spans(text: str, spans: Sequence[Span], encode: Encode, *, joins: bool) -> tuple[list[int], list[bool]]:
+    """Tokens of a text, and which of them are taught.
+
+    A generator gets the tokens of a prompt, and adds tokens to them. So the text is cut where spans begin and end, and
+    its pieces are tokenized one by one. A tokenizer that adds a space to each piece gets the whole text, in which no
+    token may reach over a cut.
+
+    Args:
+        text: of a conversation.
+        spans: in order.
+        encode: makes tokens of a text, without special tokens of its own.
+        joins: whether tokens of pieces, one after the other, are tokens of the whole text.
+
+    Raises:
+        ValueError: a token reaches over a cut.
+    """
+    bounds = [0, *(bound for span in spans for bound in span), len(text)]
+    if joins:
+        pieces = [encode(text[start:end]) for start, end in pairwise(bounds)]
+        sizes = [*map(len, pieces)]
+        return [i for piece in pieces for i in piece], _alternating(sizes)
+    ids = encode(text)
+    cuts = [0]
+    for bound in bounds[1:]:
+        piece = encode(text[:bound])
+        if ids[: len(piece)] != piece:
+            raise ValueError(f"a token reaches over the beginning or end of words, behind {text[:bound][-40:]!r}")
+        cuts.append(len(piece))
+    return ids, _alternating([b - a for a, b in pairwise(cuts)])
+
+
+def _alternating(sizes: Sequence[int]) -> list[bool]:
+    return [i % 2 == 1 for i, size in enumerate(sizes) for _ in range(size)]

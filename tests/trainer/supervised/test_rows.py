@@ -1,0 +1,106 @@
+"""Rows of data as tokens, and rows that are refused."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from rlft_fast.config import SFTDataConfig
+from rlft_fast.trainer.supervised import load_rows
+from tests.support.tiny_models import EOS_TOKEN_ID, save_tokenizer
+from tests.trainer.supervised.rows import CHATML, say
+from tests.trainer.toy import write_rows
+
+END = CHATML.replace("<|im_end|>", "<eos>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, chat_template=END)
+
+
+def load(tokenizer, tmp_path, rows, **options):
+    path = str(write_rows(tmp_path / "data.jsonl", rows))
+    config = SFTDataConfig.model_validate({"path": path, "max_sequence_tokens": 64, **options})
+    return load_rows(config, tokenizer, "the model", path)
+
+
+def shown(tokenizer, rows, i: int) -> tuple[str, str]:
+    """The text of a row, and what is taught of it."""
+    ids, taught = rows.token_ids[i], rows.is_taught[i]
+    return tokenizer.decode(ids), tokenizer.decode(ids[taught])
+
+
+def test_every_form_of_a_row(tokenizer, tmp_path):
+    rows = load(
+        tokenizer,
+        tmp_path,
+        [
+            {"messages": say("a?", "b", "c?", "d")},
+            {"prompt": say("a?", "b", "c?"), "completion": say("", "d")[1:]},
+            {"prompt": "a?", "completion": "b"},
+            {"text": "ab"},
+            {"text": "ab<eos>"},
+        ],
+        system_prompt="S",
+        max_sequence_tokens=128,
+    )
+    before = "<|im_start|>system\nS<eos>\n<|im_start|>user\na?<eos>\n<|im_start|>assistant\n"
+    both = before + "b<eos>\n<|im_start|>user\nc?<eos>\n<|im_start|>assistant\nd<eos>\n"
+    found = [shown(tokenizer, rows, i) for i in range(len(rows))]
+    assert found[:3] == [(both, "b<eos>d<eos>"), (both, "d<eos>"), (before + "b<eos>\n", "b<eos>")]
+    assert found[3:] == [("ab<eos>", "ab<eos>")] * 2
+
+
+def test_texts_without_a_template(tokenizer, tmp_path):
+    rows = load(tokenizer, tmp_path, [{"prompt": "a?", "completion": " b"}], chat=False)
+    assert shown(tokenizer, rows, 0) == ("a? b<eos>", " b<eos>")
+    assert rows.token_ids[0][-1] == EOS_TOKEN_ID
+
+
+def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
+    rows = load(tokenizer, tmp_path, [{"text": "abc"}, {"prompt": "xy", "completion": "z"}], chat=False)
+    batch = rows.batch([1, 0])
+    asked = batch.target_T[batch.active_index_T].tolist()
+    assert asked == [*b"z", EOS_TOKEN_ID, *b"bc", EOS_TOKEN_ID] or tokenizer.decode(asked) == "z<eos>bc<eos>"
+    assert rows.description["taught_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": []}, "must be a list of messages|the assistant says nothing"),
+        ({"messages": "hello"}, "its 'messages' must be a list of messages with role and content, got 'hello'"),
+        ({"messages": say("a?")}, "the assistant says nothing"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 has the content null"),
+        (
+            {"prompt": "a"},
+            r"it has no 'messages', no 'prompt' with 'completion', and no 'text'; its columns are \['pro",
+        ),
+        ({"text": 3}, "its 'text' must be a text, got 3"),
+        ({"text": ""}, "its text becomes no token"),
+        ({"text": "a" * 99}, "it has 100 tokens, more than data.max_sequence_tokens=64: leave it out"),
+        ({"text": "a" * 64_001}, "it has 64001 characters"),
+        ({"messages": say("a?", "b"), "tools": [{"name": "add"}]}, "does not read 'tools'"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_is_named(row, problem, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=rf"rows 1, 3 \(counted from 0\) cannot be learned: row 1: .*({problem})"):
+        load(tokenizer, tmp_path, [{"text": "a"}, row, {"text": "b"}, row])
+
+
+def test_a_broken_line_and_an_empty_file(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="holds no rows"):
+        load(tokenizer, tmp_path, [])
+    (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "a"}) + "\n{")
+    with pytest.raises(ValueError, match=r"broken\.jsonl, line 2 is not JSON"):
+        load_rows(SFTDataConfig(path="x"), tokenizer, "the model", str(tmp_path / "broken.jsonl"))
+
+
+def test_a_template_is_asked_only_of_conversations(tokenizer, tmp_path):
+    bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path, chat_template="{{ messages }}")
+    assert len(load(bare, tmp_path, [{"text": "a"}])) == 1
+    with pytest.raises(ValueError, match=r"^the chat template of the model does not show where"):
+        load(bare, tmp_path, [{"messages": say("a?", "b")}])

@@ -1,0 +1,137 @@
+"""Runs of supervised fine-tuning: their numbers, on one process and two, interrupted or not."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.cli import main
+from rlft_fast.trainer import SFTTrainer, train
+from tests.support.distributed import run_distributed
+from tests.trainer.supervised.rows import sft_config, sft_values, texts
+from tests.trainer.toy import comparable, read_lines, write_rows
+
+
+def plain_loss(model, prompt: str, completion: str) -> tuple[torch.Tensor, int]:
+    """-log-probability of a completion of bytes and the end token, by plain transformers, and its number of tokens."""
+    tokens = encode(prompt) + encode(completion) + [256]
+    logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    size = len(completion) + 1
+    return -logprobs[-size - 1 : -1].gather(1, torch.tensor(tokens[-size:])[:, None]).sum(), size
+
+
+def encode(text: str) -> list[int]:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
+
+
+def test_the_first_step_is_that_of_plain_transformers(tiny_model, tmp_path):
+    config = sft_config(tiny_model("llama"), tmp_path, batch_size=20, actor__optimizer__max_grad_norm=None)
+    metrics = SFTTrainer(config).train_step(0).metrics
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64, attn_implementation="eager")
+    losses, sizes = zip(*(plain_loss(model, **row) for row in texts(20)), strict=True)
+    loss = sum(losses) / sum(sizes)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert metrics["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert metrics["taught_tokens"] == sum(sizes)
+
+
+def run_in_process(rank, config):
+    train(config)
+
+
+@pytest.mark.dist
+def test_two_processes_learn_what_one_learns(tiny_model, tmp_path):
+    """A large eps makes the step nearly proportional to the gradient, which shows how far gradients are apart."""
+    configs = [
+        sft_config(
+            tiny_model("llama"), tmp_path / name, actor__optimizer__eps=1.0, evaluation__path=str(held_out(tmp_path))
+        )
+        for name in ("one", "two")
+    ]
+    train(configs[0])
+    run_distributed(run_in_process, 2, configs[1])
+    one, two = (load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("one", "two"))
+    start = load_file(f"{configs[0].model}/model.safetensors")
+    moved = max((one[name] - start[name]).abs().max() for name in one)
+    assert moved > 1e-3
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-5 * moved
+    rows = zip(*(read_lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("one", "two")), strict=True)
+    for first, second in rows:
+        for name in {"train_loss", "grad_norm", "held_out_loss"} & first.keys():
+            assert first[name] == pytest.approx(second[name], rel=1e-5)
+
+
+def held_out(folder):
+    return write_rows(folder / "held_out.jsonl", texts(7))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_that_is_interrupted_ends_with_the_same_bits(lora, tiny_model, tmp_path):
+    options = {"evaluation__path": str(held_out(tmp_path)), "checkpoint__best": "held_out_loss", "evaluation__every": 1}
+    if lora:
+        options["actor__lora"] = {"rank": 2}
+    whole = sft_config(tiny_model("llama"), tmp_path / "whole", **options)
+    summary = train(whole)
+    train(sft_config(tiny_model("llama"), tmp_path / "parts", **options | {"steps": 2}))
+    again = train(sft_config(tiny_model("llama"), tmp_path / "parts", **options), resume=True)
+    run, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    assert comparable(parts) == comparable(run)
+    expected, found = (load_file(folder / "hf" / "model.safetensors") for folder in (run, parts))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = [row["held_out_loss"] for row in read_lines(run / "metrics.jsonl") if "held_out_loss" in row]
+    assert summary["held_out_loss_before"] == losses[0] > losses[-1] == summary["held_out_loss_after"]
+    assert summary["held_out_loss_best"] == again["held_out_loss_best"] == min(losses)
+    assert (run / "best" / "model.safetensors").exists()
+
+
+def test_commands(tiny_model, tmp_path, capsys):
+    values = sft_values(tiny_model("llama"), tmp_path, steps=1, evaluation__path=str(held_out(tmp_path)))
+    path = tmp_path / "sft.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    assert main(["sft", str(path), "--dry-run"]) == 0
+    taught = [len(row["completion"]) + 1 for row in texts(20)]
+    lengths = [len(row["prompt"]) + size for row, size in zip(texts(20), taught, strict=True)]
+    counts = f"20 rows of {min(lengths)} to {max(lengths)} tokens, {sum(taught)} of {sum(lengths)} are taught"
+    assert f"#   data: {counts}\n" in capsys.readouterr().out
+    assert main(["sft", str(path)]) == 0
+    assert "held-out loss " in capsys.readouterr().out
+    run = tmp_path / "run"
+    assert main(["train", str(run / "config.yaml"), "--resume"]) == 0
+    assert main(["train", str(run / "config.yaml"), "--resume", "--batch_size", "7"]) == 1
+    assert "batch_size was 6 and is 7" in capsys.readouterr().err
+    assert main(["view", str(run)]) == 0
+    assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(x, exported[name]) for name, x in load_file(run / "hf" / "model.safetensors").items())
+    assert main(["plan", str(run / "config.yaml"), "--gpus", "2", "--memory", "80"]) == 0
+    assert "update actor" in capsys.readouterr().out
+
+
+@pytest.mark.peers
+def test_the_first_step_is_that_of_trl(tiny_model, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig as TRLConfig
+    from trl import SFTTrainer as TRLTrainer
+
+    config = sft_config(tiny_model("llama"), tmp_path, batch_size=20)
+    metrics = SFTTrainer(config).train_step(0).metrics
+    args = TRLConfig(
+        output_dir=str(tmp_path / "trl"), max_steps=1, per_device_train_batch_size=10, gradient_accumulation_steps=2,
+        logging_steps=1, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
+    )  # fmt: skip
+    trainer = TRLTrainer(
+        AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32),
+        args=args,
+        train_dataset=Dataset.from_list(texts(20)),
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert metrics["train_loss"] == pytest.approx(logged["loss"], rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-4)

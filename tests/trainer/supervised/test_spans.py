@@ -1,0 +1,132 @@
+"""What the assistant says in conversations, as chat templates of many families render them."""
+
+from pathlib import Path
+
+import pytest
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlft_fast.trainer.prompts import Conversation
+from rlft_fast.trainer.supervised import AssistantSpans
+from rlft_fast.trainer.supervised.spans import Span, encode_spans
+from tests.support.tiny_models import save_tokenizer
+from tests.trainer.supervised.rows import CHATML, say
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>",
+    "<start_of_turn>", "<end_of_turn>", "<|start|>", "<|end|>", "<|return|>", "<|user|>", "<|observation|>",
+    "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>",
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+TALK = Conversation(say("1?", "One.\n\nTwo", "And?", "Three"))
+WITH_TOOL = Conversation(
+    [*say("1+1?"), CALL, {"role": "tool", "name": "add", "content": "2"}, *say("", "It is 2.")[1:]], TOOLS
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    found = AutoTokenizer.from_pretrained(folder, bos_token="<|begin_of_text|>")
+    found.add_special_tokens({"additional_special_tokens": SPECIAL})
+    return found
+
+
+def said(tokenizer, template: str, conversation: Conversation, first: int = 0) -> list[str]:
+    tokenizer.chat_template = template
+    text, spans = AssistantSpans(tokenizer, "the model").find(conversation, first)
+    return [text[span.start : span.end] for span in spans]
+
+
+# Words that the generation prompt opens, words that depend on the place of the last question, an end token of another
+# kind in the last turn, and a turn that the next turn's token ends.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama3_2", ["One.\n\nTwo<|eot_id|>", "Three<|eot_id|>"]),
+        ("qwen3", ["One.\n\nTwo<|im_end|>", "<think>\n\n</think>\n\nThree<|im_end|>"]),
+        ("qwen3_8", ["\n</think>\n\nOne.\n\nTwo<|im_end|>", "\n</think>\n\nThree<|im_end|>"]),
+        ("gptoss", ["<|channel|>final<|message|>One.\n\nTwo<|end|>", "<|channel|>final<|message|>Three<|return|>"]),
+        ("glm4moe", ["\n<think></think>\nOne.\n\nTwo<|user|>", "\n<think></think>\nThree"]),
+        ("cohere2", [f"{words}<|END_RESPONSE|>" for words in ("One.\n\nTwo", "Three")]),
+    ],
+)
+def test_what_follows_the_generation_prompt_is_taught(name, expected, tokenizer):
+    assert said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), TALK) == expected
+
+
+@pytest.mark.parametrize("conversation", [TALK, WITH_TOOL])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
+def test_the_words_are_those_that_marks_in_the_template_show(name, conversation, tokenizer):
+    """TRL has these templates with marks, which also hold the line breaks around the words."""
+    marked = said(tokenizer, (TEMPLATES / f"{name}_training.jinja").read_text(), conversation)
+    found = said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), conversation)
+    assert found == [text.strip() for text in marked]
+    assert len(found) == 2
+
+
+def test_messages_before_the_first_are_not_taught(tokenizer):
+    for name in ("qwen3_instruct_2507", "qwen3_instruct_2507_training"):
+        (found,) = said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), TALK, first=3)
+        assert found.strip() == "Three<|im_end|>"
+
+
+# Gemma 4 shows the result inside of the turn with the call. The others drop the call, or the result.
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gemma4_v5", "does not show where message 1, of the assistant's, ends"),
+        ("lfm2", "does not show the call of the tool 'add'"),
+        ("lfm2_training", "does not show the call of the tool 'add'"),
+    ],
+)
+def test_calls_that_cannot_be_told_from_results_are_refused(name, problem, tokenizer):
+    with pytest.raises(ValueError, match=problem):
+        said(tokenizer, (TEMPLATES / f"{name}.jinja").read_text(), WITH_TOOL)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no end token follows the words"),
+        (CHATML.replace("{{ message.content }}", "words"), "does not show where message 1, of the assistant's, ends"),
+        (CHATML.replace("<|im_end|>", "<|im_end|>{{ (messages | last).content }}"), "does not show where message 3"),
+        ("{{ missing.words }}", "missing"),
+    ],
+)
+def test_a_template_without_masks_is_refused_at_the_start(template, problem, tokenizer):
+    with pytest.raises(ValueError, match=f"the chat template of the model does not show.*{problem}"):
+        said(tokenizer, template, TALK)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_tokenized_as_a_generator_sees_them():
+    """The merged token of two letters must not reach over the beginning of the words."""
+    vocab = {"a": 0, "b": 1, "ab": 2}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    encode = lambda text: tokenizer.encode(text).ids  # noqa: E731
+    assert encode_spans("abab", [Span(1, 4)], encode, joins=True) == ([0, 1, 2], [False, True, True])
+
+
+def test_a_tokenizer_that_adds_spaces_gets_the_whole_text():
+    letters = ["▁", *"abc"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate([*letters, "bc"])}, merges=[("b", "c")])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    encode = lambda text: fast.encode(text, add_special_tokens=False)  # noqa: E731
+    assert encode_spans("abc", [Span(1, 3)], encode, joins=False) == ([0, 1, 4], [False, False, True])
+    with pytest.raises(ValueError, match="a token reaches over the beginning or end of words, behind 'ab'"):
+        encode_spans("abc", [Span(2, 3)], encode, joins=False)
