@@ -119,7 +119,7 @@ test-ray: install-vllm install-ray
 test-peers: install-peers
 	rm -rf $(BESIDE)/trackio
 	TRACKIO_DIR=$(BESIDE)/trackio PYTHONPATH=$(CURDIR) $(BESIDE)/bin/python -m pytest $(THINNED) -m peers \
-	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py
+	  tests/integrations tests/rl tests/cluster tests/run/test_trackers.py tests/trainer/supervised
 	$(PASSED)
 
 install-peers: $(BESIDE)/.installed

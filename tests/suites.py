@@ -49,6 +49,7 @@ MODELS = ("rlft_fast/models", "tests/models")
 ENGINE = ("rlft_fast/engine", "tests/engine")
 TRAINER = ("rlft_fast/trainer", "rlft_fast/run", "rlft_fast/rewards", "tests/trainer", "tests/run", "tests/rewards")
 RL = ("rlft_fast/rl", "tests/rl")
+PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo.py", "tests/cli", "tests/view", "tests/test_demo.py")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
 ROLLOUT = ("rlft_fast/rollout", "tests/rollout", "requirements-vllm-cpu.txt")
@@ -65,7 +66,7 @@ SUITES: dict[str, Suite] = {
     ),
     "gpu-rehearsal": Suite((*OPS, "benchmarks", "tests/cuda_emulator"), "THIN=1"),
     "test-peers": Suite(
-        (*RL, "rlft_fast/integrations", "rlft_fast/run/trackers.py", "requirements-peers.txt", "tests/integrations"),
+        (*RL, "rlft_fast/integrations", "rlft_fast/run/trackers.py", "requirements-peers.txt", *PEERS),
         "THIN=2",
     ),
     "test-vllm": Suite((*ROLLOUT, *CLUSTER), "THIN=2"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import rlft_fast
-from rlft_fast.config import OBJECTIVES, AlgorithmConfig, Config, ConfigError, section_of, sections
+from rlft_fast.config import OBJECTIVES, AlgorithmConfig, Config, ConfigError, load_config, section_of, sections
 from rlft_fast.config import algorithm as algorithm_config
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 from rlft_fast.trainer.objective import Objective
@@ -131,7 +131,9 @@ def test_scientific_notation(text, tmp_path, config_file):
     "path", sorted((Path(__file__).parent.parent / "examples").glob("*.yaml")), ids=lambda p: p.stem
 )
 def test_examples(path):
-    config = Config.load(path)
+    config = load_config(path)
+    if not isinstance(config, Config):
+        return
     Objective(config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None)
 
 

@@ -129,7 +129,7 @@ def reader(tmp_path, monkeypatch, tiny_model) -> Iterator[Path]:
     model = tmp_path / ".cache" / "rlft_fast" / "SmolLM2-135M-Instruct"
     shutil.copytree(tiny_model("llama"), model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
     tokenizer.save_pretrained(model)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
@@ -165,6 +165,8 @@ def read(page: Path, programs: tuple[str, ...], names: dict[str, Any] | None = N
                 if "train" in arguments and "--dry-run" not in arguments:
                     steps = "3" if "--resume" in arguments else "2"
                     arguments += ["--steps", steps, "--rollout.prompts_per_step", "2"]
+                if "sft" in arguments:
+                    arguments += ["--steps", "3" if "--resume" in arguments else "2"]
                 if program == "rlft-fast":
                     assert main(arguments) == 0, line
                 else:
@@ -190,6 +192,14 @@ def test_tutorial(reader, page: str):
             "advantage_T": advantage_T, "loss_weight_T": torch.ones(2),
         }  # fmt: skip
         assert names["loss"].per_token(fields).tolist() == pytest.approx([-1.01, 0.19])
+
+
+def test_fine_tuning(reader):
+    read(ROOT / "docs" / "tutorials" / "fine_tuning.md", ("python", "rlft-fast"))
+    losses = [
+        row["held_out_loss"] for row in read_lines(reader / "runs/warm_up/metrics.jsonl") if "held_out_loss" in row
+    ]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.dist
