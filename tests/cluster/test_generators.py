@@ -21,9 +21,9 @@ import yaml
 from rlft_fast.cluster import Generators, connect
 from rlft_fast.cluster.generators import _Host
 from rlft_fast.config import Config
-from tests.cluster.test_trainer import ALONE, ROOT, ancestry, wait_for
-from tests.rollout.vllm.test_generators import HEADS, SMALL
+from tests.support.processes import ALONE, ROOT, ancestry, wait_for
 from tests.support.tiny_models import save_tiny_model
+from tests.support.vllm_rollouts import HEADS, SMALL
 from tests.trainer.toy import read_lines, toy_config, toy_values
 
 pytestmark = [

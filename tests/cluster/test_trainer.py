@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,9 +16,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from tests.support.processes import ALONE, ROOT, ancestry, wait_for
 from tests.trainer.toy import comparable, read_lines, toy_values
 
-ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.ray,
@@ -27,7 +26,6 @@ pytestmark = [
 ]
 WORKERS = ["--ray", "--cluster.actor.num_workers", "2"]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "rlft_fast"]
-ALONE = [sys.executable, "-m", "rlft_fast"]
 
 
 def train(program: list[str], config: Path, *options: str) -> subprocess.CompletedProcess:
@@ -139,22 +137,3 @@ def workers_of(run: subprocess.Popen) -> list[int]:
             if path.read_bytes().startswith(b"ray::_Host") and str(run.pid) in ancestry(int(path.parent.name)):
                 found.append(int(path.parent.name))
     return found
-
-
-def ancestry(pid: int) -> set[str]:
-    found: set[str] = set()
-    while pid > 1 and str(pid) not in found:
-        found.add(str(pid))
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-        except OSError:
-            break
-    return found
-
-
-def wait_for(condition: Callable[[], bool], run: subprocess.Popen, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

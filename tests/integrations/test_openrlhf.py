@@ -4,18 +4,16 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
 from rlft_fast.integrations.openrlhf import enable, runtime_env
+from tests.support.flash_attn import flash_attn_without_cuda
 
 pytestmark = [
     pytest.mark.peers,
@@ -24,25 +22,6 @@ pytestmark = [
 
 PROMPTS, RESPONSES = torch.tensor([3, 5, 2, 6]), torch.tensor([6, 4, 7, 3])
 LORA = {"lora_rank": 2, "target_modules": "all-linear"}
-
-
-def flash_attn_without_cuda() -> Iterator[ModuleType]:
-    """The functions that OpenRLHF imports from flash_attn, taken from their copies in transformers."""
-    from einops import rearrange
-
-    contents = {
-        "flash_attn": {"__spec__": ModuleSpec("flash_attn", None)},
-        "flash_attn.bert_padding": {
-            "index_first_axis": lambda tensor, indices: tensor[indices], "rearrange": rearrange,
-            "pad_input": _pad_input, "unpad_input": _unpad_input,
-        },
-        "flash_attn.utils": {},
-        "flash_attn.utils.distributed": {"all_gather": None},
-    }  # fmt: skip
-    for name, members in contents.items():
-        module = ModuleType(name)
-        module.__dict__.update(members, __path__=[])
-        yield module
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,9 @@ from benchmarks.ops.problems import make_inputs
 from rlft_fast.integrations.trl import disable, enable
 from tests.support.numerics import assert_no_further_from_truth
 from tests.support.tiny_models import IMAGE_TOKEN_ID, PAD_TOKEN_ID
+from tests.support.trl_trainers import KERNEL, compare, only_fused
 
 LEARNING_RATE = 0.02
-KERNEL = utils._ChunkedLogProbFunction
 LORA = LoraConfig(r=2, target_modules="all-linear")
 SAMPLED: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 0.8}
 PROMPTS = ["1 + 2 = ", "a", "hello there"]
@@ -50,18 +48,6 @@ TRAINERS: dict[str, tuple[type, type, str]] = {
     "kto": (KTOTrainer, KTOConfig, "marked"),
     "sft": (SFTTrainer, SFTConfig, "texts"),
 }
-
-
-@contextmanager
-def only_fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Enabled, and an error if TRL's own kernel runs."""
-    enable()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(KERNEL, "forward", None)
-            yield
-    finally:
-        disable()
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -96,17 +82,6 @@ def train(*arguments, **options) -> tuple[list[dict[str, float]], list[tuple[str
     torch.manual_seed(0)
     trainer.train()
     return trainer.state.log_history, [(name, p.detach()) for name, p in trainer.model.named_parameters()]
-
-
-def compare(theirs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
-    """All that TRL logs, step by step; the first `grad_norm` shows that there was something to compare."""
-    assert [set(step) for step in theirs] == [set(step) for step in ours]
-    assert len(theirs) >= 5
-    assert theirs[0]["grad_norm"] > 0.01
-    for number, (step, other) in enumerate(zip(theirs[:-1], ours[:-1], strict=True), 1):  # the last has times alone
-        for key in step:
-            if not key.endswith(("runtime", "per_second", "time")):
-                assert other[key] == pytest.approx(step[key], rel=1e-5, abs=1e-5), (number, key)
 
 
 CASES = {

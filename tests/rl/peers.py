@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.test_openrlhf import flash_attn_without_cuda
+from tests.support.flash_attn import flash_attn_without_cuda
 
 MARKS = [
     pytest.mark.peers,

@@ -11,8 +11,8 @@ import torch
 
 from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
+from tests.support.run_folders import HOSTILE, sample, write_run
 from tests.support.samples import columns_of_samples
-from tests.view.test_page import HOSTILE, sample, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a Chromium on the PATH (Debian: apt install chromium)")

@@ -18,15 +18,9 @@ from rlft_fast.run.tokens import write_tokens
 from rlft_fast.view import write_view
 from rlft_fast.view.contents import token_texts
 from tests.support.metrics import ODD
+from tests.support.run_folders import HOSTILE, sample, write_run
 from tests.support.samples import columns_of_samples
 from tests.trainer.toy import toy_config
-
-# Markup, the end of a script block, separators of lines that end a JavaScript string, what moves a cursor or turns
-# text around, and half a character.
-HOSTILE = (
-    "<script>alert(1)</script>", "</script><!--", "<img src=x onerror=alert(1)>", "{{script}} {{data}}", "\u2028\u2029",
-    "\x00\x1b[31mred\x07", "\u202eabc", "\ud800", "&lt;b&gt; &amp;",
-)  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -53,22 +47,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         self.is_open = False
-
-
-def write_lines(path: Path, rows) -> None:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-
-
-def sample(step: int, completion: str = "answer", **fields):
-    defaults = {"prompt": "question", "reward": 0.5, "parts": {"right": 0.5}, "finish_reason": "stop"}
-    return {"step": step, "completion": completion, "weight_version": step, **defaults, **fields}
-
-
-def write_run(folder: Path, samples=(), metrics=({"step": 1, "reward_mean": 0.5},)) -> Path:
-    folder.mkdir()
-    write_lines(folder / "metrics.jsonl", metrics)
-    write_lines(folder / "samples.jsonl", samples)
-    return folder
 
 
 def page_of(run: Path, **options) -> Page:

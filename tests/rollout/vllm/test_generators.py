@@ -3,7 +3,6 @@
 Processes of their own for each test: vLLM keeps much of its state in the process that it runs in.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +18,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor
 from transformers import AddedToken
 
-from rlft_fast.config import EngineConfig, OptimizerConfig, RolloutConfig, VLLMConfig
+from rlft_fast.config import RolloutConfig, VLLMConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, Piece
 from rlft_fast.models import load_tokenizer
-from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Rollout, RolloutError, SamplingParams, Span, build_rollout
 from rlft_fast.rollout.types import draw_seeds, make_requests
 from rlft_fast.rollout.vllm import weight_sender
@@ -37,61 +33,23 @@ from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
+from tests.support.vllm_rollouts import (
+    HEADS,
+    PROMPTS,
+    SAMPLED,
+    SMALL,
+    check_logprobs,
+    make_engine,
+    needs_vllm,
+    sample,
+    update,
+)
 from tests.trainer.toy import read_lines, toy_config, toy_values, write_rows
-
-
-def needs_vllm(test: Callable) -> Callable:
-    missing = importlib.util.find_spec("vllm") is None
-    marks = (pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(missing, reason="no vLLM: make install-vllm"))
-    for mark in marks:
-        test = mark(test)
-    return test
-
-
-# One longer than a block of the prefix cache, which holds 32 tokens on a CPU.
-PROMPTS = [[5], [7, 8], [1, 2], [i % 256 for i in range(3, 200)], [99, 3, 4]]
-SAMPLED = SamplingParams(n=3, max_new_tokens=7, temperature=0.7)
-SMALL = {"cpu_cache_gib": 0.1}
-# vLLM's attention for CPUs takes heads of 32 numbers and more.
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-
-
-def make_engine(path: Path, **options) -> FSDPEngine:
-    config = EngineConfig(max_tokens=1024, optimizer=OptimizerConfig(learning_rate=2e-2), **options)
-    return FSDPEngine(str(path), config, num_training_steps=10, temperature=0.7).initialize()
 
 
 def make_rollout(engine: FSDPEngine, **vllm) -> Rollout:
     config = RolloutConfig(backend="vllm", vllm=VLLMConfig(**SMALL | vllm), batch_size=32, stop=("XY",))
     return build_rollout(engine, load_tokenizer(engine.path), config, max_sequence_tokens=256)
-
-
-def update(engine: FSDPEngine, seed: int) -> None:
-    torch.manual_seed(seed)
-    batch = Batch.from_samples([[1, 2, 3]], [[4 + seed, 5, 6]])
-    batch = batch.replace(advantage_T=torch.randn(6), old_logprob_T=engine.infer(batch, ("logprob",))["logprob"])
-    engine.train_step(batch, PolicyLoss())
-
-
-def sample(rollout: Rollout, prompts: list[list[int]], seed: int = 0) -> list:
-    torch.manual_seed(seed)
-    return rollout.generate(prompts, SAMPLED)
-
-
-def check_logprobs(engine: FSDPEngine, prompts: list[list[int]], groups: list) -> list[Batch]:
-    """Compares the samples of each rank in turn, because infer takes the same batch on all ranks."""
-    samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
-    own = Batch.from_samples(
-        [prompt for prompt, _ in samples], [sample.token_ids for _, sample in samples],
-        rollout_logprobs=[sample.logprobs for _, sample in samples],
-        supports=[sample.support for _, sample in samples],
-    )  # fmt: skip
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    for batch in every:
-        inferred = engine.infer(batch, ("logprob",))["logprob"]
-        torch.testing.assert_close(batch.rollout_logprob_T, inferred, rtol=0, atol=2e-4)
-    return every
 
 
 def check_supports(engine: FSDPEngine, rollout: Rollout, prompts: list[list[int]]) -> None:
@@ -225,9 +183,9 @@ def check_stop_text(rollout: Rollout) -> None:
     (group,) = rollout.generate(PROMPTS[:1], SamplingParams(n=32, max_new_tokens=8, stop=(text,)))
     ends = [next((i + 1 for i, token in enumerate(tokens) if decode([token]) == text), None) for tokens in free]
     assert any(ends)
-    for sample, tokens, end in zip(group, free, ends, strict=True):
-        assert sample.token_ids == tokens[:end]
-        assert end is None or sample.finish_reason == "stop"
+    for answer, tokens, end in zip(group, free, ends, strict=True):
+        assert answer.token_ids == tokens[:end]
+        assert end is None or answer.finish_reason == "stop"
 
 
 def check_restart(engine: FSDPEngine, rollout: Rollout, rank: int, share: list[list[int]]) -> None:

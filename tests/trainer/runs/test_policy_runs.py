@@ -20,7 +20,7 @@ from rlft_fast.rl import AdvantageError, PolicyLossError
 from rlft_fast.trainer import PPOTrainer, Run, train
 from tests.support.distributed import run_distributed
 from tests.trainer.struck import FEWER_OPTIONS, IN_STEP_5, OPTIONS, assert_same_result, write_config
-from tests.trainer.toy import HERE, WORDS, comparable, read_lines, toy_config, toy_values, write_rows
+from tests.trainer.toy import FILES, HERE, WORDS, comparable, read_lines, toy_config, toy_values, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -144,17 +144,7 @@ def of_two_processes(model, tmp_path_factory):
 
 @pytest.mark.dist
 def test_two_processes_write_everything_once(of_two_processes):
-    names = {
-        "config.yaml",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "summary.json",
-        "checkpoints",
-        "hf",
-        "curve.png",
-        "run.json",
-    }
-    assert {path.name for path in of_two_processes.iterdir()} == names
+    assert {path.name for path in of_two_processes.iterdir()} == FILES
     rows = comparable(of_two_processes)
     assert [row["step"] for row in rows if "accuracy" in row] == [0, 2, 4, 6]
     assert [row["step"] for row in rows if "accuracy" not in row] == [1, 2, 3, 4, 5, 6]

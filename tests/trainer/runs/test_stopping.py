@@ -31,8 +31,8 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
+def unstopped(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unstopped")
     assert main(["train", str(write_config(model, folder, UPDATES))]) == 0
     return folder / "run"
 
@@ -58,24 +58,22 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return arm
 
 
-def stop_and_resume(model: Path, folder: Path, uninterrupted: Path, capsys) -> str:
-    """What the stopped run said; resumed, it ends as the uninterrupted one did."""
+def stop_and_resume(model: Path, folder: Path, unstopped: Path, capsys) -> str:
+    """What the stopped run said; resumed, it ends as the unstopped one did."""
     config = write_config(model, folder, UPDATES)
     assert main(["train", str(config)]) == 143
     said = capsys.readouterr().out
     assert main(["train", str(config), "--resume"]) == 0
-    assert_same_result(folder / "run", uninterrupted)
+    assert_same_result(folder / "run", unstopped)
     return said
 
 
 # A step asks three models once each, and then takes four optimizer steps of the critic and four of the policy.
 @pytest.mark.parametrize(("method", "call"), [("infer", 3 + 2), ("train_step", 8 + 1)])
 @pytest.mark.thin(3)
-def test_before_the_first_optimizer_step_the_step_is_left(
-    method, call, model, uninterrupted, signal_at, tmp_path, capsys
-):
+def test_before_the_first_optimizer_step_the_step_is_left(method, call, model, unstopped, signal_at, tmp_path, capsys):
     calls = signal_at(FSDPEngine, method, call)
-    said = stop_and_resume(model, tmp_path, uninterrupted, capsys)
+    said = stop_and_resume(model, tmp_path, unstopped, capsys)
     assert "SIGTERM: leaving this step, then saving the last complete one" in said
     assert f"stopped after step 1: step 1 is saved in {tmp_path / 'run'}, continue with --resume" in said
     per_step = {"infer": 3, "train_step": 8}[method]
@@ -84,18 +82,18 @@ def test_before_the_first_optimizer_step_the_step_is_left(
 
 @pytest.mark.parametrize(("method", "call"), [("_step_optimizer", 8 + 1), ("train_step", 8 + 2)])
 @pytest.mark.thin(2)
-def test_after_an_optimizer_step_the_step_is_finished(method, call, model, uninterrupted, signal_at, tmp_path, capsys):
+def test_after_an_optimizer_step_the_step_is_finished(method, call, model, unstopped, signal_at, tmp_path, capsys):
     signal_at(FSDPEngine, method, call)
-    said = stop_and_resume(model, tmp_path, uninterrupted, capsys)
+    said = stop_and_resume(model, tmp_path, unstopped, capsys)
     assert "SIGTERM: finishing this step, which has changed the weights, then saving" in said
     assert "if it takes longer, the newest checkpoint is missing: none was saved yet" in said
     assert "stopped after step 2: step 2 is saved" in said
 
 
-def test_while_it_samples_the_step_is_left_at_once(model, uninterrupted, signal_at, tmp_path, capsys):
+def test_while_it_samples_the_step_is_left_at_once(model, unstopped, signal_at, tmp_path, capsys):
     """One call before the first step, then one per prompt: those of the third and fourth prompt are not made."""
     calls = signal_at(HFGenerator, "_generate", 1 + 4 + 3)
-    assert "stopped after step 1: step 1 is saved" in stop_and_resume(model, tmp_path, uninterrupted, capsys)
+    assert "stopped after step 1: step 1 is saved" in stop_and_resume(model, tmp_path, unstopped, capsys)
     assert len(calls) == 8 + 2 * 4 + 1
 
 
