@@ -332,7 +332,17 @@ def test_messages_are_of_yaml_and_name_a_key_once(key, value, message):
         ({"algorithm.kl_target": 0.1}, "give a kl_coef to start from"),
         ({"algorithm.entropy_target": 0.1}, "give an entropy_coef to start from"),
         ({"algorithm.max_refills": 2}, "set skip_equal_groups, too"),
-        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups compares: set skip_equal_groups, too"),
+        ({"algorithm.filter_by": "chain_sum"}, "names what skip_equal_groups and curriculum compare: set one of"),
+        ({"algorithm.first_samples": 4}, "first_samples leaves out samples of prompts that skip_equal_groups leaves"),
+        (
+            {"algorithm.first_samples": 8, "algorithm.skip_equal_groups": True},
+            "first_samples is 8, but is only a part of rollout.samples_per_prompt, 8: lower it",
+        ),
+        (
+            {"algorithm.curriculum": 0.5, "rollout.samples_per_prompt": 1, "algorithm.advantage": "reinforce++"},
+            "curriculum compares samples of one prompt",
+        ),
+        ({"algorithm.curriculum": 0.1}, "curriculum is 0.1, which is not one prompt of rollout.prompts_per_step, 8"),
         (
             {"algorithm.skip_equal_groups": True, "algorithm.filter_by": "length"},
             "filter_by is 'length', expected a part of the reward: chain_sum",

@@ -42,9 +42,13 @@ class AlgorithmConfig(Section):
     skip_equal_groups: bool = False
     """Leave out a prompt if all its samples have the same reward (before length penalties): it would teach nothing."""
     filter_by: FunctionName | None = None
-    """Part of the reward that skip_equal_groups compares: a name in reward.function, the task, or model; null: all."""
+    """What skip_equal_groups and curriculum compare: a name in reward.function, the task, or model; null: rewards."""
     max_refills: NonNegativeInt = 0
     """With skip_equal_groups: most extra rollouts per step, sampled until prompts_per_step prompts are left."""
+    first_samples: int | None = Field(default=None, ge=2)
+    """With skip_equal_groups: sample so many completions of a prompt first, the others if rewards differ; null: all."""
+    curriculum: float = Field(default=0.0, ge=0, lt=1)
+    """Share of prompts to draw again from earlier prompts, by the variance of their rewards; 0: the data in order."""
     mask_truncated: bool = False
     """Learn nothing from completions cut off at max_new_tokens. Their rewards still count in their group."""
     epochs: Annotated[PositiveInt, Field(le=10_000)] = 1
@@ -102,10 +106,12 @@ class AlgorithmConfig(Section):
                 "kl_estimator: k1 in the loss has no effect, because its gradient is 0 on average: set kl_in: reward, "
                 "or another estimator"
             )
-        if self.filter_by is not None and not self.skip_equal_groups:
-            yield "filter_by names what skip_equal_groups compares: set skip_equal_groups, too"
+        if self.filter_by is not None and not (self.skip_equal_groups or self.curriculum):
+            yield "filter_by names what skip_equal_groups and curriculum compare: set one of them, too"
         if self.max_refills and not self.skip_equal_groups:
             yield "max_refills replaces the prompts that skip_equal_groups leaves out: set skip_equal_groups, too"
+        if self.first_samples is not None and not self.skip_equal_groups:
+            yield "first_samples leaves out samples of prompts that skip_equal_groups leaves out: set it, too"
         bounds = {self.correction_low, self.correction_high} - {None}
         if self.rollout_correction in ("none", "bypass") and bounds:
             yield (

@@ -190,6 +190,22 @@ class Config(RunConfig):
             )
 
     @rule
+    def _samples_differ(self) -> Iterator[str]:
+        algorithm, rollout = self.algorithm, self.rollout
+        if algorithm.first_samples is not None and algorithm.first_samples >= rollout.samples_per_prompt:
+            yield (
+                f"algorithm.first_samples is {algorithm.first_samples}, but is only a part of "
+                f"rollout.samples_per_prompt, {rollout.samples_per_prompt}: lower it, or leave it out"
+            )
+        if algorithm.curriculum and rollout.samples_per_prompt < 2:
+            yield ("algorithm.curriculum compares samples of one prompt: rollout.samples_per_prompt must be >= 2")
+        if 0 < algorithm.curriculum * rollout.prompts_per_step < 1:
+            yield (
+                f"algorithm.curriculum is {algorithm.curriculum}, which is not one prompt of "
+                f"rollout.prompts_per_step, {rollout.prompts_per_step}: raise one of them, or leave curriculum out"
+            )
+
+    @rule
     def _mini_batches_have_samples(self) -> Iterator[str]:
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples < self.algorithm.mini_batches:

@@ -81,9 +81,12 @@ class Samples:
 
         They are in this order whatever rank made them, so the order does not depend on the number of ranks.
         """
-        whole = self if world.size == 1 else self._of_all_ranks(world)
-        order = np.lexsort((whole.number_B.numpy(), whole.row_B.numpy()))
-        return whole if (np.diff(order) == 1).all() else whole.select(torch.from_numpy(order))
+        return (self if world.size == 1 else self._of_all_ranks(world)).in_order()
+
+    def in_order(self) -> Self:
+        """The samples by row and number."""
+        order = np.lexsort((self.number_B.numpy(), self.row_B.numpy()))
+        return self if (np.diff(order) == 1).all() else self.select(torch.from_numpy(order))
 
     def _of_all_ranks(self, world: World) -> Self:
         """The samples of all ranks, in the order of the ranks."""

@@ -1,15 +1,31 @@
 """The samples of a step: prompts from the stream, answers of the rollout, rewards of the judge."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
 from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
+from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.evaluation import own_rows, own_samples
-from rlft_fast.trainer.experience import penalize_length, rows_with_signal
+from rlft_fast.trainer.experience import early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.models import Models
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World
+
+
+class Collected(NamedTuple):
+    """The samples of a step."""
+
+    prompts: Prompts
+    num_streamed: int
+    """How many of the prompts come from the stream."""
+    samples: Samples
+    """By row and number. The penalties on length are not yet in the rewards."""
 
 
 class Collector:
@@ -19,40 +35,44 @@ class Collector:
         config: of the run.
         world: the ranks that share the prompts.
         prompts: to learn from.
+        curriculum: chooses among them.
         judge: scores the answers.
         models: their rollout answers.
         phases: are told of generation and scoring.
     """
 
     def __init__(
-        self, config: Config, world: World, prompts: Prompts, judge: Judge, models: Models, phases: Phases
-    ) -> None:
+        self, config: Config, world: World, prompts: Prompts, curriculum: Curriculum, judge: Judge, models: Models,
+        phases: Phases,
+    ) -> None:  # fmt: skip
         self.config, self.world, self.prompts, self.judge = config, world, prompts, judge
+        self.curriculum = curriculum
         self.models, self.phases = models, phases
 
-    def collect(self, step: int, first_prompt: int) -> tuple[Prompts, Samples]:
+    def collect(self, step: int, first_prompt: int) -> Collected:
         """The prompts of a step and their samples; more prompts are added while too few have a signal.
 
-        The penalties on length are not yet in the rewards. Steps take the stream of prompts without gaps, so that each
-        pass over the data has every prompt once.
+        Steps take the stream of prompts without gaps, so that each pass over the data has every prompt once.
 
         Args:
             step: counts from 0; it decides every random draw.
-            first_prompt: number of prompts that the steps before have taken.
+            first_prompt: number of prompts of the stream that the steps before have taken.
         """
-        config, count = self.config, self.config.rollout.prompts_per_step
+        algorithm, count = self.config.algorithm, self.config.rollout.prompts_per_step
         rows: list[int] = []
+        num_streamed = 0
         samples: Samples | None = None
-        for _ in range(1 + config.algorithm.max_refills):
-            more = self.prompts.order(first_prompt + len(rows), count, config.seed)
+        for _ in range(1 + algorithm.max_refills):
+            more, num_new = self.curriculum.choose(step, first_prompt + num_streamed, rows)
             found = self._rollout(self.prompts.select(more), step, len(rows))
             found = found.replace(row_B=found.row_B + len(rows))
             samples = found if samples is None else cat_samples([samples, found])
-            rows += more
-            if not config.algorithm.max_refills or len(self.rows_with_signal(samples)) >= count:
+            rows, num_streamed = rows + more, num_streamed + num_new
+            if not algorithm.max_refills or len(self.rows_with_signal(samples)) >= count:
                 break
         assert samples is not None
-        return self.prompts.select(rows), samples
+        self.curriculum.learn(rows, samples)
+        return Collected(self.prompts.select(rows), num_streamed, samples)
 
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""
@@ -63,6 +83,16 @@ class Collector:
         if not self.config.algorithm.skip_equal_groups:
             return samples
         return samples.of_rows(with_signal[: self.config.rollout.prompts_per_step])
+
+    def metrics(self, collected: Collected) -> dict[str, float]:
+        """What the curriculum and the early stop have done in a step."""
+        algorithm, metrics = self.config.algorithm, {}
+        if algorithm.first_samples is not None:
+            metrics |= early_stop_metrics(collected.samples, self.config.rollout.samples_per_prompt)
+        if algorithm.curriculum:
+            metrics["drawn_again_share"] = 1.0 - collected.num_streamed / len(collected.prompts)
+            metrics |= self.curriculum.metrics()
+        return metrics
 
     def penalize_length(self, scored: Samples) -> Samples:
         """The samples with the configuration's penalties on length in their rewards."""
@@ -95,20 +125,39 @@ class Collector:
             ) from error
 
     def _rollout(self, prompts: Prompts, step: int, first_row: int) -> Samples:
-        """Each rank samples and scores its share of the prompts; all ranks get all samples.
+        """The samples of these prompts: all, or the first ones and then the rest where the first ones differ.
 
         Args:
             prompts: to be answered.
             step: see `collect`.
             first_row: row of the first prompt among all prompts of the step.
         """
+        count, first = self.config.rollout.samples_per_prompt, self.config.algorithm.first_samples
+        rows = range(first_row, first_row + len(prompts))
+        samples = self._sample(prompts, step, rows, range(first or count))
+        if first is None or not (differ := self.rows_with_signal(samples)):
+            return samples
+        more = self._sample(prompts.select(differ), step, [rows[row] for row in differ], range(first, count))
+        more = more.replace(row_B=torch.tensor(differ)[more.row_B], number_B=more.number_B + first)
+        return cat_samples([samples, more]).in_order()
+
+    def _sample(self, prompts: Prompts, step: int, rows: Sequence[int], numbers: range) -> Samples:
+        """Each rank samples and scores its share of the prompts; all ranks get all samples.
+
+        Args:
+            prompts: to be answered.
+            step: see `collect`.
+            rows: of the prompts among all prompts of the step; with the numbers, they decide every draw.
+            numbers: of the samples among all samples of their prompt.
+        """
         config = self.config.rollout
         params = SamplingParams(
-            n=config.samples_per_prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+            n=len(numbers), max_new_tokens=config.max_new_tokens, temperature=config.temperature,
             top_k=config.top_k, top_p=config.top_p, stop=config.stop,
         )  # fmt: skip
-        own = [first_row + row for row in own_rows(self.world, prompts)]
-        answers = self.answer(prompts, params, sample_seeds(self.config.seed, step, own, params.n))
+        own = [rows[i] for i in own_rows(self.world, prompts)]
+        seeds = [seeds[numbers.start :] for seeds in sample_seeds(self.config.seed, step, own, numbers.stop)]
+        answers = self.answer(prompts, params, seeds)
         with self.phases.timed("reward"):
             samples = self.judge.score(prompts, answers)
         self.phases.busy("reward", self.judge.seconds)

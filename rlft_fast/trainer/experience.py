@@ -22,7 +22,8 @@ class Experience:
 
     Args:
         step: number of the step, from 0.
-        prompts: all that the step took from the stream, refills included.
+        prompts: all that the step asked, refills included.
+        num_streamed: how many of them come from the stream; the curriculum drew the others again.
         samples: of all ranks, by the row of their prompt.
         taught: the samples to learn from, in the order of the batch.
         batch: with advantages. Its weights say which tokens run (`Batch.active_T`); an optimizer step has its own.
@@ -31,6 +32,7 @@ class Experience:
 
     step: int
     prompts: Prompts
+    num_streamed: int
     samples: Samples
     taught: Samples
     batch: Batch
@@ -100,13 +102,18 @@ def rows_with_signal(samples: Samples, part: str | None = None) -> list[int]:
         samples: of one rollout, before `penalize_length`: wrong answers of different lengths are equally wrong.
         part: name of a part of the reward, to be compared instead.
     """
-    has_reward = samples.has_reward_B.numpy()
-    row = samples.row_B.numpy()[has_reward]
-    value = (samples.reward_B if part is None else samples.parts[part]).numpy()[has_reward]
+    row, value = compared_rewards(samples, part)
     order = np.lexsort((value, row))
     row, value = row[order], value[order]
     is_equal = (value[1:] == value[:-1]) | (np.isnan(value[1:]) & np.isnan(value[:-1]))
     return np.unique(row[1:][(row[1:] == row[:-1]) & ~is_equal]).tolist()
+
+
+def compared_rewards(samples: Samples, part: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """The row of each sample with a reward, and its reward, or the part of its reward that is compared instead."""
+    has_reward = samples.has_reward_B.numpy()
+    value_B = samples.reward_B if part is None else samples.parts[part]
+    return samples.row_B.numpy()[has_reward], value_B.numpy()[has_reward]
 
 
 def scored_samples(samples: Samples, greedy: Tensor | None = None) -> Samples:
@@ -197,6 +204,22 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()
     return metrics
+
+
+def early_stop_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
+    """What was not sampled, because the first samples of a prompt have equal rewards.
+
+    Args:
+        samples: of a step.
+        samples_per_prompt: of a prompt whose first samples differ.
+    """
+    rows, row_B, count_G = samples.row_B.unique(return_inverse=True, return_counts=True)
+    left_out_G = samples_per_prompt - count_G
+    length_G = torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row_B, samples.length_B.double())
+    return {
+        "stopped_early_share": float((left_out_G > 0).double().mean()),
+        "saved_tokens": float((left_out_G * length_G / count_G).sum()),  # as long as those of the prompt, on average
+    }
 
 
 def _part_means(samples: Samples) -> dict[str, float]:

@@ -20,6 +20,7 @@ from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
 from rlft_fast.trainer.collector import Collector
+from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
 from rlft_fast.trainer.experience import (
     Experience,
@@ -58,6 +59,7 @@ class PPOTrainer:
         self.objective, self.tokenizer = inputs.objective, inputs.tokenizer
         self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
         self.prompts, self.held_out = inputs.prompts, inputs.held_out
+        self.curriculum = Curriculum(inputs.prompts, config)
         elsewhere = None if config.cluster is None else lambda: self.models.take_usage()  # of the models of now
         self.phases = Phases(world, elsewhere=elsewhere)  # of the current step
         self._load_models()
@@ -79,7 +81,9 @@ class PPOTrainer:
         self.rollout = models.rollout
         if "reward" in models.engines:
             self.judge.use_model(models.engines["reward"])
-        self.collector = Collector(self.config, self.world, self.prompts, self.judge, models, self.phases)
+        self.collector = Collector(
+            self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases
+        )
         self.learner = Learner(self.config, models, self.objective)
 
     def restart(self) -> None:
@@ -95,7 +99,8 @@ class PPOTrainer:
 
         Args:
             step: counts from 0; it decides every random draw.
-            first_prompt: number of prompts that the steps before have taken; None: ``prompts_per_step`` each.
+            first_prompt: number of prompts of the stream that the steps before have taken; None: ``prompts_per_step``
+                each.
         """
         started = time.perf_counter()
         experience = self.collect(step, first_prompt)
@@ -117,7 +122,8 @@ class PPOTrainer:
             first_prompt = step * self.config.rollout.prompts_per_step
         self.phases.restart()
         torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
-        prompts, scored = self.collector.collect(step, first_prompt)
+        collected = self.collector.collect(step, first_prompt)
+        prompts, scored = collected.prompts, collected.samples
         greedy = self.collector.greedy(prompts).reward_B if self.objective.needs_greedy else None
         with self.phases.timed("generate"):
             self.rollout.sleep()  # not before: only the sync after the update wakes it
@@ -126,7 +132,7 @@ class PPOTrainer:
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
         with self.phases.timed("logprobs"):
             batch = self.learner.infer(build_batch(taught, prompts.token_ids, greedy))
-        metrics = rollout_metrics(samples, batch, len(with_signal))
+        metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
         prepare = partial(self.objective.prepare, batch, self._seed(step))
         batch = self.world.together(prepare, AdvantageError)
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
@@ -134,7 +140,10 @@ class PPOTrainer:
             stopped = taught.stopped_B.nonzero().squeeze(1)
             batch, taught = batch.select(stopped), taught.select(stopped)
         batch = weighted(batch, self.objective.policy_loss)[0]
-        return Experience(step=step, prompts=prompts, samples=samples, taught=taught, batch=batch, metrics=metrics)
+        return Experience(
+            step=step, prompts=prompts, num_streamed=collected.num_streamed, samples=samples, taught=taught,
+            batch=batch, metrics=metrics,
+        )  # fmt: skip
 
     def learn(self, experience: Experience) -> StepResult:
         """old log-probs, where `collect` left them out -> updates -> the rollout gets the new weights."""
@@ -150,7 +159,7 @@ class PPOTrainer:
         metrics |= self.phases.metrics()
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
         return StepResult(
-            metrics=metrics, num_prompts=len(experience.prompts), warnings=experience.warnings,
+            metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,
             records=sample_records(experience.samples, experience.prompts),
             tokens=self._token_columns(experience, update.outputs),
         )  # fmt: skip
@@ -214,12 +223,14 @@ class PPOTrainer:
         return self.rollout.weight_version == step + 1 and not self.learner.is_torn
 
     def state(self) -> dict[str, Any]:
-        """The coefficients of the objective, which adapt."""
-        return self.objective.state()
+        """The coefficients of the objective, which adapt, and the estimates of the curriculum."""
+        estimates = self.curriculum.state()
+        return self.objective.state() | ({"curriculum": estimates} if estimates["row"] else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `state`."""
         self.objective.load_state(state)
+        self.curriculum.load_state(state.get("curriculum", {}))
 
     def close(self) -> None:
         """Ends the reward functions' worker processes and the generator."""

@@ -1,5 +1,8 @@
 """Samples of two prompts, and the numbers of their tokens."""
 
+from collections.abc import Sequence
+
+from rlft_fast.data import Samples
 from rlft_fast.rollout import Completion, Span, to_samples
 from rlft_fast.run.tokens import token_columns
 from rlft_fast.trainer.experience import build_batch, scored_samples, with_rewards
@@ -25,3 +28,17 @@ def columns_of_samples(max_bytes: int = 2**20, **changes):
     assert batch.rollout_logprob_T is not None
     batch = batch.replace(logprob_T=batch.rollout_logprob_T + 1.0, advantage_T=batch.input_ids_T.roll(-1) * 2.0)
     return token_columns(SAMPLES, taught, batch.replace(**changes), max_bytes)
+
+
+def samples_of(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None) -> Samples:
+    """Samples with these rewards, one list for each prompt.
+
+    Args:
+        groups: rewards by prompt; NaN where there is none.
+        lengths: tokens of each sample; None: one.
+    """
+    rewards = [reward for group in groups for reward in group]
+    rows = [row for row, group in enumerate(groups) for _ in group]
+    counts = lengths or [1] * len(rows)
+    completions = [Completion([4] * count, [-1.0] * count, "stop") for count in counts]
+    return with_rewards(to_samples([*zip(rows, completions, strict=True)]), rewards)

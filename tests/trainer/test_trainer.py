@@ -362,6 +362,10 @@ BY_ROUNDING = {
         "algorithm": {"skip_equal_groups": True, "max_refills": 2, "mini_batches": 2},
         "reward__function": f"{HERE}:even_share_of_some",
     },
+    "curriculum": {
+        "algorithm": {"skip_equal_groups": True, "max_refills": 1, "curriculum": 0.5, "first_samples": 2},
+        "reward__function": f"{HERE}:mostly_even",
+    },
     # Its penalty has a kink where π is π_old.
     "kl-cov": {
         "algorithm": {"policy_loss": "kl-cov", "mini_batches": 2, "kl_coef": 0.1},

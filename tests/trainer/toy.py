@@ -23,6 +23,11 @@ def even_share(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+def mostly_even(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """1 where more than half of the token ids are even, else 0."""
+    return [float(share > 0.5) for share in even_share(completion_ids)]
+
+
 def constant(prompts: list[str], **_: Any) -> list[float | None]:
     return [0.25] * len(prompts)
 
