@@ -412,6 +412,9 @@ def test_what_auto_means_on_a_device(given, on_cpu, on_gpu):
             assert model.for_device("cpu") == model
         actor = resolved.actor  # a run's memory may decide otherwise
         assert (actor.activation_checkpointing, actor.reduce_every_micro_batch) == ("none", False)
+    moved = Config.parse(MINIMAL | {"actor": given | {"optimizer": {"cpu_offload": True}}})
+    assert not moved.for_device("cpu").actor.optimizer.cpu_offload
+    assert moved.for_device("cuda").actor.optimizer.cpu_offload
 
 
 def test_limits_that_are_just_met():

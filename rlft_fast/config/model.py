@@ -32,6 +32,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of matrices. Biases and norms are never decayed."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of AdamW's moments. bfloat16, rounded stochastically, saves 4 bytes for each trained weight."""
+    cpu_offload: MayChange[bool] = False
+    """Keep AdamW's moments in CPU memory. Each step copies them to the GPU and back; on a CPU nothing changes."""
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null or 0: the norm is only measured."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -127,7 +129,15 @@ class EngineConfig(ModelConfig):
     def for_device(self, device_type: str) -> Self:
         """As for every model. What memory decides is as without a limit, see `rlft_fast.engine.memory.choose`."""
         unlimited = {"activation_checkpointing": "none", "reduce_every_micro_batch": False}
-        return super().for_device(device_type)._resolved(unlimited)
+        resolved = super().for_device(device_type)._resolved(unlimited)
+        if device_type == "cuda" or not self.optimizer.cpu_offload:
+            return resolved
+        return resolved.model_copy(update={"optimizer": self.optimizer.model_copy(update={"cpu_offload": False})})
+
+    @rule
+    def _offloads_once(self) -> Iterator[str]:
+        if self.cpu_offload and self.optimizer.cpu_offload:
+            yield "cpu_offload keeps the optimizer's state on the CPU already: leave optimizer.cpu_offload out"
 
 
 class CriticConfig(EngineConfig):

@@ -60,6 +60,7 @@ _NAMES = {
     "actor.lora.rank": "lora_r lora_rank",
     "actor.lora.alpha": "lora_alpha",
     "actor.lora.target_modules": "lora_target_modules",
+    "actor.optimizer.cpu_offload": "adam_offload",
     "actor.optimizer.learning_rate": "lr actor_learning_rate",
     "actor.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",
     "actor.optimizer.eps": "adam_epsilon",

@@ -21,6 +21,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     return FusedAdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate, betas=config.betas, eps=config.eps, moment_dtype=getattr(torch, config.moment_dtype),
+        offload_moments=config.cpu_offload,
     )  # fmt: skip
 
 

@@ -134,9 +134,7 @@ class EngineState:
             self.model.to(device)
             move_gradients(self.model, device)
         if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, tensor in state.items():
-                    state[key] = tensor.to(device)
+            self.optimizer.move_state(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # other processes and vLLM can use only memory that the allocator gives back

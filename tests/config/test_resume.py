@@ -22,6 +22,8 @@ _MAY_CHANGE = {
     "rollout": "backend servers max_prompt_tokens batch_size",
     "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib check_weights",
     "actor": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch",
+    "actor.optimizer": "cpu_offload",
+    "critic.optimizer": "cpu_offload",
     "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
     "reference": _OF_MODELS,
     "evaluation": "path every",

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from rlft_fast.config import EngineConfig
+from rlft_fast.config import EngineConfig, OptimizerConfig
 from rlft_fast.engine import FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, near_policy, policy_loss, random_batch
@@ -78,6 +78,8 @@ def test_weights_and_optimizer_state_move_apart(params, tiny_model):
 def test_both_kinds_at_once_are_refused():
     with pytest.raises(ValueError, match="leave offload_between_phases out"):
         EngineConfig(cpu_offload=True, offload_between_phases=True)
+    with pytest.raises(ValueError, match=r"leave optimizer\.cpu_offload out"):
+        EngineConfig(cpu_offload=True, optimizer=OptimizerConfig(cpu_offload=True))
 
 
 @pytest.mark.gpu

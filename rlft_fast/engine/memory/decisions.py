@@ -49,8 +49,7 @@ def decisions(
                     settings.setdefault(key, {}).setdefault(value, {})[f"{name}.{key}"] = value
     for choices in settings.values():
         yield [{}, *choices.values()]
-    if device_type == "cuda":
-        yield from _offloads(config)
+    yield from _state_choices(config, device_type)
     if isinstance(config, Config):
         yield from _decisions_of_rollout(config, world_size, memory_bytes, device_type, failing, refused=refused)
 
@@ -134,13 +133,25 @@ def _divisors(number: int, other: int, least: int) -> list[int]:
     return [n for n in range(least, common + 1) if common % n == 0]
 
 
-def _offloads(config: RunConfig) -> Iterator[list[dict[str, Any]]]:
+def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[str, Any]]]:
+    """Where a model's weights and moments are kept, and how wide the moments are: one of all ways for each model."""
     sections: dict[str, ModelConfig | None] = {"actor": config.actor}
     if isinstance(config, Config):
         sections |= {"critic": config.critic, "reference": config.reference}
     for name, section in sections.items():
-        if section is not None and not (section.cpu_offload or section.offload_between_phases):
-            yield [{}, {f"{name}.offload_between_phases": True}, {f"{name}.cpu_offload": True}]
+        if section is None:
+            continue
+        optimizer = section.optimizer if isinstance(section, EngineConfig) else None
+        choices: list[dict[str, Any]] = [{}]
+        if device_type == "cuda" and not (section.cpu_offload or section.offload_between_phases):
+            choices.append({f"{name}.offload_between_phases": True})
+            if optimizer is None or not optimizer.cpu_offload:
+                choices.append({f"{name}.cpu_offload": True})
+            if optimizer is not None and not optimizer.cpu_offload:
+                choices.append({f"{name}.optimizer.cpu_offload": True})
+        if optimizer is not None and optimizer.moment_dtype == "float32":
+            choices.append({f"{name}.optimizer.moment_dtype": "bfloat16"})
+        yield choices
 
 
 def changed(config: AnyConfig, changes: dict[str, Any]) -> AnyConfig:

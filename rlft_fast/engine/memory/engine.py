@@ -46,7 +46,8 @@ class EngineMemory:
             model, kept between micro-batches. "activations" is the part that grows with the tokens. "gathered units"
             are whole weights and gradients of units, with their buffers. "logits workspace" is the head's own memory
             in the loss with the float32 sum of its weight's gradient; 0 if the peak is at another time.
-        host: bytes in the CPU's memory by part, with ``cpu_offload`` on GPUs. On CPUs `memory` has everything.
+        host: bytes in the CPU's memory by part, with ``cpu_offload`` or ``optimizer.cpu_offload`` on GPUs. On CPUs
+            `memory` has everything.
         sent_bytes: bytes that each rank sends in a step for weights and gradients by ring collectives.
     """
 
@@ -100,7 +101,7 @@ def plan_engine_memory(
         scratch = 0
     shard_size = int(work.config.shard_size)
     state = state_by_part(model, config, shard_size)
-    here = dict.fromkeys(state, 0) if work.offloaded else state
+    here, moments = dict.fromkeys(state, 0) if work.offloaded else state, host_moment_bytes(model, config, shard_size)
     memory = {
         "parameters": here["parameters"],
         "gradients": here["gradients"],
@@ -120,7 +121,7 @@ def plan_engine_memory(
         num_micro_batches=num_micro_batches,
         max_tokens=config.max_tokens,
         memory=memory,
-        host=state if work.offloaded else {},
+        host=state if work.offloaded else {"optimizer": moments} if moments else {},
         sent_bytes=sent_bytes(model, config, world_size // shard_size, shard_size, num_micro_batches),
     )
 
@@ -180,14 +181,26 @@ def prepare(
 
 
 def state_by_part(model: RLModel, config: EngineConfig, shard_size: int) -> dict[str, int]:
-    """Bytes of the first rank's weights, reduced gradients and optimizer state."""
+    """Bytes of the first rank's weights, reduced gradients and optimizer state, without `host_moment_bytes`."""
     kept, numel = getattr(torch, config.param_dtype).itemsize, local_numel(trained(model), shard_size)
-    moment = getattr(torch, config.optimizer.moment_dtype).itemsize
+    moments = 0 if config.optimizer.cpu_offload else _moment_bytes(model, config, shard_size)
     return {
         "parameters": kept * local_numel(model.parameters(), shard_size),
         "gradients": kept * numel,
-        "optimizer": (2 * moment + (_FLOAT if kept < _FLOAT else 0)) * numel,
+        "optimizer": moments + (_FLOAT if kept < _FLOAT else 0) * numel,
     }
+
+
+def host_moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
+    """Bytes of the first rank's moments that ``optimizer.cpu_offload`` keeps in the CPU's memory.
+
+    A step copies them to the device a bucket at a time. Activations need more of the device, and are freed by then.
+    """
+    return _moment_bytes(model, config, shard_size) if config.optimizer.cpu_offload else 0
+
+
+def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
+    return 2 * getattr(torch, config.optimizer.moment_dtype).itemsize * local_numel(trained(model), shard_size)
 
 
 def copied_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:

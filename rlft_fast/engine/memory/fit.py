@@ -19,6 +19,7 @@ from rlft_fast.engine.memory.run import (
 from rlft_fast.engine.memory.search import Proposal, Search
 
 _GIB = 2**30
+_OF_ROUNDED_MOMENTS = " (moments in bfloat16 are rounded at random: the run's numbers change, and learn as well)"
 _SAMPLE_BYTES = 256  # at least: the texts and ids of an answer as Python objects, and its seed, row and reward
 
 
@@ -152,7 +153,8 @@ def advice(
     """
     proposal = propose(config, plan, world_size, memory_bytes, device_type, host_bytes)
     if proposal.fits:
-        return f"It fits with {as_options(proposal.changes)}"
+        rounds = any(key.endswith("moment_dtype") for key in proposal.changes)
+        return f"It fits with {as_options(proposal.changes)}" + rounds * _OF_ROUNDED_MOMENTS
     return _missing(proposal, memory_bytes)
 
 

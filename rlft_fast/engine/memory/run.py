@@ -19,6 +19,7 @@ from rlft_fast.engine.memory.engine import (
     USABLE,
     EngineMemory,
     head_scratch_bytes,
+    host_moment_bytes,
     inference_bytes,
     largest_max_tokens,
     least_bytes,
@@ -281,6 +282,7 @@ class _Resident:
         state = state_by_part(self.model, role.config, int(work.config.shard_size))
         self.weights, self.gradients = state["parameters"], state["gradients"]
         self.optimizer = state["optimizer"] if role.trains else 0
+        self.host_moments = host_moment_bytes(self.model, role.config, int(work.config.shard_size)) * role.trains
         self.always_off = work.offloaded
         self.off_between = device_type == "cuda" and role.config.offload_between_phases
         self.inference = inference_bytes(*arguments, int(memory_bytes)) if infers else 0
@@ -300,7 +302,7 @@ class _Resident:
         if self.always_off:
             return self.weights + self.optimizer + (self.gradients if doing == "update" else 0)
         off = {"wait": self.weights + self.optimizer, "infer": self.optimizer, "update": 0}
-        return off[doing] if self.off_between else 0
+        return self.host_moments + (off[doing] if self.off_between else 0)
 
 
 def _phases(

@@ -22,7 +22,13 @@ import torch
 
 from rlft_fast.config import Config, EngineConfig, Role, RunConfig, run_roles
 from rlft_fast.engine.flops import model_flops
-from rlft_fast.engine.memory.engine import EngineMemory, sent_bytes, state_by_part, waiting_gradient_bytes
+from rlft_fast.engine.memory.engine import (
+    EngineMemory,
+    host_moment_bytes,
+    sent_bytes,
+    state_by_part,
+    waiting_gradient_bytes,
+)
 from rlft_fast.engine.memory.processes import ranks_of
 from rlft_fast.engine.memory.run import MemoryPlan, Phase, bound_memory, most_micro_batches
 from rlft_fast.engine.memory.simulation import build_plain
@@ -36,6 +42,8 @@ _MOVED_BYTES = 1e10  # per second, between a GPU and the CPU's memory, with noth
 _STEPPED_BYTES = 5e9  # per second, of optimizer state that a rank's share of the CPU steps
 _COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # share of forward and backward; the norms, or all
 _KEPT = {"none": 1.0, "selective": 0.3, "full": 0.04}  # share of the activations that a model keeps at least, about
+# Moments in bfloat16 cost no seconds, but change the run's numbers: other settings may cost this share of the update.
+_ROUNDED_MOMENTS = 0.25
 # Shares of the update's seconds for each doubling of vLLM's ranks, and of the batches of transformers' `generate`.
 _SPLIT_GENERATION, _SPLIT_BATCH = 0.02, 0.2
 
@@ -206,27 +214,37 @@ class _Trained:
     def bytes_at_least(self, config: EngineConfig, num_micro_batches: int) -> int:
         """Bytes of an update."""
         mode = config.activation_checkpointing
-        state = 0 if config.cpu_offload else self._state(config.shard_size)
+        state = 0 if config.cpu_offload else self._kept(config)[0]
         waiting = waiting_gradient_bytes(self.model, config, self.world_size, num_micro_batches)
         return int(state + waiting + self.rest[mode] + self.bytes_per_row[mode] * _rows(config))
 
     def update_seconds(self, config: EngineConfig, num_micro_batches: int, rows: float) -> float:
         ranks = config.sequence_parallel
-        computed = self.flops_per_row * rows * (1 + _COMPUTED_AGAIN[config.activation_checkpointing])
+        dearer = _COMPUTED_AGAIN[config.activation_checkpointing] + self._rounds(config) * _ROUNDED_MOMENTS
+        computed = self.flops_per_row * rows * (1 + dearer)
         sent = self._sent(config.shard_size, num_micro_batches, config.reduce_every_micro_batch)
         exchanged = self.exchanged_per_row * rows * (ranks - 1) / ranks
         return computed / _FLOPS + (sent + exchanged) / _SENT_BYTES
 
     def move_seconds(self, config: EngineConfig, num_micro_batches: int) -> float:
         """Of the state to the GPU and back once a step; or of weights in every micro-batch, and of steps on the CPU."""
-        state = self._state(config.shard_size)
+        state, moments = self._kept(config)
         if config.cpu_offload:
             return num_micro_batches * state / _MOVED_BYTES + state / _STEPPED_BYTES
-        return 2 * state / _MOVED_BYTES if config.offload_between_phases else 0.0
+        return 2 * (moments + state * config.offload_between_phases) / _MOVED_BYTES
 
-    def _state_of(self, shard_size: Literal["auto"] | int) -> int:
-        state = state_by_part(self.model, self.config, self._shards(shard_size))
-        return state["parameters"] + state["optimizer"]
+    def _rounds(self, config: EngineConfig) -> bool:
+        return config.optimizer.moment_dtype != self.config.optimizer.moment_dtype
+
+    def _kept(self, config: EngineConfig) -> tuple[int, int]:
+        """Bytes of weights and optimizer state on the device, and of moments in the CPU's memory."""
+        return self._state(config.shard_size, config.optimizer.moment_dtype, config.optimizer.cpu_offload)
+
+    def _state_of(self, shard_size: Literal["auto"] | int, moment_dtype: str, offloads: bool) -> tuple[int, int]:
+        kept = {"optimizer.moment_dtype": moment_dtype, "optimizer.cpu_offload": offloads}
+        config, shards = _changed(self.config, kept), self._shards(shard_size)
+        state = state_by_part(self.model, config, shards)
+        return state["parameters"] + state["optimizer"], host_moment_bytes(self.model, config, shards)
 
     def _sent_of(self, shard_size: Literal["auto"] | int, num_micro_batches: int, reduces_each: bool) -> int:
         config = self.config.model_copy(update={"reduce_every_micro_batch": reduces_each})

@@ -233,6 +233,9 @@ def run_blocks(
             return Trace(tuple(tracker.notes))
         optimizer = build_optimizer(model.parameters(), config.optimizer)
         optimizer.initialize_state()
+        if config.optimizer.cpu_offload:
+            for state in optimizer.state.values():
+                del state["exp_avg"], state["exp_avg_sq"]
         tracker.begin_pass(workload.offloaded)
         if workload.offloaded:
             tracker.elsewhere = partial(_gradient_bytes, list(model.parameters()))

@@ -16,6 +16,7 @@ NARROW = (torch.float16, torch.bfloat16)
 WIDE = {torch.float64: torch.float64} | dict.fromkeys(
     (torch.float32, *NARROW), torch.float32
 )  # the dtype of the master
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOT_OFFERED = ("amsgrad", "maximize", "differentiable")  # options of torch.optim.AdamW that would change the formula
 _MOST_STEPS = 2**24  # at which adding 1 to a float32 stops changing it
 
@@ -121,20 +122,22 @@ def local_part(tensor: Tensor) -> Tensor:
 def state_dtypes(parameter: Tensor, moment_dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtypes of a parameter's moments and, if it is narrow, of its master."""
     wide = WIDE[parameter.dtype]
-    moments = wide if wide == torch.float64 else moment_dtype
-    dtypes = {"exp_avg": moments, "exp_avg_sq": moments}
+    dtypes = dict.fromkeys(MOMENTS, wide if wide == torch.float64 else moment_dtype)
     return dtypes | {"master": wide} if parameter.dtype in NARROW else dtypes
 
 
-def check_state(parameter: Tensor, state: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
+def check_state(
+    parameter: Tensor, state: dict[str, Any], dtypes: dict[str, torch.dtype], *, offloads_moments: bool = False
+) -> None:
     """Raises TypeError or ValueError for state that no step of this parameter has left."""
     for key, dtype in dtypes.items():
         tensor = state.get(key)
         check_moment(key, tensor, parameter)
         assert isinstance(tensor, Tensor)
-        if (tensor.dtype, tensor.device) != (dtype, parameter.device):
+        device = torch.device("cpu") if offloads_moments and key in MOMENTS else parameter.device
+        if (tensor.dtype, local_part(tensor).device) != (dtype, device):
             raise TypeError(
-                f"{key} is {tensor.dtype} on {tensor.device}, expected {dtype} on {parameter.device}: "
+                f"{key} is {tensor.dtype} on {local_part(tensor).device}, expected {dtype} on {device}: "
                 "load the state by load_state_dict, which converts it."
             )
     step = state.get("step")

@@ -34,14 +34,13 @@ def run_of(model: PretrainedConfig, folder: Path, **changes: Any) -> Config:
 def small_run(folder: Path, **changes: Any) -> Config:
     """Several micro-batches on each of two ranks, whose activations and gradients both count."""
     sizes = {"rollout__prompts_per_step": 16, "rollout__max_prompt_tokens": 384, "rollout__max_new_tokens": 128}
-    return run_of(
-        SMALL, folder, **sizes, rollout__batch_size=1, actor__max_tokens=1024, actor__workspace_mib=1, **changes
-    )
+    sizes |= {"rollout__batch_size": 1, "actor__max_tokens": 1024, "actor__workspace_mib": 1}
+    return run_of(SMALL, folder, **sizes | changes)
 
 
-def bytes_of(config: Config, values: dict[str, Any]) -> float:
+def bytes_of(config: Config, values: dict[str, Any], world_size: int = 2) -> float:
     """Of a device on which an update of the policy just fits."""
-    update = next(x for x in plan_memory(changed(config, values), 2, GIB).phases if x.name == "update actor")
+    update = next(x for x in plan_memory(changed(config, values), world_size, GIB).phases if x.name == "update actor")
     return update.total_bytes / USABLE + 1
 
 
@@ -72,6 +71,24 @@ def test_named_values_stay(tmp_path):
     assert choose(config, 2, memory, "cuda", GIB).values == {}  # bfloat16 gradients would be added up in bfloat16
     with pytest.raises(DoesNotFitError, match=r"It fits with --actor\.activation_checkpointing selective"):
         check_run(config, 2, memory, "cuda", GIB)
+
+
+# The bus takes as long as a quarter of the update of about 400,000 tokens.
+@pytest.mark.parametrize(
+    ("prompts", "host_bytes", "expected"),
+    [
+        (512, GIB, "--actor.optimizer.cpu_offload true"),
+        (512, 2**20, "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's "),
+        (16, GIB, "--actor.optimizer.moment_dtype bfloat16 (moments in bfloat16 are rounded at random: the run's "),
+    ],
+)
+def test_moments_move_or_shrink_where_nothing_cheaper_fits(prompts, host_bytes, expected, tmp_path):
+    named = {"actor__activation_checkpointing": "full", "actor__max_tokens": 512}
+    config = small_run(tmp_path, **named, rollout__prompts_per_step=prompts)
+    memory = bytes_of(config, {"actor.optimizer.moment_dtype": "bfloat16"}, 1)
+    with pytest.raises(DoesNotFitError, match="It fits with ") as refused:
+        check_run(config, 1, memory, "cuda", host_bytes)
+    assert str(refused.value).split("It fits with ")[1].startswith(expected)
 
 
 LLAMA_8B = LlamaConfig(

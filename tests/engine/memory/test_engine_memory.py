@@ -204,6 +204,17 @@ def test_gradients_are_as_wide_as_the_weights(tmp_path):
     assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
 
 
+def test_offloaded_moments_are_on_the_host_of_a_gpu(tmp_path):
+    path = str(save_model(tmp_path, width=256))
+    configs = [sharded_config({"optimizer": {"cpu_offload": moves}}) for moves in (False, True)]
+    kept, moved = (plan_engine_memory(path, config, 2, 2, "cuda") for config in configs)
+    assert moved.memory == kept.memory | {"optimizer": 0}
+    assert (kept.host, moved.host) == ({}, {"optimizer": kept.memory["optimizer"]})
+    assert kept.memory["optimizer"] == 8 * kept.num_parameters // 2
+    kept, moved = (plan_engine_memory(path, config, 2, 2, "cpu") for config in configs)
+    assert moved == kept
+
+
 def test_bfloat16_moments_take_what_the_engine_allocates(tmp_path):
     path = str(save_model(tmp_path, width=64))
     config = EngineConfig(max_tokens=256, optimizer=OptimizerConfig(moment_dtype="bfloat16"), compile=False)

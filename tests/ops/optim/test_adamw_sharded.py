@@ -40,7 +40,8 @@ def fully_sharded_model(rank: int, dtype: torch.dtype) -> None:
     sharded, whole = make_model(dtype), make_model(dtype)
     fully_shard(sharded[0])
     fully_shard(sharded)
-    optimizers = [FusedAdamW(model.parameters(), **OPTIONS) for model in (sharded, whole)]
+    # Where the moments of the shards wait makes no difference.
+    optimizers = [FusedAdamW(x.parameters(), **OPTIONS, offload_moments=x is sharded) for x in (sharded, whole)]
     for seed in range(3):
         x = random_tensors([(4, 6)], dtype, seed=seed)[0]
         for model in (sharded, whole):
