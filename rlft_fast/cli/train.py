@@ -75,20 +75,33 @@ def _fitted(config: RunConfig) -> RunConfig:
         ValueError: there is no GPU, or nothing fits.
     """
     from rlft_fast.engine.memory import changed, fitting_changes
+
+    world_size, memory_bytes, device_type, host_bytes = _memory(config)
+    if device_type != "cuda":
+        raise ValueError("--fit chooses settings for the memory of GPUs, and there is no GPU here: leave --fit out")
+    if config.cluster is not None and config.cluster.address is not None:
+        raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
+    changes = fitting_changes(config, world_size, memory_bytes, device_type, host_bytes)
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
+    return changed(config, changes)
+
+
+def _memory(config: RunConfig) -> tuple[int, float, str, float]:
+    """Number of ranks, bytes of a rank's device, type of the device, and bytes of CPU memory for a rank.
+
+    Workers on this machine share its memory, as ranks do that torchrun has started.
+    """
     from rlft_fast.engine.sharding import device_memory, host_memory
     from rlft_fast.world import World
 
     device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
-    if device.type != "cuda":
-        raise ValueError("--fit chooses settings for the memory of GPUs, and there is no GPU here: leave --fit out")
-    if (cluster := config.cluster) is not None:
-        if cluster.address is not None:
-            raise ValueError("--fit reads the memory of this machine's GPUs, not of a cluster's: leave --fit out")
-        world_size = cluster.actor.num_workers
-    changes = fitting_changes(config, world_size, device_memory(device), device.type, host_memory())
-    if os.environ.get("RANK", "0") == "0":
-        print("".join(f"--fit: {key}: {value}\n" for key, value in changes.items()) or "--fit: it fits as it is")
-    return changed(config, changes)
+    memory_bytes, host_bytes = device_memory(device), host_memory()
+    if config.cluster is not None:
+        world_size = config.cluster.actor.num_workers
+        host_bytes //= world_size
+        memory_bytes //= 1 if device.type == "cuda" else world_size
+    return world_size, memory_bytes, device.type, host_bytes
 
 
 def _print_first(resolved: str, *lines: str) -> None:
@@ -115,18 +128,14 @@ def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
         check_run,
         check_samples,
     )
-    from rlft_fast.engine.sharding import device_memory, host_memory
-    from rlft_fast.world import World
+    from rlft_fast.engine.sharding import host_memory
 
-    device, world_size = World.current().device, int(os.environ.get("WORLD_SIZE", "1"))
-    if (cluster := config.cluster) is not None:
-        world_size = cluster.actor.num_workers
-    memory_bytes = device_memory(device)
+    world_size, memory_bytes, device_type, host_bytes = _memory(config)
     try:
         check_samples(config, host_memory())
         if config.cluster is not None and config.cluster.address is not None:
             return config, "not known, because this process does not see the machines of the cluster"
-        choice = check_run(config, world_size, memory_bytes, device.type, host_memory())
+        choice = check_run(config, world_size, memory_bytes, device_type, host_bytes)
     except DoesNotFitError as error:
         if refuse:
             raise ValueError(f"{error}. (--no-memory-check starts the run all the same)") from error

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer
 
 from rlft_fast.cli import main
 from rlft_fast.cli.keys import key_reference, split_overrides
+from rlft_fast.cli.train import _memory
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.engine.memory import changed, plan_memory
+from rlft_fast.engine.sharding import host_memory
 from tests.trainer.toy import HERE, even_share, toy_values, write_rows
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
@@ -175,6 +177,14 @@ def test_fit_needs_gpus(too_large, tmp_path, capsys):
     assert main(["train", too_large, "--fit"]) == 1
     assert "--fit chooses settings for the memory of GPUs, and there is no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_workers_share_the_memory_of_their_machine():
+    alone, workers = (
+        _memory(Config.parse(MINIMAL | {"cluster": cluster})) for cluster in (None, {"actor": {"num_workers": 4}})
+    )
+    assert alone == (1, host_memory(), "cpu", host_memory())
+    assert workers == (4, host_memory() // 4, "cpu", host_memory() // 4)
 
 
 def test_without_the_memory_check_a_warning_remains(too_large, tmp_path, capsys):

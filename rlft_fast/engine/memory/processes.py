@@ -1,6 +1,19 @@
 """Which models of a run are in one process, and which processes share a device."""
 
+from typing import NamedTuple
+
 from rlft_fast.config import RunConfig, run_roles
+
+
+class Process(NamedTuple):
+    """One of several equal processes."""
+
+    models: list[str]
+    """By name, the actor first."""
+    share: float = 1.0
+    """Such processes on a machine for each rank of the actor."""
+    on_cpu: bool = False
+    """Whether its device is the machine's memory, on a cluster."""
 
 
 def ranks_of(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -22,17 +35,19 @@ def ranks_of(config: RunConfig, world_size: int) -> dict[str, int]:
     return ranks | apart
 
 
-def devices_of(config: RunConfig) -> list[list[list[str]]]:
-    """For each kind of device the processes on it, and for each process its models, the actor's first.
+def devices_of(config: RunConfig, world_size: int) -> list[list[Process]]:
+    """For each kind of device the processes on it. Processes on CPUs share the memory of their machine.
 
-    Processes on CPUs share the memory of their machine.
+    Arguments as in `ranks_of`.
     """
     roles, cluster = [*run_roles(config)], config.cluster
     if cluster is None:
-        return [[roles]]
+        return [[Process(roles)]]
     with_actor = [name for name in roles if name == "actor" or name not in cluster.groups]
-    devices: dict[str, list[list[str]]] = {}
+    ranks = ranks_of(config, world_size)
+    devices: dict[str, list[Process]] = {}
     for name, workers in cluster.groups.items():
         device = name if workers.gpus == 1 else "shared GPUs" if workers.gpus else "CPUs"
-        devices.setdefault(device, []).append(with_actor if name == "actor" else [name])
+        process = Process(with_actor if name == "actor" else [name], ranks[name] / world_size, not workers.gpus)
+        devices.setdefault(device, []).append(process)
     return [*devices.values()]

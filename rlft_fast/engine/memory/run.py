@@ -29,7 +29,7 @@ from rlft_fast.engine.memory.engine import (
     state_by_part,
 )
 from rlft_fast.engine.memory.generator import GeneratorMemory
-from rlft_fast.engine.memory.processes import devices_of, ranks_of
+from rlft_fast.engine.memory.processes import Process, devices_of, ranks_of
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import state_bytes
 from rlft_fast.models import PolicyModel, RLModel
@@ -147,10 +147,14 @@ def _in_phases(
         for name, role in run_roles(config).items()
     }
     generator = _generator(config, residents["actor"].model, world_size, memory_bytes, device_type)
-    phases: list[Phase] = []
-    for processes in devices_of(config):
-        own = [[*_phases({name: residents[name] for name in names}, updates, generator)] for names in processes]
-        phases += _on_one_device(own, memory_bytes)
+
+    def phases_of(process: Process) -> list[Phase]:
+        own = {name: residents[name] for name in process.models}
+        return [_for_each_rank(phase, process) for phase in _phases(own, updates, generator)]
+
+    devices = [[*map(phases_of, device)] for device in devices_of(config, world_size)]
+    host_bytes = sum(max(phase.host_bytes for phase in process) for device in devices for process in device)
+    phases = [phase for device in devices for phase in _on_one_device(device, memory_bytes, host_bytes)]
     phases.sort(key=lambda phase: _ORDER.index(phase.name.partition(" ")[0]))
     return MemoryPlan(engines=engines, phases=phases, refusal="" if generator is None else generator.refusal())
 
@@ -165,15 +169,29 @@ def _generator(
     return GeneratorMemory(config, policy, world_size, memory_bytes, device_type)
 
 
-def _on_one_device(processes: list[list[Phase]], memory_bytes: float) -> Iterator[Phase]:
-    """The phases of processes that share a device, each beside the peaks of the other processes."""
+def _for_each_rank(phase: Phase, process: Process) -> Phase:
+    """The phase with the bytes of a machine's memory that there are for each rank of the actor."""
+    memory = phase.memory
+    if process.on_cpu:
+        memory = {owner: math.ceil(process.share * size) for owner, size in memory.items()}
+    return replace(phase, memory=memory, host_bytes=math.ceil(process.share * phase.host_bytes))
+
+
+def _on_one_device(processes: list[list[Phase]], memory_bytes: float, host_bytes: int) -> Iterator[Phase]:
+    """The phases of processes that share a device, each beside the peaks of the other processes.
+
+    Args:
+        processes: the phases of each.
+        memory_bytes: of the device.
+        host_bytes: peaks of all processes of the machine together, in the CPU's memory.
+    """
     peaks = [MemoryPlan(engines={}, phases=phases) for phases in processes]
     for own, phases in enumerate(processes):
         others = [peak for other, peak in enumerate(peaks) if other != own]
         beside = {owner: size for peak in others for owner, size in peak.worst(memory_bytes).memory.items()}
-        host_bytes = sum(peak.host_bytes for peak in others)
+        host_beside = host_bytes - peaks[own].host_bytes
         for phase in phases:
-            yield replace(phase, memory=phase.memory | beside, host_bytes=phase.host_bytes + host_bytes)
+            yield replace(phase, memory=phase.memory | beside, host_bytes=phase.host_bytes + host_beside)
 
 
 def most_micro_batches(config: RunConfig, world_size: int, engine: EngineConfig | None = None) -> int:

@@ -92,14 +92,15 @@ def test_an_adapter_needs_no_reference(config_of):
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
 
 
-def test_processes_on_one_gpu_add_up(config_of):
+def test_processes_on_one_device_add_up(config_of):
     """Each works at its peak beside the others'. With GPUs of their own they have the same bytes, one by one."""
 
-    def planned(gpus: float, num_workers: int) -> dict[str, dict[str, int]]:
-        workers = {"num_workers": num_workers, "gpus": gpus}
-        return phase_bytes(plan_memory(config_of(cluster={"actor": workers, "critic": workers}), 2, 80 * GIB))
+    def planned(actor: dict[str, float], critic: dict[str, float], device_type: str = "cuda"):
+        config = config_of(algorithm__kl_coef=0.0, reward__model=None, cluster={"actor": actor, "critic": critic})
+        return phase_bytes(plan_memory(config, 2, 80 * GIB, device_type))
 
-    apart, shared = planned(1, 2), planned(0.5, 2)
+    whole, half, one = {"num_workers": 2, "gpus": 1}, {"num_workers": 2, "gpus": 0.5}, {"num_workers": 1, "gpus": 1}
+    apart, shared = planned(whole, whole), planned(half, half)
     of_critic = {name: memory for name, memory in apart.items() if name.endswith("critic")}
     assert {*of_critic} == {"infer critic", "update critic"}
     assert all({*memory} == {"critic"} for memory in of_critic.values())
@@ -110,10 +111,13 @@ def test_processes_on_one_gpu_add_up(config_of):
     for name, memory in shared.items():
         beside = actors_peak if name in of_critic else peak
         assert sum(memory.values()) == sum(apart[name].values()) + beside
-    alone = planned(1, 1)  # a critic that is not sharded, beside the actor's two ranks
-    one_rank = phase_bytes(plan_memory(config_of(), 1, 80 * GIB))
-    assert alone["update critic"]["critic"] == one_rank["update critic"]["critic"]
+    alone = planned(whole, one)  # a critic that is not sharded, beside the actor's two ranks
     assert alone["update actor"] == apart["update actor"]
+    assert alone["update critic"]["critic"] > apart["update critic"]["critic"]
+    on_cpus = planned({"num_workers": 2}, {"num_workers": 1}, "cpu")  # one critic for two ranks of the actor
+    on_one_cpu = phase_bytes(plan_memory(config_of(algorithm__kl_coef=0.0, reward__model=None), 1, 80 * GIB, "cpu"))
+    assert on_cpus["update critic"]["critic"] == -(-on_one_cpu["update critic"]["critic"] // 2)
+    assert on_cpus["update actor"]["critic"] == max(memory["critic"] for memory in on_cpus.values())
 
 
 # The reference and the reward model run as the policy does.
