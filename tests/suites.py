@@ -60,7 +60,7 @@ SUITES: dict[str, Suite] = {
     "cuda": Suite(("csrc", "tests/test_build.py")),
     "sanitize": Suite((*OPS, "tests/data"), "THIN=6"),
     "emulate": Suite((*OPS, "tests/cuda_emulator"), "THIN=6"),
-    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, "rlft_fast/rollout/hf.py"), "THIN=8"),
+    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, "rlft_fast/rollout/hf.py", "rlft_fast/rollout/by_transformers.py"), "THIN=8"),
     "test-slow": Suite(
         (*MODELS, *ENGINE, *TRAINER, *RL, *COMMANDS, *PAGES, "benchmarks", "tests/benchmarks"), "THIN=100"
     ),

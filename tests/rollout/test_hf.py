@@ -37,7 +37,9 @@ from rlft_fast.rollout import (
     build_rollout,
     sample_seeds,
 )
-from rlft_fast.rollout.hf import _Ends, draw, most_likely
+from rlft_fast.rollout.by_transformers import _RoundEnd
+from rlft_fast.rollout.ends import Ends
+from rlft_fast.rollout.sampling import draw, most_likely
 from rlft_fast.rollout.types import draw_seeds
 from rlft_fast.world import World
 from tests.support.distributed import run_distributed
@@ -271,8 +273,9 @@ def test_draws_follow_the_probabilities(vocab):
     probability[-1] = 0.0
     probability /= probability.sum()
     uniform = torch.rand(10, 4000, dtype=torch.float64)
-    draws = torch.cat([draw(probability.expand(4000, vocab).contiguous(), uniform[i]) for i in range(10)])
-    count = torch.bincount(draws.squeeze(1), minlength=vocab)
+    row = torch.zeros(4000, dtype=torch.int64)
+    draws = torch.cat([draw(probability[None], row, uniform[i]) for i in range(10)])
+    count = torch.bincount(draws, minlength=vocab)
     assert (count[probability == 0] == 0).all()
     z = (count - 40_000 * probability) / (40_000 * probability * (1 - probability)).sqrt().clamp(min=1e-3)
     assert z.abs().max() < 4.5
@@ -284,7 +287,7 @@ def test_draws_keep_rare_tokens():
     probability = torch.full((1, 100_001), 5e-6)
     probability[0, 0] = 0.5
     torch.manual_seed(0)
-    draws = torch.cat([draw(probability, torch.rand(1, dtype=torch.float64)) for _ in range(2000)])
+    draws = draw(probability, torch.zeros(2000, dtype=torch.int64), torch.rand(2000, dtype=torch.float64))
     assert (draws > 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert (draws > 50_000).float().mean().item() == pytest.approx(0.25, abs=0.05)
 
@@ -443,14 +446,15 @@ def test_a_stop_text_is_found_as_it_is_complete(tiny_model):
     text = tokenizer.encode("never; so stop")
     # The prompt has the text, too.
     rows = torch.tensor([[*text, *range(60, 100), *text, 65], [*text, *range(40, 80), *text[:-1], 65, 65]])
-    criteria = _Ends(tokenizer, len(text), [], ("nonsense", "so stop"), torch.tensor([999, 999]))
+    ends = Ends(tokenizer, [], ("nonsense", "so stop"))
+    criteria = _RoundEnd(ends, len(text), torch.tensor([999, 999]))
     ended = []
     for length in range(len(text) + 1, rows.shape[1] + 1):
         criteria(rows[:, :length], torch.empty(0))
         ended.append(criteria.ended_B.tolist())
     assert [one for one, _ in ended].index(True) == len(ended) - 2
     assert not any(other for _, other in ended)
-    assert criteria._has_text([*text[:-4], *[PAD_TOKEN_ID] * 8, *text[-4:]])  # special tokens are no text
+    assert ends.has_text([*text[:-4], *[PAD_TOKEN_ID] * 8, *text[-4:]])  # special tokens are no text
 
 
 def test_a_special_token_as_a_stop_text_is_an_end_token(tiny_model):
