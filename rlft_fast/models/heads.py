@@ -22,6 +22,7 @@ from rlft_fast.models.architectures import (
 )
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
+from rlft_fast.models.row_cache import RowCache, takes_row_cache
 from rlft_fast.models.vision import has_vision
 from rlft_fast.ops import (
     LinearLogprob,
@@ -292,6 +293,11 @@ class PolicyModel(_HeadedModel):
     def backbone(self) -> PreTrainedModel:
         return cast(PreTrainedModel, self.model.get_submodule(self._backbone_name))
 
+    @property
+    def decodes_in_place(self) -> bool:
+        """Whether `prefill_rows` and `next_logits` give the model's logits. Otherwise `generate` does."""
+        return not self.padded_because and takes_row_cache(self.model)
+
     def forward(self, inputs: ModelInputs, **head: Any) -> LinearLogprob | LinearLogprobLoss:
         """Log-probabilities of the A active positions, or their loss. Keywords as in :meth:`LogprobHead.forward`."""
         hidden_UD = final_hidden(self.backbone, inputs)
@@ -334,14 +340,48 @@ class PolicyModel(_HeadedModel):
         if self.padded_because:
             return None
         cache = DynamicCache(config=self.model.config)
+        self._fill(cache, prompt_ids, attention_mask)
+        if prompt_ids.shape[1] > 1:
+            cache.batch_repeat_interleave(cast(int, num_samples))  # torch's own takes a tensor, too
+        return cache
+
+    def prefill_rows(self, prompt_ids: Tensor, attention_mask: Tensor, most_rows: int, most_tokens: int) -> RowCache:
+        """The same for a model that `takes_row_cache`, one row for each prompt. `next_logits` runs the last tokens.
+
+        Args:
+            prompt_ids: (P, L) left-padded prompts.
+            attention_mask: (P, L), 0 at padding.
+            most_rows: see `RowCache`.
+            most_tokens: see `RowCache`.
+        """
+        cache = RowCache(self.model, most_rows, most_tokens)
+        self._fill(cache, prompt_ids, attention_mask)
+        return cache
+
+    def next_logits(self, token_ids_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:
+        """(U, V) logits after the next token of each row.
+
+        Args:
+            token_ids_U: (U,) int64.
+            padding_U: (U,) int64 padding at the left of each row.
+            cache: of all tokens before. Afterwards it has these tokens, too.
+        """
+        position = cache.get_seq_length()
+        mask_UL = torch.arange(position + 1, device=padding_U.device) >= padding_U[:, None]
+        outputs = self.model(
+            input_ids=token_ids_U[:, None], attention_mask=mask_UL.long(),
+            position_ids=(position - padding_U)[:, None], use_cache=True,
+            **{_cache_argument(type(self.model).forward): cache},
+        )  # fmt: skip
+        return outputs.logits[:, -1]
+
+    def _fill(self, cache: Cache, prompt_ids: Tensor, attention_mask: Tensor) -> None:
         if prompt_ids.shape[1] > 1:
             self.backbone(
                 input_ids=prompt_ids[:, :-1], attention_mask=attention_mask[:, :-1],
                 position_ids=_positions(attention_mask)[:, :-1], use_cache=True,
                 **{_cache_argument(self.backbone.forward): cache},
             )  # fmt: skip
-            cache.batch_repeat_interleave(cast(int, num_samples))  # torch's own takes a tensor, too
-        return cache
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None, **options: Any) -> Tensor:
         """Continues sequences by transformers' ``generate``.

@@ -5,7 +5,8 @@ together         `Rollout`: a generator on every rank, with the coordination of 
 columns          completions as columns of samples
 factory          the rollout that a configuration names
 hf               generates with transformers and the policy itself
-by_transformers  decodes any model, by `generate`
+decoding         decodes models whose cache is keys and values
+by_transformers  decodes any other model, by `generate`
 sampling         chooses tokens from logits
 ends             where a completion ends
 vllm             generates with vLLM: in this process, in one beside it, or on servers

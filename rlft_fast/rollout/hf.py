@@ -1,4 +1,4 @@
-"""Samples by transformers' ``generate`` with the policy itself. There is no second copy of the weights to load."""
+"""Samples with the policy itself, as transformers runs it. There is no second copy of the weights to load."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from rlft_fast.engine import WeightStream
 from rlft_fast.models import PolicyModel, end_token_ids, padded_attention, split_stop
 from rlft_fast.rollout.by_transformers import PAD_TOKEN_ID, decode_by_transformers
+from rlft_fast.rollout.decoding import decode
 from rlft_fast.rollout.ends import Ends
 from rlft_fast.rollout.sampling import Prompts, Sampled, uniform_numbers
 from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams, Span
@@ -18,8 +19,8 @@ from rlft_fast.rollout.types import Answers, Completion, Request, SamplingParams
 class HFGenerator:
     """Samples from a policy on its own device. Sharded weights must be gathered around `generate`.
 
-    Samples of one prompt share its prefill: the prompt runs once and its key-value cache is repeated. Prompts are
-    padded on the left. When a quarter of the completions of a batch have ended, they leave the batch and its cache.
+    A prompt runs once for all its samples. Prompts are padded on the left. A model that `decodes_in_place` runs samples
+    once as long as they are equal (`decode`). transformers' ``generate`` decodes any other model.
 
     A model that cannot be packed has a cache of its own, which may hold states that see padding. Its batches have
     prompts of one length, every sample runs its prompt, and the others run again when some leave the batch.
@@ -71,7 +72,8 @@ class HFGenerator:
         requests = [*chain.from_iterable(batch)]
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         ends = Ends(self.tokenizer, [*self.eos_token_ids, *end_ids], stop)
-        sampled = decode_by_transformers(self.model, self._prompts(batch, params), params, ends)
+        sample = decode if self.model.decodes_in_place else decode_by_transformers
+        sampled = sample(self.model, self._prompts(batch, params), params, ends)
         rows = zip(sampled, requests, strict=True)
         return [self._completion(row, request.max_new_tokens, ends) for row, request in rows]
 

@@ -338,9 +338,11 @@ def _trains(model: PreTrainedModel) -> str:
         assert not policy.deviation(torch.arange(3, 11)) > 1e-4
         with torch.no_grad():
             generated = _generated_logits(policy, parts)
+            in_place = _logits_in_place(policy, parts) if policy.decodes_in_place else generated
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
-    torch.testing.assert_close(generated, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)
+    for logits in (generated, in_place):
+        torch.testing.assert_close(logits, last_two.repeat_interleave(2, 0), rtol=0, atol=1e-4)
     return _way(policy)
 
 
@@ -364,12 +366,8 @@ def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
 
     Sequences are padded on the left, or run one by one if the model trains padded.
     """
-    padding = [(max(LENGTHS) - n, 0) for n in LENGTHS]
-    ids, mask = (
-        torch.cat([pad(x, width) for x, width in zip(rows, padding, strict=True)])
-        for rows in (parts, [torch.ones_like(part) for part in parts])
-    )
-    batches = [(part, torch.ones_like(part)) for part in parts] if policy.padded_because else [(ids, mask)]
+    alone = [(part, torch.ones_like(part)) for part in parts]
+    batches = alone if policy.padded_because else [_padded_left(parts)]
     policy.model.generation_config = GenerationConfig()
     config = GenerationConfig(max_new_tokens=2, output_logits=True, return_dict_in_generate=True)
     logits = []
@@ -381,6 +379,28 @@ def _generated_logits(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
             )  # fmt: skip
         logits.append(torch.stack(output.logits, 1))
     return torch.cat(logits)
+
+
+def _logits_in_place(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
+    """The same by our own loop: the second sample of each sequence branches after the first token."""
+    ids, mask = _padded_left(parts)
+    first_rows, padding = torch.arange(len(ids)), (mask == 0).sum(1)
+    with padded_attention(policy.model):
+        cache = policy.prefill_rows(ids, mask, 2 * len(ids), ids.shape[1] + 1)
+        first = policy.next_logits(ids[:, -1], padding, cache)
+        cache.copy_rows(first_rows, first_rows + len(ids), 2 * len(ids))
+        second = policy.next_logits(first.argmax(1).repeat(2), padding.repeat(2), cache)
+    order = first_rows.repeat_interleave(2) + torch.tensor([0, len(ids)]).repeat(len(ids))
+    return torch.stack([first.repeat(2, 1), second], 1)[order]
+
+
+def _padded_left(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Ids and mask."""
+    ids, mask = (
+        torch.cat([pad(x, (max(LENGTHS) - x.shape[1], 0)) for x in rows])
+        for rows in (parts, [torch.ones_like(part) for part in parts])
+    )
+    return ids, mask
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rlft_fast.engine.sharding import is_wrapped
 from rlft_fast.engine.weight_sync import BUCKET_BYTES
 from rlft_fast.models import PolicyModel
 
-_LOGIT_COPIES = 4  # float32 copies of the last position's logits: raw, scaled, probabilities, scores
+_LOGIT_COPIES = 3  # float32 copies of the last position's logits: raw, scaled, probabilities
 
 
 class GeneratorMemory:

@@ -33,6 +33,8 @@ from rlft_fast.world import World
 # Largest accepted difference of log-probabilities between the packed forward and the model's own.
 _MOST_DEVIATION = 0.01
 _MOST_DEVIATION_IN_BFLOAT16 = 0.5
+# Methods by which a policy runs its layers to generate.
+_POLICY_METHODS = ("prefill", "generate", "prefill_rows", "next_logits")
 
 
 def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool) -> RLModel:
@@ -81,7 +83,7 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     config = config.for_device(world.device.type)
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
-    methods = ("deviation", *(("prefill", "generate") if isinstance(model, PolicyModel) else ()))
+    methods = ("deviation", *(_POLICY_METHODS if isinstance(model, PolicyModel) else ()))
     compute_dtype = getattr(torch, config.compute_dtype)
     if not is_wrapped(config, world.size):
         if config.compute_dtype != "float32":

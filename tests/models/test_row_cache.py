@@ -1,0 +1,66 @@
+"""The cache in place against transformers' own, and the models that take it."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    MambaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rlft_fast.models.row_cache import RowCache, takes_row_cache
+
+WINDOW = 5
+CONFIG = Qwen2Config(  # the first layer sees everything, the second a window
+    num_hidden_layers=2, hidden_size=8, intermediate_size=8, vocab_size=8, num_attention_heads=2,
+    num_key_value_heads=1, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
+)  # fmt: skip
+
+
+# New tokens of each pass: a prompt below, at, and above the window, and more tokens than the buffers have at first.
+@pytest.mark.parametrize("passes", [[1] * 9, [3] + [1] * 6, [5] + [1] * 6, [11] + [1] * 140])
+def test_keys_and_masks_are_those_of_transformers(passes):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    rows, seen = 3, 0
+    ours, theirs = RowCache(model, most_rows=6, most_tokens=sum(passes)), DynamicCache(config=CONFIG)
+    torch.manual_seed(0)
+    for number, new in enumerate(passes):
+        for layer in range(2):
+            sizes = [cache.get_mask_sizes(new, layer) for cache in (ours, theirs)]
+            assert sizes[0] == sizes[1]
+            states = torch.randn(rows, 2, new, 4), torch.randn(rows, 2, new, 6)
+            pairs = zip(ours.update(*states, layer), theirs.update(*states, layer), strict=True)
+            assert all(torch.equal(actual, expected) for actual, expected in pairs)
+        seen += new
+        assert ours.get_seq_length() == theirs.get_seq_length() == seen
+        if number == 3:  # row 1 branches, row 0 leaves, and row 2 takes its place
+            ours.copy_rows(torch.tensor([2, 1]), torch.tensor([0, 2]), most_rows=3)
+            theirs.batch_select_indices(torch.tensor([2, 1, 1]))
+        if number == 5:
+            rows = 2
+            ours.copy_rows(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64), most_rows=2)
+            theirs.batch_select_indices(torch.tensor([0, 1]))
+
+
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 8, "pad_token_id": 0}
+
+
+# A recurrent state, layers of linear attention, and inputs for generation that the model prepares itself.
+@pytest.mark.parametrize(
+    "config", [MambaConfig(**_SIZES), Qwen3NextConfig(**_SIZES), Phi3Config(**_SIZES)], ids=lambda x: x.model_type
+)
+def test_models_with_more_than_keys_and_values_do_not_take_it(config):
+    with torch.device("meta"):
+        assert not takes_row_cache(AutoModelForCausalLM.from_config(config))
+
+
+def test_encoders_do_not_take_it():
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    assert not takes_row_cache(model)
