@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.support.processes import ALONE, ROOT, ancestry, wait_for
-from tests.trainer.toy import comparable, read_lines, toy_values
+from tests.trainer.toy import HERE, comparable, read_lines, toy_values
 
 BIN = Path(sys.executable).parent
 pytestmark = [
@@ -51,6 +51,10 @@ def same_runs(first: Path, second: Path) -> None:
 
 
 GRPO = {"algorithm__kl_coef": 0.1, "algorithm__mini_batches": 2}
+CURRICULUM = {
+    "algorithm__skip_equal_groups": True, "algorithm__max_refills": 1, "algorithm__curriculum": 0.5,
+    "algorithm__first_samples": 2, "reward__function": f"{HERE}:mostly_even",
+}  # fmt: skip
 PPO = {
     "algorithm__advantage": "gae", "critic": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}},
     "reward__model_weight": 0.5,
@@ -73,7 +77,9 @@ def test_the_run_of_torchrun(tiny_model, tmp_path):
 
 
 def test_either_continues_what_the_other_saved(tiny_model, tmp_path):
-    config = write(tmp_path, toy_values(tiny_model("llama"), tmp_path, **GRPO, checkpoint={"every": 1}))
+    """Also the estimates of a curriculum, and groups that stop early."""
+    values = toy_values(tiny_model("llama"), tmp_path, **GRPO, **CURRICULUM, checkpoint={"every": 1})
+    config = write(tmp_path, values)
     train(TORCHRUN, config, "--output_dir", str(tmp_path / "whole"))
     mixed = ["--output_dir", str(tmp_path / "mixed")]
     train(TORCHRUN, config, *mixed, "--steps", "1")
