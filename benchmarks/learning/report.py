@@ -80,15 +80,25 @@ class Curve:
 
     def minutes_to(self, level: float) -> float:
         """Minutes until the accuracy first is at the level, between two evaluations by interpolation; or infinity."""
-        before = None
-        for minutes, accuracy in zip(self.minutes, self.accuracy, strict=True):
-            if accuracy >= level:
-                if before is None:
-                    return minutes
-                share = (level - before[1]) / (accuracy - before[1])
-                return before[0] + share * (minutes - before[0])
-            before = minutes, accuracy
-        return math.inf
+        return crossing([*zip(self.minutes, self.accuracy, strict=True)], level)
+
+
+def crossing(points: list[tuple[float, float]], level: float) -> float:
+    """Where the accuracy first is at the level, between two evaluations by interpolation; or infinity.
+
+    Args:
+        points: work, such as minutes, and the accuracy after this work.
+        level: to be reached.
+    """
+    before = None
+    for work, accuracy in points:
+        if accuracy >= level:
+            if before is None:
+                return work
+            share = (level - before[1]) / (accuracy - before[1])
+            return before[0] + share * (work - before[0])
+        before = work, accuracy
+    return math.inf
 
 
 def curves_of(legs: list[dict[str, Any]], task: str) -> dict[str, list[Curve]]:

@@ -6,6 +6,9 @@ import re
 
 import pytest
 
+from benchmarks.learning.curriculum import WORK, work_to_level
+from benchmarks.learning.curriculum import bars_of as curriculum_bars
+from benchmarks.learning.curriculum import write_report as write_curriculum_report
 from benchmarks.learning.race import SIDES, UPDATES, Leg, all_legs, finished_legs
 from benchmarks.learning.report import (
     HF,
@@ -117,3 +120,27 @@ def test_the_report_adds_up(tmp_path):
     assert "learning/sums-trl-seed0.json" in text
     assert (tmp_path / "learning.png").stat().st_size > 1000
     assert [each["side"] for each in json.loads((tmp_path / "learning.json").read_text())["legs"]] == [TRL, HF]
+
+
+def curriculum_leg(variant: str, seed: int, accuracy: list[float], sampled: int) -> dict:
+    """Two steps between evaluations; every other column is 1 a step."""
+    step = dict.fromkeys((*WORK, "zero_std_group_share"), 1.0) | {"sampled": sampled}
+    return {
+        "variant": variant, "seed": seed, "environment": FACTS | {"load": "0.1 at the start"},
+        "steps": [step] * (2 * len(accuracy) - 2), "accuracy": [(2 * i, value) for i, value in enumerate(accuracy)],
+    }  # fmt: skip
+
+
+def test_a_curriculum_is_measured_in_work_to_the_level(tmp_path):
+    """Over the seeds that both variants have."""
+    legs = [
+        curriculum_leg("plain", 0, [0.2, 0.6, 1.0], 100),
+        curriculum_leg("plain", 1, [0.2, 0.9], 10**6),
+        curriculum_leg("both", 0, [0.2, 0.7, 0.9], 50),
+    ]
+    assert [work_to_level(own, "sampled") for own in legs[::2]] == pytest.approx([300, 150])
+    bars = {bar.name: bar.value for bar in curriculum_bars(legs)}
+    assert bars["sampled tokens to 0.8, both / plain, 1 seeds"] == pytest.approx(0.5)
+    assert bars["CPU s to 0.8, both / plain, 1 seeds"] == pytest.approx(1.0)
+    assert "| [both, seed 0](curriculum/both-seed0.json)" in write_curriculum_report(legs, tmp_path)
+    assert (tmp_path / "curriculum.png").is_file()
