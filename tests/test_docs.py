@@ -165,7 +165,7 @@ def read(page: Path, programs: tuple[str, ...], names: dict[str, Any] | None = N
                 if "train" in arguments and "--dry-run" not in arguments:
                     steps = "3" if "--resume" in arguments else "2"
                     arguments += ["--steps", steps, "--rollout.prompts_per_step", "2"]
-                if "sft" in arguments:
+                if {"sft", "dpo", "reward"} & {*arguments}:
                     arguments += ["--steps", "3" if "--resume" in arguments else "2"]
                 if program == "rlft-fast":
                     assert main(arguments) == 0, line
@@ -200,6 +200,13 @@ def test_fine_tuning(reader):
         row["held_out_loss"] for row in read_lines(reader / "runs/warm_up/metrics.jsonl") if "held_out_loss" in row
     ]
     assert losses[-1] < losses[0]
+
+
+def test_preferences(reader):
+    read(ROOT / "docs" / "tutorials" / "preferences.md", ("python", "rlft-fast"), {})
+    for name in ("dpo", "reward"):
+        rows = read_lines(reader / "runs" / name / "metrics.jsonl")
+        assert sum("held_out_pair_accuracy" in row for row in rows) == 2
 
 
 @pytest.mark.dist

@@ -33,6 +33,8 @@ _USAGE_ERRORS = {"rlft_fast.config": "ConfigError", "rlft_fast.plugins": "Missin
 COMMANDS = {
     "train": "train a model as a YAML file says",
     "sft": "fine-tune a model on conversations or texts, as a YAML file says",
+    "dpo": "teach a model which answers are preferred, as a YAML file says",
+    "reward": "train a reward model on pairs of answers, as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "eval": "measure a model on held-out prompts",
     "plot": "draw the curves of one or more runs",

@@ -18,7 +18,19 @@ from rlft_fast.config.run import (
     RewardConfig,
 )
 from rlft_fast.config.servers import TOKEN_VARIABLE, check_server_url, server_urls
-from rlft_fast.config.supervised import SFTConfig, SFTDataConfig, SFTEvaluationConfig
+from rlft_fast.config.supervised import (
+    DPOConfig,
+    PairConfig,
+    PairDataConfig,
+    PreferenceConfig,
+    RewardDataConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTEvaluationConfig,
+    TaughtConfig,
+    TaughtDataConfig,
+)
 from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, run_roles
 
 __all__ = [
@@ -31,6 +43,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "DPOConfig",
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -41,7 +54,12 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PairConfig",
+    "PairDataConfig",
+    "PreferenceConfig",
     "RewardConfig",
+    "RewardDataConfig",
+    "RewardModelConfig",
     "Role",
     "RolloutConfig",
     "RowsConfig",
@@ -51,6 +69,8 @@ __all__ = [
     "SFTEvaluationConfig",
     "Section",
     "StepPhase",
+    "TaughtConfig",
+    "TaughtDataConfig",
     "VLLMConfig",
     "WorkersConfig",
     "changed_settings",

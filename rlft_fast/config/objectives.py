@@ -7,11 +7,13 @@ import yaml
 from rlft_fast.config.base import ConfigError
 from rlft_fast.config.reader import read_file
 from rlft_fast.config.run import Config
-from rlft_fast.config.supervised import SFTConfig
+from rlft_fast.config.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from rlft_fast.config.training import RunConfig
 from rlft_fast.files import read_text
 
-OBJECTIVES: dict[str, type[RunConfig]] = {"rl": Config, "sft": SFTConfig}
+OBJECTIVES: dict[str, type[RunConfig]] = {
+    "rl": Config, "sft": SFTConfig, "dpo": DPOConfig, "reward": RewardModelConfig,
+}  # fmt: skip
 """Class of the configuration by objective. A file without an objective is of the first."""
 
 

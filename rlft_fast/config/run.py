@@ -92,7 +92,7 @@ class Config(RunConfig):
     """A run of reinforcement learning."""
 
     objective: Literal["rl"] = "rl"
-    """What the model learns: rl, from rewards of what it samples; sft, from texts (rlft-fast sft --help)."""
+    """What the model learns: rl, from rewards of what it samples; sft, dpo and reward, from data."""
     data: DataConfig
     """Prompts to train on."""
     reward: RewardConfig = RewardConfig()

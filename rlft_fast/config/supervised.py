@@ -1,34 +1,58 @@
-"""The configuration of a run that learns from rows of data, without sampling."""
+"""The configurations of runs that learn from rows of data, without sampling."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from rlft_fast.config.base import rule
+from rlft_fast.config.base import Section, rule
 from rlft_fast.config.model import EngineConfig
 from rlft_fast.config.paths import LocalPath
 from rlft_fast.config.resume import MayChange
-from rlft_fast.config.roles import Role, StepPhase
+from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
 
 
-class SFTDataConfig(RowsConfig):
+class TaughtDataConfig(RowsConfig):
+    """Rows to learn from."""
+
+    path: MayChange[LocalPath]
+    """JSONL file, or folder written by datasets.save_to_disk."""
+    max_sequence_tokens: PositiveInt = 4096
+    """Most tokens of a sequence. A row with a longer one is an error that names it."""
+
+
+class SFTDataConfig(TaughtDataConfig):
     """Texts to learn from.
 
     A row has messages; or a prompt with its completion, each a text or messages; or a text.
     """
 
-    path: MayChange[LocalPath]
-    """JSONL file, or folder written by datasets.save_to_disk."""
     messages_column: str = "messages"
     """Name of the column with a conversation. The assistant's messages are learned."""
     completion_column: str = "completion"
     """Name of the column with the answer to the prompt, which is learned."""
     text_column: str = "text"
     """Name of the column with a whole text, which is learned from its second token to an end token."""
-    max_sequence_tokens: PositiveInt = 4096
-    """Most tokens of a row. A longer row is an error that names it."""
+
+
+class PairDataConfig(TaughtDataConfig):
+    """Pairs to learn from.
+
+    A row has a prompt with two answers, each a text or messages; or two conversations with equal beginnings.
+    """
+
+    chosen_column: str = "chosen"
+    """Name of the column with the better answer."""
+    rejected_column: str = "rejected"
+    """Name of the column with the worse answer."""
+
+
+class RewardDataConfig(PairDataConfig):
+    """Pairs to learn from, with margins."""
+
+    margin_column: str = "margin"
+    """Name of the column with the margin by which the score of the better answer should be higher; missing: 0."""
 
 
 class SFTEvaluationConfig(HeldOutConfig):
@@ -40,21 +64,29 @@ class SFTEvaluationConfig(HeldOutConfig):
         return ["held_out_loss"]
 
 
-class SFTConfig(RunConfig):
-    """A run of supervised fine-tuning."""
+class PairEvaluationConfig(HeldOutConfig):
+    """How often the better one of a held-out pair is rated higher, before, during and after training."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The share of pairs that are rated right, and the mean loss."""
+        return ["held_out_pair_accuracy", "held_out_loss"]
+
+
+class TaughtConfig(RunConfig):
+    """What the runs that learn from rows share."""
 
     cluster: ClassVar[None] = None  # pyrefly: ignore [bad-override] (models live in the processes of torchrun)
+    head: ClassVar[HeadKind] = "logprob"
 
-    objective: Literal["sft"] = "sft"
-    """What the model learns: sft, from texts; rl, from rewards of what it samples (rlft-fast train --help)."""
-    data: SFTDataConfig
-    """Texts to learn from."""
+    data: TaughtDataConfig
+    """Rows to learn from."""
     batch_size: PositiveInt = 32
     """Rows of a step, of all processes together."""
     actor: EngineConfig = EngineConfig()
     """How the model is held in memory, run and trained."""
-    evaluation: MayChange[SFTEvaluationConfig | None] = None
-    """The loss on held-out rows."""
+    evaluation: MayChange[HeldOutConfig | None] = None
+    """Numbers on held-out rows."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the run."""
     log: MayChange[tuple[TrackerName, ...]] = ("jsonl",)
@@ -62,25 +94,101 @@ class SFTConfig(RunConfig):
 
     @rule
     def _longest_row_fits(self) -> Iterator[str]:
-        longest, most = self.data.max_sequence_tokens, self.actor.max_tokens
+        longest, most = self.longest_taught, self.actor.max_tokens
         if most < longest:
             yield (
-                f"actor.max_tokens is {most}, but a row may have data.max_sequence_tokens={longest}: raise the first "
-                "or lower the second"
+                f"actor.max_tokens is {most}, but a row may have {longest} tokens with "
+                f"data.max_sequence_tokens={self.data.max_sequence_tokens}: raise the first or lower the second"
             )
 
     @property
     def roles(self) -> dict[str, Role]:
         """The model that trains."""
         phases: tuple[StepPhase, ...] = ("update",) if self.evaluation is None else ("infer", "update")
-        return {"actor": Role(path=self.model, config=self.actor, head="logprob", trains=True, phases=phases)}
+        return {"actor": Role(path=self.model, config=self.actor, head=self.head, trains=True, phases=phases)}
 
     @property
     def longest_taught(self) -> int:
-        """Most tokens of a row."""
+        """Most tokens of what stays together: a row, or the two sequences of a pair."""
         return self.data.max_sequence_tokens
 
     @property
     def sequences_per_update(self) -> float:
         """Rows of a step."""
         return self.batch_size
+
+
+class SFTConfig(TaughtConfig):
+    """A run of supervised fine-tuning."""
+
+    objective: Literal["sft"] = "sft"
+    """What the model learns: sft, from texts; rl, from rewards of what it samples (rlft-fast train --help)."""
+    data: SFTDataConfig
+    """Texts to learn from."""
+    evaluation: MayChange[SFTEvaluationConfig | None] = None
+    """The loss on held-out rows."""
+
+
+class PairConfig(TaughtConfig):
+    """What the runs that learn from pairs share."""
+
+    data: PairDataConfig
+    """Pairs to learn from."""
+    evaluation: MayChange[PairEvaluationConfig | None] = None
+    """Accuracy and loss on held-out pairs."""
+
+    @property
+    def longest_taught(self) -> int:
+        """Most tokens of a pair."""
+        return 2 * self.data.max_sequence_tokens
+
+
+class PreferenceConfig(Section):
+    """The loss of a pair. With Δ the difference of the log-ratios log π - log π_ref of its two answers."""
+
+    kind: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """sigmoid: -log sigmoid(beta Δ); ipo: (Δ - 1 / (2 beta))², Δ of means over tokens; hinge: max(0, 1 - beta Δ)."""
+    beta: PositiveFloat = 0.1
+    """How closely the policy is held to the reference, which is the policy before training."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """The share of pairs whose order is expected to be wrong. Read by sigmoid."""
+    length_normalized: bool = False
+    """Log-ratios are means over the tokens of an answer instead of sums."""
+
+    @rule
+    def _smoothing_is_read(self) -> Iterator[str]:
+        if self.label_smoothing and self.kind != "sigmoid":
+            yield f"label_smoothing is read by kind: sigmoid, but kind is {self.kind}: leave it out"
+
+
+class DPOConfig(PairConfig):
+    """A run of direct preference optimization."""
+
+    objective: Literal["dpo"] = "dpo"
+    """What the model learns: dpo, which answers are preferred; rl, from rewards (rlft-fast train --help)."""
+    loss: PreferenceConfig = PreferenceConfig()
+    """The loss of a pair."""
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The policy. Before its first step it infers the log-probabilities of the reference."""
+        role = Role(
+            path=self.model, config=self.actor, head=self.head, trains=True, phases=("infer", "update")
+        )  # fmt: skip
+        return {"actor": role}
+
+
+class RewardModelConfig(PairConfig):
+    """A run that trains a reward model."""
+
+    head: ClassVar[HeadKind] = "score"
+
+    objective: Literal["reward"] = "reward"
+    """What the model learns: reward, to score answers; rl, from rewards of what it samples (rlft-fast train --help)."""
+    data: RewardDataConfig
+    """Pairs to learn from."""
+
+    @property
+    def longest_taught(self) -> int:
+        """Most tokens of a pair, with a token behind each sequence."""
+        return 2 * (self.data.max_sequence_tokens + 1)

@@ -217,8 +217,11 @@ def run_roles(config: RunConfig) -> dict[str, Role]:
 
 def _keys_of_others(config: type[RunConfig]) -> dict[str, list[str]]:
     """The keys of all objectives but this one, by objective."""
-    others = [kind for kind in RunConfig.__subclasses__() if kind is not config]
-    return {kind.model_fields["objective"].default: [key for key, _ in sections(kind)] for kind in others}
+    kinds = [RunConfig]
+    for kind in kinds:  # which grow
+        kinds += kind.__subclasses__()
+    others = {kind.model_fields["objective"].default: kind for kind in kinds if kind is not config}
+    return {name: [key for key, _ in sections(kind)] for name, kind in others.items() if isinstance(name, str)}
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -14,13 +14,14 @@ with needing_train():
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
     from rlft_fast.engine.fsdp import FSDPEngine
-    from rlft_fast.engine.loss import Loss, Output, weighted
+    from rlft_fast.engine.loss import TRAINED, Loss, Output, weighted
     from rlft_fast.engine.protocol import Engine, Future, results
     from rlft_fast.engine.roles import role_engine
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
     "BUCKET_BYTES",
+    "TRAINED",
     "CheckpointError",
     "CheckpointManager",
     "Engine",

@@ -17,6 +17,7 @@ from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, PolicyLossError, ValueLoss, explained_variance
 from rlft_fast.rl.methods import TokenSelection, arguments_of, call_method, needs, needs_of
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
+from rlft_fast.rl.preferences import BradleyTerryLoss, PairLoss, PreferenceLoss
 from rlft_fast.rl.supervised import LikelihoodLoss
 from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
 from rlft_fast.rl.token_choice import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
@@ -32,11 +33,14 @@ __all__ = [
     "AdvantageFunction",
     "AdvantageReturn",
     "Aggregation",
+    "BradleyTerryLoss",
     "KLEstimator",
     "LikelihoodLoss",
+    "PairLoss",
     "PolicyLoss",
     "PolicyLossError",
     "PolicyLossFunction",
+    "PreferenceLoss",
     "SequenceMean",
     "TokenSelection",
     "ValueLoss",

@@ -19,6 +19,8 @@ PANELS = {
     "accuracy": "Held-out accuracy",
     "train_loss": "Training loss [nats/token]",
     "held_out_loss": "Held-out loss [nats/token]",
+    "pair_accuracy": "Pairs in the right order, training",
+    "held_out_pair_accuracy": "Pairs in the right order, held-out",
     "ref_kl": "KL from the initial model",
     "approx_kl": "KL of an update",
     "entropy": "Entropy [nats/token]",

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
-    from rlft_fast.trainer.supervised import SFTTrainer
+    from rlft_fast.trainer.supervised import RowsTrainer
 
 __all__ = [
     "COLORS",
     "PANELS",
     "PPOTrainer",
     "Prompts",
+    "RowsTrainer",
     "Run",
-    "SFTTrainer",
     "check_folder",
     "check_inputs",
     "claim",

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, RunConfig, SFTConfig
+from rlft_fast.config import Config, RunConfig, TaughtConfig
 from rlft_fast.models import load_tokenizer
 from rlft_fast.run import Run, RunLog, Trainer, by_first, require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
-from rlft_fast.trainer.supervised import SFTData, SFTTrainer
+from rlft_fast.trainer.supervised import RowsData, RowsTrainer
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 
@@ -52,16 +52,16 @@ def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> di
 
 
 def _trainer(config: RunConfig, world: World) -> Trainer:
-    if isinstance(config, SFTConfig):
-        return SFTTrainer(config, world)
+    if isinstance(config, TaughtConfig):
+        return RowsTrainer(config, world)
     assert isinstance(config, Config)
     return PPOTrainer(config, world)
 
 
 def _identity(config: RunConfig) -> Mapping[str, Any]:
     """`Trainer.identity`, without models."""
-    if isinstance(config, SFTConfig):
-        return SFTData.load(config).identity(config)
+    if isinstance(config, TaughtConfig):
+        return RowsData.load(config).identity(config)
     assert isinstance(config, Config)
     return identity_of(config, *load_data(config, load_tokenizer(config.model)))
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from rlft_fast.config import Config, RunConfig, SFTConfig
+from rlft_fast.config import Config, RunConfig, TaughtConfig
 from rlft_fast.engine import CheckpointManager
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
@@ -16,7 +16,7 @@ from rlft_fast.rewards import weighted_sum
 from rlft_fast.run import require_same, require_trackers, require_usable
 from rlft_fast.trainer.inputs import Inputs, check_support, check_tokens, identity_of, load_inputs, require_equal_shares
 from rlft_fast.trainer.prompts import Prompts
-from rlft_fast.trainer.supervised import SFTData, check_row_tokens
+from rlft_fast.trainer.supervised import RowsData, check_row_tokens
 from rlft_fast.world import World
 
 _BUILDERS = {"model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model}
@@ -59,7 +59,7 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, for
     Returns:
         A line on each part that can be used.
     """
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TaughtConfig):
         return _check_rows(config, checks, resume=resume and not force)
     assert isinstance(config, Config)
     world = World.current()
@@ -81,10 +81,10 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, for
     return lines if reward is None else [*lines, f"reward: {reward}"]
 
 
-def _check_rows(config: SFTConfig, checks: Checks, *, resume: bool) -> list[str]:
+def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[str]:
     """`check_inputs` of a run that learns from rows."""
-    lines = []
-    data, model = checks.run(lambda: SFTData.load(config)), checks.run(partial(_buildable, "model", config.model))
+    lines, kind = [], "reward.model" if config.head == "score" else "model"
+    data, model = checks.run(lambda: RowsData.load(config)), checks.run(partial(_buildable, kind, config.model))
     if model is not None:
         lines.append(_described_model("model", model))
     if data is None:

@@ -38,12 +38,23 @@ def test_resolved_yaml_loads_to_the_same_configuration(kind, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "objective", "message"),
     [
-        ({"objective": "ppo"}, None, "objective is 'ppo', expected one of rl, sft"),
+        ({"objective": "ppo"}, None, "objective is 'ppo', expected one of rl, sft, dpo, reward"),
         ({"objective": "rl"}, "sft", "has objective: rl, expected sft: run it with rlft-fast train"),
         ({"rollout": {}}, None, r"rollout has no meaning for objective: sft: leave it out \(it is a key of rl\)"),
         ({"data": {"path": "d", "task": "x"}}, None, "data.task has no meaning for objective: sft"),
         ({"batchsize": 1}, None, "unknown key batchsize: did you mean batch_size"),
-        ({"actor": {"max_tokens": 9}}, None, "actor.max_tokens is 9, but a row may have data.max_sequence_tokens=4096"),
+        ({"actor": {"max_tokens": 9}}, None, "actor.max_tokens is 9, but a row may have 4096 tokens"),
+        (
+            {"objective": "dpo", "loss": {"kind": "ipo", "label_smoothing": 0.1}},
+            None,
+            "loss: label_smoothing is read by",
+        ),
+        (
+            {"objective": "dpo", "actor": {"max_tokens": 8191}},
+            None,
+            "actor.max_tokens is 8191, but a row may have 8192",
+        ),
+        ({"loss": {"beta": 1.0}}, None, r"loss has no meaning for objective: sft: leave it out \(it is a key of dpo\)"),
         ({"checkpoint": {"best": "held_out_loss"}}, None, "expected null, because the run has no evaluation"),
     ],
 )

@@ -1,15 +1,15 @@
 """Rows of data as tokens, and which of them are taught. Everything is checked before anything runs."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import SFTDataConfig
+from rlft_fast.config import SFTDataConfig, TaughtDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts import (
@@ -22,6 +22,8 @@ from rlft_fast.trainer.prompts import (
     without_nulls,
 )
 from rlft_fast.trainer.supervised.spans import AssistantSpans, Encode, encode_spans
+
+T = TypeVar("T")
 
 _MOST_CHARACTERS = 1000  # of a token; the longest tokens of vocabularies have 128 or so
 
@@ -78,23 +80,41 @@ def load_rows(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: s
         ValueError: unreadable or empty data, rows that teach nothing or are too long, or a chat template that does not
             show what the assistant says; rows are named.
     """
+    reader = Reader(config, tokenizer, path)
+    return taught_rows(read_each(source, lambda row: read_taught(reader, config, row)))
+
+
+def read_each(source: str, read: Callable[[Row], T]) -> list[T]:
+    """What each row of a file or folder becomes.
+
+    Args:
+        source: file or folder of the rows.
+        read: raises an error for a row that cannot be learned.
+
+    Raises:
+        ValueError: the data is unreadable or empty, or rows cannot be learned, which are named.
+    """
     rows = read_data(source)
     if not rows:
         raise ValueError(f"{source} holds no rows: there is nothing to train on")
-    reader = _Reader(config, tokenizer, path)
-    found: list[Tokens] = []
+    found: list[T] = []
     mistakes: dict[int, str] = {}
     for i, row in enumerate(rows):
         try:
             with without_panics():
-                found.append(reader.read(row))
+                found.append(read(row))
+        except _TemplateError:
+            raise
         except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
-            if isinstance(error, _TemplateError):
-                raise
             mistakes[i] = brief(error)
     if mistakes:
         first = min(mistakes)
         raise ValueError(f"{source}: {name_rows([*mistakes])} cannot be learned: row {first}: {mistakes[first]}")
+    return found
+
+
+def taught_rows(found: Sequence[Tokens]) -> TaughtRows:
+    """The sequences with their description."""
     token_ids = [np.array(ids, np.int32) for ids, _ in found]
     is_taught = [np.array(taught, np.bool_) for _, taught in found]
     return TaughtRows(token_ids, is_taught, _describe(token_ids, is_taught))
@@ -114,10 +134,10 @@ class _TemplateError(ValueError):
     """The chat template cannot be used for any row."""
 
 
-class _Reader:
+class Reader:
     """Makes tokens of rows."""
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    def __init__(self, config: TaughtDataConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self.config, self.tokenizer, self.path = config, tokenizer, path
         self.start = start_of_texts(tokenizer)
         self.encode: Encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
@@ -134,63 +154,36 @@ class _Reader:
                 raise _TemplateError(str(error)) from error
         return self._spans
 
-    def read(self, row: Row) -> Tokens:
-        """The tokens of a row.
+    def answered(self, row: Row, prompt: Any, answer: Any) -> Tokens:
+        """A prompt with an answer, which is taught; each is a text or messages.
 
         Raises:
             ValueError: there is nothing to learn, or it is too long.
         """
-        ids, taught = self._tokens(row)
-        if not any(taught[1:]):
-            raise ValueError("it teaches no token")
-        if len(ids) > self.config.max_sequence_tokens:
-            most = self.config.max_sequence_tokens
-            raise ValueError(f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: leave it out")
-        return ids, taught
-
-    def _tokens(self, row: Row) -> Tokens:
-        config = self.config
-        columns = (config.messages_column, config.prompt_column, config.completion_column, config.text_column)
-        messages, prompt, completion, text = (without_nulls(row.get(name)) for name in columns)
-        if messages is not None:
-            return self._said(row, messages, 0, config.messages_column)
-        if prompt is not None and completion is not None:
-            return self._answered(row, prompt, completion)
-        if text is not None:
-            return self._told("", _require_text(config.text_column, text))
-        raise ValueError(
-            f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "
-            f"{sorted(row)}"
-        )
-
-    def _answered(self, row: Row, prompt: Any, completion: Any) -> Tokens:
-        """A prompt with its completion."""
-        config = self.config
-        if not config.chat and isinstance(prompt, str):
-            return self._told(prompt, _require_text(config.completion_column, completion))
+        prompt, answer = without_nulls(prompt), without_nulls(answer)
+        if not self.config.chat and isinstance(prompt, str):
+            return self.told(prompt, _require_text("answer", answer))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(asked, list) or not isinstance(said, list):
-            raise ValueError(f"its {config.prompt_column!r} and {config.completion_column!r} must be texts or messages")
-        return self._said(row, [*asked, *said], len(asked), f"{config.prompt_column} and {config.completion_column}")
+            raise ValueError(f"prompt and answer must be texts or messages, got {brief(repr((prompt, answer)))}")
+        return self.said(row, [*asked, *said], len(asked))
 
-    def _said(self, row: Row, messages: Any, first: int, column: str) -> Tokens:
+    def said(self, row: Row, messages: Any, first: int = 0) -> Tokens:
         """A conversation, of which the assistant's messages from the first on are taught."""
         if not isinstance(messages, list) or not all(isinstance(x, dict) and "role" in x for x in messages):
-            raise ValueError(
-                f"its {column!r} must be a list of messages with role and content, got {brief(repr(messages))}"
-            )
+            raise ValueError(f"messages must have a role and content, got {brief(repr(messages))}")
         if (mistake := find_mistake(messages)) is not None:
-            raise ValueError(f"of its {column!r}, {mistake}")
+            raise ValueError(mistake)
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise ValueError("the assistant says nothing")
         conversation = conversation_of(messages, row, self.config, self.tokenizer)
         added = len(conversation.messages) - len(messages)  # the system prompt
         text, spans = self.spans.find(conversation, first + added)
         self._require_short(text)
-        return encode_spans(text, spans, self.encode, joins=self.joins)
+        return self._checked(*encode_spans(text, spans, self.encode, joins=self.joins))
 
-    def _told(self, prompt: str, text: str) -> Tokens:
+    def told(self, prompt: str, text: str) -> Tokens:
         """A text behind a prompt, which may be empty, and the end token behind it. No template is applied."""
         self._require_short(prompt + text)
         end = self.tokenizer.eos_token_id
@@ -200,7 +193,15 @@ class _Reader:
         if not ids:
             raise ValueError("its text becomes no token")
         ids += [end] * (ids[-1] != end)
-        return before + ids, [False] * len(before) + [True] * len(ids)
+        return self._checked(before + ids, [False] * len(before) + [True] * len(ids))
+
+    def _checked(self, ids: list[int], taught: list[bool]) -> Tokens:
+        if not any(taught[1:]):
+            raise ValueError("it teaches no token")
+        if len(ids) > self.config.max_sequence_tokens:
+            most = self.config.max_sequence_tokens
+            raise ValueError(f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: leave it out")
+        return ids, taught
 
     def _require_short(self, text: str) -> None:
         """Tokenizing megabytes would take minutes."""
@@ -212,3 +213,19 @@ def _require_text(column: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"its {column!r} must be a text, got {brief(repr(value))}")
     return value
+
+
+def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Tokens:
+    """The tokens of a row of supervised fine-tuning."""
+    columns = (config.messages_column, config.prompt_column, config.completion_column, config.text_column)
+    messages, prompt, completion, text = (without_nulls(row.get(name)) for name in columns)
+    if messages is not None:
+        return reader.said(row, messages)
+    if prompt is not None and completion is not None:
+        return reader.answered(row, prompt, completion)
+    if text is not None:
+        return reader.told("", _require_text(config.text_column, text))
+    raise ValueError(
+        f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "
+        f"{sorted(row)}"
+    )

@@ -71,8 +71,8 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"messages": []}, "must be a list of messages|the assistant says nothing"),
-        ({"messages": "hello"}, "its 'messages' must be a list of messages with role and content, got 'hello'"),
+        ({"messages": []}, "the assistant says nothing"),
+        ({"messages": "hello"}, "messages must have a role and content, got 'hello'"),
         ({"messages": say("a?")}, "the assistant says nothing"),
         ({"messages": [{"role": "user", "content": None}]}, "message 0 has the content null"),
         (

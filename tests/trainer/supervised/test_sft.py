@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.cli import main
-from rlft_fast.trainer import SFTTrainer, train
+from rlft_fast.trainer import RowsTrainer, train
 from tests.support.distributed import run_distributed
 from tests.trainer.supervised.rows import sft_config, sft_values, texts
 from tests.trainer.toy import comparable, read_lines, write_rows
@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
 
 def test_the_first_step_is_that_of_plain_transformers(tiny_model, tmp_path):
     config = sft_config(tiny_model("llama"), tmp_path, batch_size=20, actor__optimizer__max_grad_norm=None)
-    metrics = SFTTrainer(config).train_step(0).metrics
+    metrics = RowsTrainer(config).train_step(0).metrics
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64, attn_implementation="eager")
     losses, sizes = zip(*(plain_loss(model, **row) for row in texts(20)), strict=True)
     loss = sum(losses) / sum(sizes)
@@ -121,7 +121,7 @@ def test_the_first_step_is_that_of_trl(tiny_model, tmp_path):
     from trl import SFTTrainer as TRLTrainer
 
     config = sft_config(tiny_model("llama"), tmp_path, batch_size=20)
-    metrics = SFTTrainer(config).train_step(0).metrics
+    metrics = RowsTrainer(config).train_step(0).metrics
     args = TRLConfig(
         output_dir=str(tmp_path / "trl"), max_steps=1, per_device_train_batch_size=10, gradient_accumulation_steps=2,
         logging_steps=1, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the model learns the taught tokens of a batch of rows in each step.
+"""What the runs that learn from rows share: an optimizer step on the next rows, and numbers on held-out rows.
 
 The rows of a step are a function of the seed and the step, so a run that continues from a checkpoint repeats what the
 uninterrupted run would have done. The number of processes changes a run by rounding alone.
@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from rlft_fast.config import RunConfig, SFTConfig, fixed_settings
-from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf, role_engine
+from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
+from rlft_fast.engine import TRAINED, CheckpointManager, FSDPEngine, export_hf, role_engine, weighted
 from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer, model_checksum
-from rlft_fast.rl import LikelihoodLoss
+from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.models import divergence
 from rlft_fast.trainer.prompts import shuffled_rows
+from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 from rlft_fast.world import World, init_distributed
 
+Rows = TaughtRows | PairRows
+
 
 @dataclass(frozen=True, kw_only=True)
-class SFTData:
+class RowsData:
     """The rows of a run.
 
     Args:
@@ -33,16 +37,16 @@ class SFTData:
         held_out: by the name of their set.
     """
 
-    rows: TaughtRows
-    held_out: dict[str, TaughtRows]
+    rows: Rows
+    held_out: dict[str, Rows]
 
     @classmethod
-    def load(cls, config: SFTConfig) -> "SFTData":
+    def load(cls, config: TaughtConfig) -> "RowsData":
         """Reads and checks all rows. Raises ValueError with everything that was found."""
         tokenizer, checks = load_tokenizer(config.model), Checks()
         sets = {} if config.evaluation is None else config.evaluation.sets
         sources = [config.data.path, *sets.values()]
-        found = [checks.run(lambda x=x: load_rows(config.data, tokenizer, config.model, x)) for x in sources]
+        found = [checks.run(lambda x=x: _load(config, tokenizer, x)) for x in sources]
         checks.raise_found()
         rows, *held_out = (x for x in found if x is not None)
         return cls(rows=rows, held_out=dict(zip(sets, held_out, strict=True)))
@@ -59,6 +63,13 @@ class SFTData:
             name: None if path is None else model_checksum(path) for name, path in config.model_folders.items()
         }
         return {"data": self.descriptions, "checksum": checksums, "settings": fixed_settings(config)}
+
+
+def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> Rows:
+    if isinstance(config, SFTConfig):
+        return load_rows(config.data, tokenizer, config.model, source)
+    assert isinstance(config, PairConfig)
+    return load_pairs(config.data, tokenizer, config.model, source, scored=config.head == "score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +101,7 @@ class LocalModels:
         return divergence(name, self.actor.config)
 
 
-class SFTTrainer:
+class RowsTrainer:
     """The model and the rows of a configuration, and one step of learning with them.
 
     Everything that can be wrong with the input is checked here, before anything runs.
@@ -105,16 +116,35 @@ class SFTTrainer:
 
     example_prompts: Sequence[str] = ()
 
-    def __init__(self, config: SFTConfig, world: World | None = None) -> None:
+    def __init__(self, config: TaughtConfig, world: World | None = None) -> None:
         self.world = world = world or init_distributed(config.timeout_minutes)
         world.require_agreement("configuration", dict(dotted(config.model_dump(mode="json"))))
         self.config = config
-        self.data = SFTData.load(config)
+        self.data = RowsData.load(config)
         world.require_agreement("data", dict(dotted(self.data.descriptions)))
-        self.loss = LikelihoodLoss()
+        self.loss = loss_of(config)
         self.phases = Phases(world)
         self.restart()
         check_row_tokens(self.models.actor.facts.num_embeddings, self.data)
+        if isinstance(self.loss, PreferenceLoss):
+            self._infer_reference()
+
+    def _infer_reference(self) -> None:
+        """Log-probabilities of the rows that the run reads, once: the model is the reference until it trains."""
+        num_rows, size = len(self.data.rows), self.config.steps * self.config.batch_size
+        used = sorted(set(self._rows(0, size))) if size < num_rows else range(num_rows)
+        self.data = RowsData(
+            rows=self._with_reference(self.data.rows, used),
+            held_out={name: self._with_reference(rows, range(len(rows))) for name, rows in self.data.held_out.items()},
+        )
+
+    def _with_reference(self, rows: Rows, used: Sequence[int]) -> Rows:
+        assert isinstance(rows, PairRows)
+        return rows.with_reference(self.models.actor.infer(rows.batch(used), ("logprob",))["logprob"], used)
+
+    def _rows(self, first: int, count: int) -> list[int]:
+        """Rows of the stream."""
+        return shuffled_rows(len(self.data.rows), first, count, self.config.seed)
 
     def train_step(self, step: int, first_prompt: int | None = None) -> StepResult:
         """An optimizer step on the next rows.
@@ -127,7 +157,7 @@ class SFTTrainer:
         self.phases.restart()
         torch.manual_seed((self.config.seed * 1_000_003 + step) % 2**63)  # for dropout
         first = step * size if first_prompt is None else first_prompt
-        batch = self.data.rows.batch(shuffled_rows(len(self.data.rows), first, size, self.config.seed))
+        batch = self.data.rows.batch(self._rows(first, size))
         with self.phases.timed("update"):
             metrics = actor.train_step(batch, self.loss, schedule_step=step)
         metrics = {"train_loss": metrics.pop("loss")} | metrics | self.phases.metrics()
@@ -138,16 +168,30 @@ class SFTTrainer:
         return StepResult(metrics=metrics, num_prompts=size)
 
     def evaluate(self) -> Evaluated:
-        """The mean loss of the taught tokens of each held-out set, and its mean over the sets."""
-        losses = {name: self._held_out_loss(rows) for name, rows in self.data.held_out.items()}
-        metrics = {"held_out_loss": sum(losses.values()) / len(losses)}
-        metrics |= {f"held_out_loss_{name}": loss for name, loss in losses.items() if name}
+        """The numbers of each held-out set, and their means over the sets."""
+        found = {name: self._measure(rows) for name, rows in self.data.held_out.items()}
+        kinds = [] if self.config.evaluation is None else self.config.evaluation.kinds
+        metrics = {kind: sum(numbers[kind] for numbers in found.values()) / len(found) for kind in kinds}
+        metrics |= {f"{kind}_{name}": found[name][kind] for name in found if name for kind in kinds}
         return Evaluated(metrics=metrics, examples=[], num_scored=sum(map(len, self.data.held_out.values())))
 
-    def _held_out_loss(self, rows: TaughtRows) -> float:
-        batch = rows.batch(range(len(rows)))
-        logprob_T = self.models.actor.infer(batch, ("logprob",))["logprob"]
-        return -logprob_T[batch.loss_mask_T].mean(dtype=torch.float64).item()
+    def _measure(self, rows: Rows) -> dict[str, float]:
+        """The loss and its metrics, of all rows at once."""
+        batch, actor = rows.batch(range(len(rows))), self.models.actor
+        (name,) = TRAINED[actor.head][:1]
+        asked = batch.active_T
+        fields = {f"{name}_T": actor.infer(batch, (name,))[name][asked]}
+        fields["entropy_T"] = torch.zeros_like(fields[f"{name}_T"])  # which is not measured
+        weighed, scale = weighted(batch, self.loss)
+        for key in self.loss.fields:
+            if key == "sequence_T":
+                fields[key] = torch.searchsorted(batch.cu_seqlens.long(), asked.nonzero().squeeze(1), right=True) - 1
+            else:
+                values = getattr(weighed, key)
+                fields[key] = values if key.endswith("_B") else values[asked]
+        loss = scale * self.loss.per_token(fields).sum(dtype=torch.float64)
+        found = {"loss": loss, **self.loss.metrics(fields)}
+        return {f"held_out_{name}": float(value) for name, value in found.items()}
 
     # ---- the state of a run -------------------------------------------------------------------------------------
 
@@ -183,7 +227,17 @@ class SFTTrainer:
         """Nothing was started."""
 
 
-def check_row_tokens(num_embeddings: int, data: SFTData) -> None:
+def loss_of(config: TaughtConfig) -> LikelihoodLoss | PairLoss:
+    """What the updates of a run minimise."""
+    if isinstance(config, DPOConfig):
+        return PreferenceLoss(
+            kind=config.loss.kind, beta=config.loss.beta, label_smoothing=config.loss.label_smoothing,
+            length_normalized=config.loss.length_normalized,
+        )  # fmt: skip
+    return BradleyTerryLoss() if config.head == "score" else LikelihoodLoss()
+
+
+def check_row_tokens(num_embeddings: int, data: RowsData) -> None:
     """Raises ValueError for a token without an embedding: on a GPU its look-up ends the process without a reason."""
     highest = max(rows.highest_token for rows in (data.rows, *data.held_out.values()))
     if highest >= num_embeddings:

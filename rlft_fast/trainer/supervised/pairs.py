@@ -1,0 +1,133 @@
+"""Pairs of sequences as tokens: of each the better one, and the worse one."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import PairDataConfig, RewardDataConfig
+from rlft_fast.data import Batch
+from rlft_fast.errors import brief
+from rlft_fast.trainer.prompts import Row, without_nulls
+from rlft_fast.trainer.supervised.rows import Reader, TaughtRows, Tokens, read_each, taught_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PairRows:
+    """Tokenized pairs.
+
+    Args:
+        sequences: 2N; 2i is the chosen and 2i + 1 the rejected one of pair i.
+        margin: (N,) float32.
+        ref_logprob: of each sequence (T - 1,) float32, of its tokens under the reference; None: unknown.
+    """
+
+    sequences: TaughtRows
+    margin: np.ndarray
+    ref_logprob: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.margin)
+
+    def __str__(self) -> str:
+        return f"{len(self)} pairs; {self.sequences}"
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.sequences.description | {"margin": float(np.abs(self.margin).sum())}
+
+    @property
+    def highest_token(self) -> int:
+        return self.sequences.highest_token
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The named pairs, packed: the chosen sequence of each before the rejected one."""
+        both = [j for i in rows for j in (2 * i, 2 * i + 1)]
+        margin = torch.zeros(len(rows), 2)
+        margin[:, 0] = torch.from_numpy(self.margin[list(rows)])
+        batch = self.sequences.batch(both).replace(
+            unit_B=torch.arange(len(rows)).repeat_interleave(2), reward_B=margin.flatten()
+        )
+        if self.ref_logprob is None:
+            return batch
+        ref_logprob_T = np.concatenate([np.append(self.ref_logprob[j], np.float32(0)) for j in both])
+        return batch.replace(ref_logprob_T=torch.from_numpy(ref_logprob_T))
+
+    def with_reference(self, logprob_T: torch.Tensor, rows: Sequence[int]) -> "PairRows":
+        """The pairs with the log-probabilities of the reference, which the others lack.
+
+        Args:
+            logprob_T: of the batch of these rows.
+            rows: pairs, each once.
+        """
+        ids = self.sequences.token_ids
+        found = [np.full(len(x) - 1, math.nan, np.float32) for x in ids]
+        both = [j for i in rows for j in (2 * i, 2 * i + 1)]
+        for j, own in zip(both, logprob_T.split([len(ids[j]) for j in both]), strict=True):
+            found[j] = own[:-1].numpy().copy()
+        return replace(self, ref_logprob=found)
+
+
+class _Pair(NamedTuple):
+    chosen: Tokens
+    rejected: Tokens
+    margin: float = 0.0
+
+
+def load_pairs(
+    config: PairDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, source: str, *, scored: bool
+) -> PairRows:
+    """Reads, checks and tokenizes all pairs.
+
+    Args:
+        config: names the columns, and says how texts become tokens.
+        tokenizer: of the model.
+        path: folder of the tokenizer, for messages.
+        source: file or folder of the rows.
+        scored: a reward model scores each sequence at its last taught token. Otherwise all taught tokens are asked of.
+
+    Raises:
+        ValueError: see `load_rows`; or the two of a pair are equal.
+    """
+    reader = Reader(config, tokenizer, path)
+    found = read_each(source, lambda row: _read(reader, config, row))
+    sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
+    if scored:
+        sequences = [*map(_scored_at_the_end, sequences)]
+    return PairRows(taught_rows(sequences), np.array([pair.margin for pair in found], np.float32))
+
+
+def _scored_at_the_end(tokens: Tokens) -> Tokens:
+    """A sequence up to its last taught token, with a token behind it, which is asked of and never runs."""
+    ids, taught = tokens
+    end = len(taught) - taught[::-1].index(True)
+    return [*ids[:end], ids[end - 1]], [False] * end + [True]
+
+
+def _read(reader: Reader, config: PairDataConfig, row: Row) -> _Pair:
+    columns = (config.prompt_column, config.chosen_column, config.rejected_column)
+    prompt, chosen, rejected = (without_nulls(row.get(name)) for name in columns)
+    if chosen is None or rejected is None:
+        raise ValueError(f"it has no {columns[1]!r} or no {columns[2]!r}; its columns are {sorted(row)}")
+    if prompt is None:
+        prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
+    both = [reader.answered(row, prompt, answer) for answer in (chosen, rejected)]
+    if both[0] == both[1]:
+        raise ValueError("its two answers are equal: there is nothing to prefer")
+    margin = row.get(config.margin_column) if isinstance(config, RewardDataConfig) else None
+    if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):
+        raise ValueError(f"its margin must be a number, got {brief(repr(margin))}")
+    return _Pair(both[0], both[1], float(margin or 0))
+
+
+def _without_beginning(chosen: Any, rejected: Any, column: str) -> tuple[Any, Any, Any]:
+    """The messages that two conversations begin with, and the rest of each."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise ValueError(f"it has no {column!r}, which texts need: only conversations show where answers begin")
+    most = min(len(chosen), len(rejected)) - 1  # an answer has one message at least
+    size = next((i for i in range(max(most, 0)) if chosen[i] != rejected[i]), max(most, 0))
+    return chosen[:size], chosen[size:], rejected[size:]

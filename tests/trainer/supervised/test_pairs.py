@@ -1,0 +1,217 @@
+"""Runs that learn from pairs: preferences and reward models, their numbers and the pairs that are refused."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlft_fast.cli import main
+from rlft_fast.config import DPOConfig, RewardModelConfig
+from rlft_fast.rl import PreferenceLoss
+from rlft_fast.trainer import RowsTrainer, train
+from tests.support.distributed import run_distributed
+from tests.trainer.supervised.rows import say, sft_values
+from tests.trainer.supervised.test_sft import encode, run_in_process
+from tests.trainer.toy import comparable, read_lines, write_rows
+
+
+def pairs(number: int) -> list[dict]:
+    """Prompts of different lengths with two answers; the chosen one has capital letters."""
+    return [
+        {"prompt": "count " * (i % 3 + 1), "chosen": "ABCDEFGH"[: i % 5 + 2], "rejected": "abcdefgh"[: i % 4 + 3]}
+        for i in range(number)
+    ]
+
+
+def pair_config(kind, model, folder, **changes):
+    data = str(write_rows(folder.parent / "pairs.jsonl", pairs(12)))
+    options = {"actor__max_tokens": 128, "data__path": data, "evaluation__path": data} | changes
+    return kind.parse(sft_values(model, folder, **options))
+
+
+def plain_logprob(model, prompt: str, answer: str) -> torch.Tensor:
+    """(tokens,) log-probabilities of an answer and the end token, by plain transformers."""
+    tokens = encode(prompt) + encode(answer) + [256]
+    logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    size = len(answer) + 1
+    return logprobs[-size - 1 : -1].gather(1, torch.tensor(tokens[-size:])[:, None])[:, 0]
+
+
+def norm_of(model) -> float:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(found).item()
+
+
+# The first step is at Δ = 0, where a hinge has its slope still; the loss of later steps is tested below.
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        ({"beta": 0.3}, lambda delta, mean: -logsigmoid(0.3 * delta)),
+        ({"label_smoothing": 0.2}, lambda d, m: -0.8 * logsigmoid(0.1 * d) - 0.2 * logsigmoid(-0.1 * d)),
+        ({"length_normalized": True, "beta": 2.0}, lambda delta, mean: -logsigmoid(2.0 * mean)),
+        ({"kind": "hinge"}, lambda delta, mean: (1 - 0.1 * delta).relu()),
+        ({"kind": "ipo"}, lambda delta, mean: (mean - 5) ** 2),
+    ],
+)
+def test_preferences_are_those_of_plain_transformers(options, loss, tiny_model, tmp_path):
+    model = tiny_model("llama")
+    config = pair_config(
+        DPOConfig, model, tmp_path / "run", loss=options, batch_size=12, actor__optimizer={"learning_rate": 0.01}
+    )
+    trainer = RowsTrainer(config)
+    metrics = trainer.train_step(0).metrics
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    total = torch.zeros((), dtype=torch.float64)
+    for row in pairs(12):
+        chosen, rejected = (plain_logprob(policy, row["prompt"], row[name]) for name in ("chosen", "rejected"))
+        chosen, rejected = chosen - chosen.detach(), rejected - rejected.detach()
+        total = total + loss(chosen.sum() - rejected.sum(), chosen.mean() - rejected.mean()) / 12
+    total.backward()
+    assert metrics["train_loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm_of(policy), rel=1e-4)
+    assert metrics["pair_accuracy"] == metrics["reward_margin"] == 0
+
+
+def test_the_loss_of_a_pair_away_from_the_reference():
+    fields = {
+        "logprob_T": torch.tensor([-1.0, -2.0, -3.0]), "ref_logprob_T": torch.tensor([-1.5, -2.0, -1.0]),
+        "sequence_T": torch.tensor([0, 0, 1]), "unit_B": torch.tensor([0, 0]),
+        "loss_weight_T": torch.tensor([0.25, 0.25, 0.5]),
+    }  # fmt: skip
+    delta, mean = 0.5 + 2.0, 0.25 + 2.0
+    for kind, expected in (("sigmoid", math.log1p(math.exp(-0.1 * delta))), ("hinge", 0.75), ("ipo", (mean - 5) ** 2)):
+        loss = PreferenceLoss(kind=kind)
+        assert loss.per_token(fields).sum().item() == pytest.approx(expected, rel=1e-6)
+        assert loss.metrics(fields)["pair_accuracy"] == 1
+    margin = PreferenceLoss().metrics(fields)["reward_margin"].item()
+    assert margin == pytest.approx(0.1 * delta)
+
+
+def test_scores_are_those_of_plain_transformers(tiny_model, tmp_path):
+    model = tiny_model("llama-reward")
+    rows = [row | {"margin": 0.5 * (i % 2)} for i, row in enumerate(pairs(12))]
+    data = str(write_rows(tmp_path / "margins.jsonl", rows))
+    config = pair_config(RewardModelConfig, model, tmp_path / "run", batch_size=12, data__path=data)
+    metrics = RowsTrainer(config).train_step(0).metrics
+    plain = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    total, right = 0.0, 0
+    for row in rows:
+        chosen, rejected = (
+            plain(torch.tensor([encode(row["prompt"]) + encode(row[name]) + [256]])).logits[0, 0]
+            for name in ("chosen", "rejected")
+        )
+        total = total - logsigmoid(chosen - rejected - row["margin"]) / 12
+        right += chosen.item() > rejected.item()
+    total.backward()
+    assert metrics["train_loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm_of(plain), rel=1e-4)
+    assert metrics["pair_accuracy"] == pytest.approx(right / 12)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), (RewardModelConfig, "llama-reward")])
+def test_two_processes_learn_what_one_learns(kind, model, tiny_model, tmp_path):
+    configs = [
+        pair_config(kind, tiny_model(model), tmp_path / name, steps=2, actor__optimizer__eps=1.0)
+        for name in ("one", "two")
+    ]
+    train(configs[0])
+    run_distributed(run_in_process, 2, configs[1])
+    one, two = (load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("one", "two"))
+    start = load_file(f"{configs[0].model}/model.safetensors")
+    moved = max((one[name] - start[name]).abs().max() for name in one)
+    assert moved > 1e-5
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4 * moved
+    rows = zip(*(read_lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("one", "two")), strict=True)
+    for first, second in rows:
+        for name in {"train_loss", "grad_norm", "held_out_loss", "held_out_pair_accuracy"} & first.keys():
+            assert first[name] == pytest.approx(second[name], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), (RewardModelConfig, "llama-reward")])
+def test_a_run_that_is_interrupted_ends_with_the_same_bits(kind, model, tiny_model, tmp_path):
+    options = {"checkpoint__best": "held_out_pair_accuracy", "evaluation__every": 1, "batch_size": 4}
+    summary = train(pair_config(kind, tiny_model(model), tmp_path / "whole", **options))
+    train(pair_config(kind, tiny_model(model), tmp_path / "parts", **options, steps=3))
+    train(pair_config(kind, tiny_model(model), tmp_path / "parts", **options), resume=True)
+    run, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    assert comparable(parts) == comparable(run)
+    expected, found = (load_file(folder / "hf" / "model.safetensors") for folder in (run, parts))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+    assert summary["held_out_pair_accuracy_after"] > summary["held_out_pair_accuracy_before"]
+    assert (run / "best" / "model.safetensors").exists()
+    assert main(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            r"it has no 'chosen' or no 'rejected'; its columns are \['chosen', 'prompt'\]",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "its two answers are equal: there is nothing to prefer"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "its text becomes no token"),
+        ({"chosen": "ab", "rejected": "ac"}, "it has no 'prompt', which texts need"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "its margin must be a number, got 'd'"),
+        ({"chosen": say("a"), "rejected": say("b")}, "the assistant says nothing"),
+    ],
+)
+def test_a_pair_that_cannot_be_learned_is_named(row, problem, tiny_model, tmp_path):
+    data = str(write_rows(tmp_path / "bad.jsonl", [*pairs(1), row]))
+    config = pair_config(RewardModelConfig, tiny_model("llama-reward"), tmp_path / "run", data__path=data)
+    with pytest.raises(
+        ValueError, match=rf"bad\.jsonl: rows 1 \(counted from 0\) cannot be learned: row 1: .*{problem}"
+    ):
+        RowsTrainer(config)
+
+
+def test_a_language_model_is_no_reward_model(tiny_model, tmp_path, capsys):
+    config = pair_config(RewardModelConfig, tiny_model("llama"), tmp_path / "run")
+    (tmp_path / "reward.yaml").write_text(config.to_yaml())
+    assert main(["reward", str(tmp_path / "reward.yaml"), "--dry-run"]) == 1
+    assert "a reward model must be ...ForSequenceClassification with num_labels = 1" in capsys.readouterr().err
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("options", [{}, {"kind": "hinge"}, {"kind": "ipo"}, {"length_normalized": True}])
+def test_the_first_step_is_that_of_trls_dpo(options, tiny_model, tmp_path):
+    from trl import DPOConfig as TRLConfig
+    from trl import DPOTrainer
+
+    config = pair_config(DPOConfig, tiny_model("llama"), tmp_path / "run", loss=options, batch_size=12)
+    metrics = RowsTrainer(config).train_step(0).metrics
+    kind = "sigmoid_norm" if options.get("length_normalized") else options.get("kind", "sigmoid")
+    logged = first_step(DPOTrainer, TRLConfig, AutoModelForCausalLM, config, tmp_path, loss_type=[kind])
+    assert metrics["train_loss"] == pytest.approx(logged["loss"], rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.peers
+def test_the_first_step_is_that_of_trls_reward_model(tiny_model, tmp_path):
+    from trl import RewardConfig, RewardTrainer
+
+    config = pair_config(RewardModelConfig, tiny_model("llama-reward"), tmp_path / "run", batch_size=12)
+    metrics = RowsTrainer(config).train_step(0).metrics
+    logged = first_step(RewardTrainer, RewardConfig, AutoModelForSequenceClassification, config, tmp_path)
+    assert metrics["train_loss"] == pytest.approx(logged["loss"], rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-4)
+
+
+def first_step(trainer_class, config_class, model_class, config, folder, **options):
+    from datasets import Dataset
+
+    args = config_class(
+        output_dir=str(folder / "trl"), max_steps=1, per_device_train_batch_size=12, logging_steps=1, report_to="none",
+        use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None, disable_dropout=True, **options,
+    )  # fmt: skip
+    model = model_class.from_pretrained(config.model, dtype=torch.float32)
+    trainer = trainer_class(model, args=args, train_dataset=Dataset.from_list(pairs(12)))
+    trainer.train()
+    return trainer.state.log_history[0]
