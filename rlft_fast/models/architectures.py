@@ -17,11 +17,13 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Models that look as if they could be packed, or run, found by trying all (tests/models/test_every_architecture.py).
 _EXCEPTIONS = {
     "nemotron": "does not hand boundaries on to its attention",
+    "moshi": "does not hand boundaries on to its attention",
     "phimoe": "does not tell its attention of its sliding window",
 }
+WITHOUT_CACHE = ("moshi", "qwen3_omni_moe_thinker", "rwkv", "zamba2")
+"""Types whose forward of one token with their cache gives other logits than their forward of all tokens."""
 _REFUSED = {
     **dict.fromkeys(["cpmant", "xlm", "xlnet"], "lets tokens see later ones"),
-    **dict.fromkeys(["moshi", "qwen3_omni_moe_thinker", "rwkv"], "generates other tokens than its forward predicts"),
     **dict.fromkeys(
         ["blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"], "does not run on text alone"
     ),

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from rlft_fast.models.architectures import (
+    WITHOUT_CACHE,
     own_implementation,
     packed_implementation,
     padded_attention,
@@ -390,7 +391,7 @@ class PolicyModel(_HeadedModel):
             input_ids: (B, L) left-padded sequences; without padding for a padded model, whose state may see it.
             attention_mask: (B, L), 0 at padding.
             cache: of all tokens but the last of each sequence. Afterwards it has the new tokens, but for the last.
-                None: the model makes its own and runs all tokens.
+                None: the model makes its own and runs all tokens, or if its cache is wrong, runs all tokens every time.
             **options: for ``generate``.
 
         Returns:
@@ -400,6 +401,8 @@ class PolicyModel(_HeadedModel):
             # Without position_ids, Qwen2-VL would reuse the ids of the previous batch, whose size differs.
             options["position_ids"] = _positions(attention_mask)
             options[_cache_argument(GenerationMixin.prepare_inputs_for_generation)] = cache
+        elif self.model.config.model_type in WITHOUT_CACHE:
+            options["use_cache"] = False
         return cast(Any, self.model).generate(input_ids, attention_mask=attention_mask, **options)
 
 

@@ -28,7 +28,7 @@ from rlft_fast import patch_lm_head, unpatch_lm_head
 from rlft_fast.data import Batch
 from rlft_fast.engine.forward import prepare_model_inputs
 from rlft_fast.models import PolicyModel
-from rlft_fast.models.architectures import padded_attention, require_causal
+from rlft_fast.models.architectures import WITHOUT_CACHE, padded_attention, require_causal
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -48,7 +48,8 @@ A *packed* model runs sequences one after the other, without padding, and equal 
 layers that would mix packed sequences: a recurrent state, attention sinks, or masks of its own. It runs batches of
 similar lengths, and no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are
 those of packed models. It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a
-model is padded, and why. Rollouts by transformers then batch prompts of one length.
+model is padded, and why. Rollouts by transformers then batch prompts of one length. They run without a cache, slowly,
+for the few models whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
 Qwen2-VL and Qwen2.5-VL learn from images, too. All other vision-language models learn from text: their towers are
@@ -132,12 +133,25 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention", "mamba"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 8]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 8]} | _mrope(1, 1, 2),
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 60},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 60},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1, "n_mamba_heads": 8},
+    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 5},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 60}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _mrope(1, 1, 2)["rope_parameters"]}},
+    "hunyuan_vl_text": _mrope(2, 1, 1),
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "num_experts": 4,
+    },
     **dict.fromkeys(["glm4v_moe_text"], _mrope(1, 1, 0)),
     **dict.fromkeys(
         ["cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text",
@@ -183,6 +197,7 @@ def page() -> str:
         packed=number[PACKED],
         padded=number[PADDED],
         table=table,
+        uncached=", ".join(WITHOUT_CACHE),
     )
 
 
