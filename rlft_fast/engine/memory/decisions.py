@@ -8,7 +8,7 @@ from rlft_fast.config import Config, EngineConfig, ModelConfig, Role, RunConfig,
 from rlft_fast.engine.memory.generator import GeneratorMemory
 from rlft_fast.engine.memory.simulation import build_plain
 from rlft_fast.engine.sharding import is_wrapped
-from rlft_fast.models import PolicyModel
+from rlft_fast.models import PolicyModel, RLModel
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -100,7 +100,8 @@ def _stronger(config: RunConfig, role: Role, world_size: int, caps: set[int]) ->
         [cap for cap in sorted(caps, reverse=True) if config.longest_taught <= cap < engine.max_tokens],
     )
     yield "activation_checkpointing", modes[modes.index(engine.activation_checkpointing) + 1 :]
-    yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel)
+    is_packed = not _model(role).padded_because
+    yield "sequence_parallel", _divisors(_heads(role), world_size, 2 * engine.sequence_parallel) * is_packed
     waits = is_wrapped(engine, world_size) and not engine.reduce_every_micro_batch
     yield "reduce_every_micro_batch", [True] * waits
     yield "shard_size", [-1] * (engine.shard_size not in (-1, world_size))
@@ -113,7 +114,7 @@ def _choices(key: str, values: list[Any]) -> list[dict[str, Any]]:
 def _wider_generators(config: Config, world_size: int, memory_bytes: float) -> list[int]:
     """The least values of vLLM's `tensor_parallel` with which it starts, which divide the ranks and attention heads."""
     actor, key = run_roles(config)["actor"], "rollout.vllm.tensor_parallel"
-    policy = build_plain(actor.path, actor.config, actor.head, actor.trains)
+    policy = _model(actor)
     assert isinstance(policy, PolicyModel)
     wider = _divisors(_heads(actor), world_size, 2 * config.rollout.vllm.tensor_parallel_size)
     refusals = (
@@ -123,9 +124,12 @@ def _wider_generators(config: Config, world_size: int, memory_bytes: float) -> l
     return [n for n, refusal in refusals if not refusal][:_WIDER_GENERATORS]
 
 
+def _model(role: Role) -> RLModel:
+    return build_plain(role.path, role.config, role.head, role.trains)
+
+
 def _heads(role: Role) -> int:
-    model = build_plain(role.path, role.config, role.head, role.trains)
-    return model.backbone.config.get_text_config().num_attention_heads
+    return getattr(_model(role).backbone.config.get_text_config(), "num_attention_heads", None) or 1
 
 
 def _divisors(number: int, other: int, least: int) -> list[int]:

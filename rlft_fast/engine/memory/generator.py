@@ -93,6 +93,8 @@ class GeneratorMemory:
     def _sequence_bytes(self, length: int) -> int:
         """Bytes of the keys and values of one sequence."""
         config = self.model.backbone.config.get_text_config()
+        if not getattr(config, "num_attention_heads", None):  # its states are small, and do not grow
+            return 0
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         key_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         value_width = getattr(config, "v_head_dim", None) or key_width
