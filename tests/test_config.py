@@ -63,6 +63,17 @@ def test_resolved_yaml_loads_to_the_same_configuration(values, tmp_path):
     assert Config.load(tmp_path / "resolved.yaml") == config
 
 
+def test_a_name_on_the_hub_is_the_folder_in_the_cache(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--team--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--team--tiny" / "refs").mkdir()
+    (tmp_path / "models--team--tiny" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    names = {"team/tiny": str(snapshot), "team/other": "team/other", "a/b/c": "a/b/c", "x/..": "x/.."}
+    assert {name: Config.parse(MINIMAL | {"model": name}).model for name in names} == names
+
+
 def test_resolved_yaml_holds_every_key():
     full, lora = (yaml.safe_load(Config.parse(values).to_yaml()) for values in (FULL, LORA))
     for key, _ in sections(Config):

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.paths import LocalPath
+from rlft_fast.config.paths import ModelPath
 from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -143,7 +143,7 @@ class EngineConfig(ModelConfig):
 class CriticConfig(EngineConfig):
     """The value model of PPO."""
 
-    model: MayChange[LocalPath | None] = None
+    model: MayChange[ModelPath | None] = None
     """Folder of the model that the critic starts from. A reward model keeps its head; null: the policy's folder."""
     value_clip: PositiveFloat = 0.2
     """How far a predicted value may move from its prediction at rollout before its loss is clipped."""

@@ -1,6 +1,7 @@
 """Paths in a configuration: variables and ``~`` in them, and their form in a file that works from every folder."""
 
 import os
+import re
 from collections.abc import Mapping
 from string import Template
 from typing import Annotated, Any
@@ -27,6 +28,23 @@ def expand_path(path: str, info: ValidationInfo) -> str:
     if "\0" in path:
         raise ValueError("a path must not have the character \\0")
     return expand_user(_with_variables(path) if info.context else path)
+
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def find_model(path: str, info: ValidationInfo) -> str:
+    """`expand_path`; for the name of a model on the Hub, its folder in the Hugging Face cache. No network is asked."""
+    path = expand_path(path, info)
+    if os.path.exists(path) or not _HUB_NAME.fullmatch(path):
+        return path
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(path, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # no name of a model
+        return path
+    return os.path.dirname(found) if isinstance(found, str) else path
 
 
 def _with_variables(path: str) -> str:
@@ -61,6 +79,9 @@ def _typed_file(spec: str, info: SerializationInfo) -> str:
 
 LocalPath = Annotated[str, Field(min_length=1), AfterValidator(expand_path), PlainSerializer(typed_path)]
 """Path of a file or folder. A shell expands no ``~`` and no ``$HOME`` in YAML, and no ``~`` after ``--key=``."""
+
+ModelPath = Annotated[str, Field(min_length=1), AfterValidator(find_model), PlainSerializer(typed_path)]
+"""Path of a model's folder, or a name on the Hub whose model is in the cache. It then is the path of this folder."""
 
 FunctionName = Annotated[str, AfterValidator(_expand_file), PlainSerializer(_typed_file)]
 """A known name, module:function, or file.py:function. A relative file stays relative: metrics have the same name."""

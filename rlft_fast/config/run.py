@@ -10,7 +10,7 @@ from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
-from rlft_fast.config.paths import FunctionName, LocalPath
+from rlft_fast.config.paths import FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
@@ -42,7 +42,7 @@ class RewardConfig(Section):
 
     function: FunctionName | dict[FunctionName, float] | None = None
     """module:function or file.py:function, or several with weights; null: the scoring of the reasoning-gym task."""
-    model: MayChange[LocalPath | None] = None
+    model: MayChange[ModelPath | None] = None
     """Folder of a reward model (sequence classification, one label), run as the actor is. Its score is added."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 from rlft_fast.config.base import ConfigError, Section, explain, rule, sections, set_key, without_password
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import EngineConfig
-from rlft_fast.config.paths import AS_TYPED, LocalPath, as_typed
+from rlft_fast.config.paths import AS_TYPED, LocalPath, ModelPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role
@@ -95,7 +95,7 @@ class RunConfig(Section):
 
     objective: str
     """What the model learns."""
-    model: MayChange[LocalPath]
+    model: MayChange[ModelPath]
     """Folder of the model to train, a Hugging Face causal language model."""
     output_dir: MayChange[LocalPath]
     """Folder for everything the run writes."""
