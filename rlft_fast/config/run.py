@@ -10,7 +10,7 @@ from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
-from rlft_fast.config.paths import FunctionName, ModelPath
+from rlft_fast.config.paths import FunctionName, LocalPath, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig

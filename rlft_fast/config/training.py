@@ -96,7 +96,7 @@ class RunConfig(Section):
     objective: str
     """What the model learns."""
     model: MayChange[ModelPath]
-    """Folder of the model to train, a Hugging Face causal language model."""
+    """Folder of the model to train, a Hugging Face causal language model; or its name on the Hub, if it is cached."""
     output_dir: MayChange[LocalPath]
     """Folder for everything the run writes."""
     steps: MayChange[PositiveInt]

@@ -85,6 +85,24 @@ def divergence(name: str, config: EngineConfig) -> str:
     )
 
 
+def notes_on(engines: Mapping[str, Engine], trained: Mapping[str, Any]) -> Iterator[str]:
+    """How the models run, for the start of a run.
+
+    Args:
+        engines: by their roles.
+        trained: the engines that train.
+    """
+    whys = {name: engine.facts.padded_because for name, engine in engines.items()}
+    for why in dict.fromkeys(filter(None, whys.values())):
+        yield (
+            f"{', '.join(name for name in whys if whys[name] == why)}: the model {why}, so sequences are padded to "
+            "similar lengths instead of packed: equal prompts do not run once, and blocks are not compiled"
+        )
+    for name, engine in trained.items():
+        if engine.facts.units:
+            yield f"{name}: units of sharding\n{engine.facts.units}"
+
+
 def build_models(config: Config, tokenizer: PreTrainedTokenizerBase, world: World, num_training_steps: int) -> Models:
     """The models that the configuration names.
 

@@ -32,7 +32,7 @@ from rlft_fast.trainer.experience import (
 )
 from rlft_fast.trainer.inputs import check_support, check_tokens, identity_of, load_inputs, make_objective
 from rlft_fast.trainer.learner import Learner
-from rlft_fast.trainer.models import build_models
+from rlft_fast.trainer.models import build_models, notes_on
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -203,15 +203,7 @@ class PPOTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        whys = {name: engine.facts.padded_because for name, engine in self.models.engines.items()}
-        for why in dict.fromkeys(filter(None, whys.values())):
-            yield (
-                f"{', '.join(name for name in whys if whys[name] == why)}: the model {why}, so sequences are padded to "
-                "similar lengths instead of packed: equal prompts do not run once, and blocks are not compiled"
-            )
-        for name, engine in self.models.trained.items():
-            if engine.facts.units:
-                yield f"{name}: units of sharding\n{engine.facts.units}"
+        return notes_on(self.models.engines, self.models.trained)
 
     def start(self, step: int) -> None:
         """Gives the generator the weights, as those of this step."""

@@ -19,7 +19,7 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import load_tokenizer, model_checksum
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
-from rlft_fast.trainer.models import divergence
+from rlft_fast.trainer.models import divergence, notes_on
 from rlft_fast.trainer.prompts import shuffled_rows
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
@@ -206,8 +206,7 @@ class RowsTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        if units := self.models.actor.facts.units:
-            yield f"actor: units of sharding\n{units}"
+        return notes_on(self.models.trained, self.models.trained)
 
     def start(self, step: int) -> None:
         """Nothing: the model is ready."""

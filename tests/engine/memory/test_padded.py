@@ -14,6 +14,6 @@ def test_a_model_without_attention_is_planned_and_gets_no_sequence_parallelism(t
         chunk_size=16,
     )  # fmt: skip
     Mamba2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    run = toy_config(tmp_path / "model", tmp_path, actor__max_tokens=512)
+    run = toy_config(tmp_path / "model", tmp_path, actor__activation_checkpointing="none")
     assert plan_memory(run, 2, 1e9).fits(1e9)
     assert dict(_stronger(run, run_roles(run)["actor"], 2, set()))["sequence_parallel"] == []
