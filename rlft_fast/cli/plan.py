@@ -102,11 +102,10 @@ def report(config: RunConfig, world_size: int, shard_size: int, memory_bytes: fl
 
 def report_advice(config: RunConfig, world_size: int, memory_bytes: float) -> None:
     """Prints the fastest settings with which the run would fit."""
-    from rlft_fast.engine.memory import advice, choose, plan_memory
+    from rlft_fast.engine.memory import advice, plan_memory
 
-    choice = choose(config, world_size, memory_bytes, "cuda", math.inf)
-    plan = choice.plan or plan_memory(choice.config, world_size, memory_bytes)
-    print(f"\nNothing fits. {printable(advice(choice.config, plan, world_size, memory_bytes))}")
+    plan = plan_memory(config, world_size, memory_bytes)
+    print(f"\nNothing fits. {printable(advice(config, plan, world_size, memory_bytes))}")
 
 
 def _sharded(config: RunConfig, shard_size: int) -> RunConfig:

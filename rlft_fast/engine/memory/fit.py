@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlft_fast.config import Config, RunConfig
@@ -105,7 +106,7 @@ def fitting_changes(
         return {}
     proposal = propose(choice.config, choice.plan, world_size, memory_bytes, device_type, host_bytes)
     if not proposal.fits:
-        raise DoesNotFitError(_missing(proposal, memory_bytes))
+        raise DoesNotFitError(_missing(proposal, memory_bytes, host_bytes))
     return proposal.changes
 
 
@@ -155,7 +156,7 @@ def advice(
     if proposal.fits:
         rounds = any(key.endswith("moment_dtype") for key in proposal.changes)
         return f"It fits with {as_options(proposal.changes)}" + rounds * _OF_ROUNDED_MOMENTS
-    return _missing(proposal, memory_bytes)
+    return _missing(proposal, memory_bytes, host_bytes)
 
 
 def as_options(changes: dict[str, Any]) -> str:
@@ -191,14 +192,24 @@ def propose(
     if among is not None:
         choices = [only(decision, among) for decision in choices]
     search = Search(config, plan, world_size, memory_bytes, device_type, host_bytes)
-    return search.fastest(choices, planned)
+    found = search.fastest(choices, planned)
+    return found if found.fits or among is not None else replace(found, enough_ranks=search.enough_ranks(found.changes))
 
 
-def _missing(proposal: Proposal, memory_bytes: float) -> str:
-    if proposal.plan.refusal:
-        return f"No other settings are enough: {proposal.plan.refusal}"
-    worst, ranks = proposal.plan.worst(memory_bytes), proposal.enough_ranks
-    more = f"about {ranks} ranks" if ranks else "more memory (more ranks are not enough)"
+def _missing(proposal: Proposal, memory_bytes: float, host_bytes: float) -> str:
+    """Names what no settings make up for."""
+    plan, ranks = proposal.plan, proposal.enough_ranks
+    if plan.refusal:
+        return f"No other settings are enough: {plan.refusal}"
+    worst = plan.worst(memory_bytes)
+    if worst.total_bytes <= worst.limit(memory_bytes):
+        more = f"about {ranks} ranks, or " if ranks else ""
+        return (
+            f"No other settings are enough: what is off the devices takes {plan.host_bytes / 1e9:.1f} GB of the CPU's "
+            f"memory for each rank, and {USABLE * host_bytes / 1e9:.1f} may be used: use {more}more memory"
+        )
+    needed = f"devices of at least {worst.enough_memory(memory_bytes) / 1e9:.1f} GB"
+    more = f"about {ranks} ranks, {needed}" if ranks else f"{needed} (more ranks are not enough)"
     return (
         f"No other settings are enough: the phase '{worst.name}' takes at least {worst.total_bytes / 1e9:.1f} GB of "
         f"{worst.limit(memory_bytes) / 1e9:.1f} with any: use {more}, shorter sequences or a smaller model"

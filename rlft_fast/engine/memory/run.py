@@ -61,6 +61,11 @@ class Phase:
         generator = self.memory.get(_GENERATOR, 0)
         return generator + USABLE * (memory_bytes - generator)
 
+    def enough_memory(self, memory_bytes: float) -> float:
+        """Bytes of a device on which the phase fits, if vLLM's share of the memory is as of ``memory_bytes``."""
+        generator = self.memory.get(_GENERATOR, 0)
+        return (self.total_bytes - generator) / (USABLE * (1 - generator / memory_bytes))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:

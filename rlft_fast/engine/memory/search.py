@@ -13,7 +13,7 @@ memory. The rates are of an H100, in round numbers: only the order of the combin
 import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -23,6 +23,7 @@ import torch
 from rlft_fast.config import Config, EngineConfig, Role, RunConfig, run_roles
 from rlft_fast.engine.flops import model_flops
 from rlft_fast.engine.memory.engine import (
+    USABLE,
     EngineMemory,
     host_moment_bytes,
     sent_bytes,
@@ -56,7 +57,7 @@ class Proposal:
         fits: whether a combination fits.
         changes: values by dotted key of the fastest that fits; or else of a combination that takes the least memory.
         plan: its plan; or else a bound of its plan.
-        enough_ranks: a number of ranks with which the combination would fit, about; 0 if no number is enough.
+        enough_ranks: if it does not fit, from `Search.enough_ranks`.
     """
 
     fits: bool
@@ -118,9 +119,11 @@ class Search:
                 bound = plan
             if self._excess(bound) < self._excess(least.plan):
                 least = Proposal(fits=False, changes=changes, plan=bound)
-        return replace(least, enough_ranks=self._enough_ranks(_changed(self.config, least.changes)))
+        return least
 
-    def _enough_ranks(self, config: RunConfig) -> int:
+    def enough_ranks(self, changes: Changes) -> int:
+        """A number of ranks with which a combination that does not fit would fit, about; 0 if no number is enough."""
+        config = _changed(self.config, changes)
         for factor in (2**n for n in range(1, 8)):
             more = copy(self)
             more.world_size = factor * self.world_size
@@ -171,8 +174,9 @@ class Search:
         return share * config.longest_taught / engine.sequence_parallel
 
     def _excess(self, plan: MemoryPlan) -> float:
+        """Bytes that are missing, on the device or in the CPU's memory."""
         worst = plan.worst(self.memory_bytes)
-        return worst.total_bytes - worst.limit(self.memory_bytes)
+        return max(worst.total_bytes - worst.limit(self.memory_bytes), plan.host_bytes - USABLE * self.host_bytes)
 
 
 class _Trained:

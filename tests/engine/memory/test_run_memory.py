@@ -300,15 +300,25 @@ def test_more_ranks_are_named_where_they_help(long_run):
     plan = plan_memory(config, 2, 80 * GIB)
     memory = plan.worst(80 * GIB).total_bytes / USABLE
     assert plan_memory(config, 2, 1.001 * memory).fits(1.001 * memory)
-    proposal = Search(config, plan, 1, memory, "cuda", 80 * GIB).fastest([[{}]], lambda _: None)
-    assert not proposal.fits
-    assert proposal.enough_ranks == 2
+    assert Search(config, plan, 1, memory, "cuda", 80 * GIB).enough_ranks({}) == 2
 
 
 @pytest.mark.slow
-def test_nothing_helps(long_run):
-    with pytest.raises(DoesNotFitError, match=r"use more memory \(more ranks are not enough\), shorter"):
-        check_run(long_run(rollout__backend="hf"), 1, 2**20, "cpu", 2**20)
+def test_where_nothing_helps_the_missing_memory_is_named(long_run):
+    """At least so much is missing. Larger devices take the run, soon."""
+    config, memory, named = long_run(rollout__backend="hf"), 2.0**20, []
+    for _ in range(4):
+        try:
+            check_run(config, 1, memory, "cpu", 80 * GIB)
+        except DoesNotFitError as error:
+            if "It fits with" in str(error):
+                break
+            (gigabytes,) = re.findall(r" devices of at least ([\d.]+) GB", str(error))
+            named.append(float(gigabytes) * 1e9)
+            assert named[-1] > memory
+            memory = named[-1] + 1e8
+    else:
+        pytest.fail(f"still refused with what it named: {named}")
 
 
 @pytest.mark.slow
@@ -318,6 +328,14 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
     assert host > 0
     with pytest.raises(DoesNotFitError, match=r"models off the GPUs need .* of the CPU's memory"):
         check_run(config, 1, GIB, "cuda", host)
+
+
+def test_the_missing_memory_of_the_host_is_named(long_run):
+    config = long_run(actor__cpu_offload=True, actor__max_tokens=16384, rollout__backend="hf", rollout__batch_size=1)
+    with pytest.raises(
+        DoesNotFitError, match=r"of the CPU's memory for each rank, and 0\.0 may be used: use .*more memory"
+    ):
+        fitting_changes(config, 1, 8 * GIB, "cuda", 2**20)
 
 
 def test_a_rough_estimate_takes_any_shard_size(config_of):
