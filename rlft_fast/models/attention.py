@@ -4,8 +4,9 @@
 attention function. It builds no mask for an attention without a mask function, so packed sequences cost no (T, T) mask.
 
 - On CUDA one variable-length kernel runs (``torch.nn.attention.varlen``).
-- On the CPU, one causal SDPA call runs per segment. So it does on a GPU for inputs that the kernel does not take:
-  float32, GPUs before Ampere, heads wider than 256. There the host waits for the device in every layer.
+- On the CPU, one causal SDPA call runs per segment, in float32 or wider. One call runs per segment also on a GPU for
+  inputs that the kernel does not take: float32, GPUs before Ampere, heads wider than 256. There the host waits for the
+  device in every layer.
 - Soft-capped scores (Gemma 2) are written out segment by segment. A segment of n tokens takes (heads, n, n) memory.
 
 A segment is a sequence or a completion. The prompt of such a completion is another segment, to which several
@@ -103,6 +104,9 @@ def packed_attention(
         key, value = (take_rows(x.squeeze(0).transpose(0, 1), key_index).transpose(0, 1)[None] for x in (key, value))
     if cu_seq_lens_k is None or max_length_k is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+    dtype = query.dtype  # torch's backward in half precision takes four times as long on a CPU as in float32
+    if query.device.type == "cpu" and dtype.itemsize < 4:
+        query, key, value = (x.float() for x in (query, key, value))
     if softcap is None and _has_varlen_kernel(query):
         boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         output = _varlen(query, key, value, boundaries, scaling, sliding_window)
@@ -111,7 +115,7 @@ def packed_attention(
         keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
         segments = zip(queries, keys, values, strict=True)
         outputs = [_causal(q, k, v, scaling, sliding_window, softcap) for q, k, v in segments]
-        output = torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models call view() on it
+        output = torch.cat(outputs, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
     return output, None

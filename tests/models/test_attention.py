@@ -139,6 +139,18 @@ def test_bfloat16_on_a_device(shared, heads, kv_heads, head_dim, window, device)
         assert (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
 
 
+def test_a_cpu_attends_in_float32():
+    """torch's backward of attention in bfloat16 takes four times as long on a CPU as in float32."""
+    lengths, upstream = [17, 1, 40], torch.randn(58, 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    narrow = tuple(x.bfloat16().requires_grad_() for x in random_qkv(lengths, 4, 2, 64))
+    wide = tuple(x.detach().float().requires_grad_() for x in narrow)
+    found, exact = run(narrow, lengths)[0], run(wide, lengths)[0]
+    assert found.equal(exact.bfloat16())
+    gradients = [torch.autograd.grad(y, x, upstream.to(y)) for y, x in ((found, narrow), (exact, wide))]
+    for ours, in_float32 in zip(*gradients, strict=True):
+        assert ours.equal(in_float32.bfloat16())
+
+
 def flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **fewer_key_heads) -> Tensor:
     """In place of torch's `varlen_attn`, which only GPUs have: takes what its kernel takes, and computes in float64."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
