@@ -12,6 +12,10 @@ allow_fp16_accumulation
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any
@@ -19,34 +23,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["sums_in_float32"]
+__all__ = ["bfloat16_speedup", "has_fast_bfloat16", "sums_in_float32"]
+
+# How many times as fast bfloat16 must be. The slowest CPUs with the instructions have 2; without them it is 1.
+_WORTHWHILE = 1.5
 
 
-class _ExactFlags:
-    """Holds flags of torch at their exact values while any thread is inside.
+class _Flags:
+    """Holds flags of torch at the strictest values that any thread inside asks for.
 
     Torch has one state for all threads. The first thread that comes in changes it, and the last thread that leaves puts
     it back; otherwise a thread could take the changed state for the one to put back.
     """
 
-    def __init__(self, flags: Any, parent: Any, **exact: Any) -> None:
-        """``flags`` takes fp32_precision from ``parent`` where it has none of its own."""
-        self._flags, self._parent, self._exact = flags, parent, exact
+    def __init__(self, flags: Any, parent: Any, *values: Mapping[str, Any]) -> None:
+        """``flags`` takes fp32_precision from ``parent`` where it has none of its own; the strictest values first."""
+        self._flags, self._parent, self._values = flags, parent, values
         self._found: dict[str, Any] = {}
-        self._lock, self._num_inside = RLock(), 0
+        self._lock, self._num_inside = RLock(), [0] * len(values)
 
-    def __enter__(self) -> None:
+    def change(self, rank: int, by: int) -> None:
+        """One thread more, or less, asks for the values of this rank."""
         with self._lock:
-            if self._num_inside == 0:
-                self._found = {name: self._read(name) for name in self._exact}
-                self._write(self._exact)
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                self._write(self._found)
+            if not any(self._num_inside):
+                self._found = {name: self._read(name) for name in self._values[rank]}
+            self._num_inside[rank] += by
+            asked = (values for values, num in zip(self._values, self._num_inside, strict=True) if num)
+            for name, value in next(asked, self._found).items():
+                setattr(self._flags, name, value)
 
     def _read(self, name: str) -> Any:
         value = getattr(self._flags, name)
@@ -54,28 +58,89 @@ class _ExactFlags:
         inherited = name == "fp32_precision" and value == self._parent.fp32_precision
         return "none" if inherited else value
 
-    def _write(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self._flags, name, value)
+
+class _Held:
+    """A context in which flags have the values of a rank, or stricter ones."""
+
+    def __init__(self, flags: _Flags, rank: int = 0) -> None:
+        self._flags, self._rank = flags, rank
+
+    def __enter__(self) -> None:
+        self._flags.change(self._rank, 1)
+
+    def __exit__(self, *_: object) -> None:
+        self._flags.change(self._rank, -1)
 
 
 _onednn: Any = torch.backends.mkldnn
-_cpu = _onednn.matmul, _onednn
+_cpu = _Flags(_onednn.matmul, _onednn, {"fp32_precision": "ieee"}, {"fp32_precision": "bf16"})
 _cuda = torch.backends.cuda.matmul, torch.backends.cudnn  # cudnn.fp32_precision covers all operators on CUDA
+_ROUNDED = _Held(_cpu, 1)
 _EXACT = {
-    ("cpu", torch.float32): _ExactFlags(*_cpu, fp32_precision="ieee"),
-    ("cuda", torch.float32): _ExactFlags(*_cuda, fp32_precision="ieee"),
-    ("cuda", torch.bfloat16): _ExactFlags(*_cuda, allow_bf16_reduced_precision_reduction=False),
-    ("cuda", torch.float16): _ExactFlags(
-        *_cuda, allow_fp16_reduced_precision_reduction=False, allow_fp16_accumulation=False
+    ("cpu", torch.float32): _Held(_cpu),
+    ("cuda", torch.float32): _Held(_Flags(*_cuda, {"fp32_precision": "ieee"})),
+    ("cuda", torch.bfloat16): _Held(_Flags(*_cuda, {"allow_bf16_reduced_precision_reduction": False})),
+    ("cuda", torch.float16): _Held(
+        _Flags(*_cuda, {"allow_fp16_reduced_precision_reduction": False, "allow_fp16_accumulation": False})
     ),
 }
 
 
-def sums_in_float32(operand: Tensor) -> AbstractContextManager[None]:
+def sums_in_float32(operand: Tensor, held_in: torch.dtype | None = None) -> AbstractContextManager[None]:
     """A context in which GEMMs of such operands multiply all their bits and add in float32.
 
     Torch's flags belong to the process: while a thread is inside, GEMMs of other threads are as exact, and
     ``torch.backends.cuda.matmul.allow_tf32`` raises where the old functions had set it.
+
+    Args:
+        operand: of the GEMMs.
+        held_in: a narrower dtype that holds the values of float32 operands without rounding. If it is bfloat16, CPUs
+            that are fast at it multiply in it, and the result is still float32, as torch's GEMM of bfloat16 tensors
+            cannot return it. Float32 GEMMs of other threads are then rounded, too, unless a thread is inside that asks
+            for all bits of float32.
     """
-    return _EXACT.get((operand.device.type, operand.dtype)) or nullcontext()
+    kind = (operand.device.type, operand.dtype)
+    if kind == ("cpu", torch.float32) and held_in == torch.bfloat16 and has_fast_bfloat16():
+        return _ROUNDED
+    return _EXACT.get(kind) or nullcontext()
+
+
+# ---- what a CPU multiplies fast --------------------------------------------------------------------------------------
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 much faster than in float32 (AMX, AVX512-BF16)."""
+    return bfloat16_speedup() >= _WORTHWHILE
+
+
+@functools.cache
+def bfloat16_speedup() -> float:
+    """How many times as fast a GEMM is on this CPU in bfloat16 as in float32, measured once per process in a few ms.
+
+    Flags of the CPU do not tell: the vendor's library may lack the kernels, or be told not to use them. Without AMX,
+    oneDNN's bfloat16 takes twice as long as MKL's float32 on a Xeon with AVX512-BF16. Operands are float32, which the
+    library rounds: its GEMM of bfloat16 tensors is 30 times slower where a CPU has no instructions for it.
+    """
+    with ThreadPoolExecutor(1) as other_thread:  # a thread of its own has no autocast, and no mode that records calls
+        return other_thread.submit(_measured_speedup).result()
+
+
+def _measured_speedup() -> float:
+    """On one thread, in its own seconds: whatever else runs on the machine hardly changes the quotient."""
+    a, b, out = torch.ones(128, 576), torch.ones(576, 576), torch.empty(128, 576)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ways = (_Held(_cpu), _ROUNDED)
+        seconds = [[_seconds(way, lambda: torch.mm(a, b, out=out)) for way in ways] for _ in range(8)]
+    finally:
+        torch.set_num_threads(num_threads)
+    exact, rounded = map(min, zip(*seconds, strict=True))
+    return exact / rounded
+
+
+def _seconds(way: _Held, function: Callable[[], object]) -> float:
+    with way:
+        started = time.thread_time()
+        function()
+        return time.thread_time() - started

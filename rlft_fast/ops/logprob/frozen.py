@@ -85,7 +85,7 @@ def _tiles_chunk(problem: Problem, columns: int, rows: Rows) -> tuple[Tensor, Te
     memory = Tile(rows.hidden_RD, columns)
     for tile, weight_tile, bias_tile in problem.tiles(columns):
         z, exp_z = memory.views(weight_tile.shape[0])
-        multiply(rows.hidden_RD, weight_tile.T, out=z)
+        problem.write_logits(rows.hidden_RD, weight_tile, out=z)
         problem.kernels.logprob_frozen_(
             z, rows.target_R, tile.start, bias_tile, rows.inv_temperature, problem.softcap, problem.scale,
             sums.maximum, sums.excess, sums.target_logit, sum_others, slope, others_RD, exp_z,

@@ -115,7 +115,7 @@ class _ThreadTiles:
 
     def stats(self, chunk: _Chunk, rows: Rows, return_entropy: bool) -> Stats:
         sums = Sums.of_nothing(rows, return_entropy)
-        with sums_in_float32(rows.hidden_RD):
+        with sums_in_float32(rows.hidden_RD, self.problem.dtype):
             torch.ops.rlft_fast.logprob_chunk_stats_(
                 *self._arguments(rows), sums.maximum, sums.excess, sums.shift, sums.target_logit, **self.options
             )
@@ -176,7 +176,7 @@ class _LargeGemms:
         sums = Sums.of_nothing(rows, return_entropy)
         logits, _ = self._memory(chunk)
         for tile, weight, _ in self._tiles():
-            multiply(rows.hidden_RD, weight.T, out=logits[:, tile])
+            self.problem.write_logits(rows.hidden_RD, weight, out=logits[:, tile])
         self.problem.kernels.logprob_stats_(*self._tile(logits, rows), *sums)
         return sums.finish(self.problem.group, self.problem.vocab)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlft_fast.ops import library as library  # registers torch.ops.rlft_fast
 from rlft_fast.ops.logprob.statistics import Rows
-from rlft_fast.ops.logprob.tiles import float_bias, operand, operand_dtype
+from rlft_fast.ops.logprob.tiles import float_bias, multiply, operand, operand_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,10 @@ class Problem:
         for columns, part in zip(joined.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
             columns.copy_(part)
         return joined
+
+    def write_logits(self, hidden_RD: Tensor, weight_CD: Tensor, out: Tensor) -> None:
+        """``out = hidden @ weight.T`` of rows that `rows` and `weight_rows` have rounded to ``dtype``."""
+        multiply(hidden_RD, weight_CD.T, out, held_in=self.dtype)
 
     def tiles(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Slices of the vocabulary with their weight rows and bias, in the dtype that GEMMs multiply in."""

@@ -165,7 +165,7 @@ def _add_tiles(problem: Problem, rows: Rows, columns: int, kept: Tensor, sums: S
     num_tiles, _, columns = tiles.shape
     for i, (tile, weight, bias) in enumerate(problem.tiles(columns)):
         z = tiles[i % num_tiles, :, : weight.shape[0]]
-        multiply(rows.hidden_RD, weight.T, out=z)
+        problem.write_logits(rows.hidden_RD, weight, out=z)
         transform = (bias, rows.inv_temperature, problem.softcap, problem.scale)
         if rows.threshold is not None:
             transform, _ = keep_above_(z, rows, tile.start, transform)
@@ -271,7 +271,7 @@ def _add_gradients(
             if has_kept:
                 z = kept.tile(i, weight.shape[0], memory.logits)
             else:
-                multiply(rows.hidden_RD, weight.T, out=z)
+                problem.write_logits(rows.hidden_RD, weight, out=z)
             _to_gradients_(problem, factors, (z, dz), tile.start, bias)
         if grad_rows is not None:
             multiply(dz, weight, out=grad_rows, accumulate=True)

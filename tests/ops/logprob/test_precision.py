@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.problems import make_inputs
-from rlft_fast.ops import linear_logprob, linear_logprob_loss, support_logprob
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, precision, support_logprob
 from rlft_fast.ops.logprob.tiles import multiply
-from rlft_fast.ops.precision import sums_in_float32
+from rlft_fast.ops.precision import bfloat16_speedup, sums_in_float32
 from tests.ops.logprob.problems import gradients, loss_problem, ppo_clip, run
 
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -183,6 +183,84 @@ def test_the_last_thread_that_leaves_puts_the_flags_back():
     leave.set()
     thread.join()
     assert cpu.fp32_precision == "bf16"
+
+
+# ---- where a CPU multiplies bfloat16 fast ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fast_bfloat16(monkeypatch) -> None:
+    """On CPUs without it, too: torch's flag changes nothing there."""
+    monkeypatch.setattr(precision, "bfloat16_speedup", lambda: 3.0)
+
+
+@pytest.mark.usefixtures("_fast_bfloat16")
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])  # rounded tile by tile
+@pytest.mark.parametrize(("way", "num_exact"), [("no grad", 0), ("recomputed", 2), ("frozen", 1)])
+def test_logits_of_bfloat16_are_multiplied_in_it_and_gradients_are_not_rounded(
+    way, num_exact, weight_dtype, monkeypatch
+):
+    hidden, weight, target, _ = make_inputs(100, 64, 1900)  # a tile
+    hidden, weight = hidden.bfloat16().requires_grad_(way != "no grad"), weight.to(weight_dtype)
+    seen = []
+    for name in ("mm", "addmm"):
+        call = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *x, call=call, **how: seen.append(cpu.fp32_precision) or call(*x, **how)
+        )
+    if way == "no grad":
+        scored(hidden, weight, target)
+    else:
+        weight.requires_grad_(way == "recomputed")
+        linear_logprob(hidden, weight, target, workspace_mib=1).logprob.sum().backward()
+    assert seen.count("ieee") == num_exact
+    assert set(seen) == ({"bf16", "ieee"} if num_exact else {"bf16"})
+    assert cpu.fp32_precision == "none"
+
+
+@pytest.mark.usefixtures("_fast_bfloat16")
+@pytest.mark.parametrize("way", ["no grad", "loss"])
+def test_logits_multiplied_in_bfloat16_are_exact_sums(way):
+    """The products of two bfloat16 are float32 numbers. Rounded logits would be wrong by 1e-3."""
+    hidden, weight, target, _ = make_inputs(300, 576, 5003, dtype=torch.bfloat16)
+    truth = scored(hidden.double(), weight.double(), target)[0]
+    if way == "loss":
+        logprob = linear_logprob_loss(hidden, weight, target, lambda logprob, _: logprob).logprob
+    else:
+        logprob = scored(hidden, weight, target)[0]
+    assert (logprob - truth).norm() < 1e-6 * truth.norm()
+
+
+@pytest.mark.usefixtures("_fast_bfloat16")
+def test_a_thread_that_asks_for_all_bits_has_them():
+    inside, leave = threading.Event(), threading.Event()
+
+    def round_operands() -> None:
+        with sums_in_float32(torch.ones(1), torch.bfloat16):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=round_operands)
+    thread.start()
+    assert inside.wait(10)
+    assert cpu.fp32_precision == "bf16"
+    with sums_in_float32(torch.ones(1)):
+        assert cpu.fp32_precision == "ieee"
+    assert cpu.fp32_precision == "bf16"
+    leave.set()
+    thread.join()
+    assert cpu.fp32_precision == "none"
+
+
+def test_the_measurement_runs_beside_the_calling_thread():
+    """Neither autocast nor a mode of the caller changes it, and it leaves threads and flags as they are."""
+    before, num_threads = readings(), torch.get_num_threads()
+    bfloat16_speedup.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        speedup = bfloat16_speedup()
+    assert (readings(), torch.get_num_threads()) == (before, num_threads)
+    bfloat16_speedup.cache_clear()
+    assert (speedup >= 1.5) == precision.has_fast_bfloat16() == (narrows_float32() and speedup >= 1.5)
 
 
 @requires_narrow_gemms
