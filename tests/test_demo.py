@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft_fast import demo
-from rlft_fast.config import Config
+from rlft_fast.config import Config, load_config
 from rlft_fast.rewards import last_number
 
 
@@ -63,7 +63,7 @@ def differences(a, b, name=""):
 
 
 def test_examples_run_what_the_demo_runs_but_for_their_method():
-    examples = {path.stem: Config.load(path) for path in Path("examples").glob("*.yaml")}
+    examples = {path.stem: load_config(path) for path in Path("examples").glob("*.yaml")}
     model, folder = Path(examples["grpo_sums"].model), Path("runs/demo")
     problems = folder / "data" / "train.jsonl", folder / "data" / "held_out.jsonl"
     run = demo.demo_config(model, folder, *problems, seed=0).model_dump()

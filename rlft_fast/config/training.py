@@ -183,6 +183,9 @@ class RunConfig(Section):
             except yaml.YAMLError as error:
                 shown = without_password(value)
                 raise ConfigError(f"{key}: {shown!r} is no list or mapping in YAML: {_problem(error)}") from error
+        own = cls.model_fields["objective"].default
+        if (other := values.get("objective", own)) != own:
+            raise ConfigError(f"{path} has objective: {other}, but only objective: {own} can do this")
         return cls.parse(values, AS_TYPED)
 
     @classmethod

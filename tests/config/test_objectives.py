@@ -27,6 +27,11 @@ def test_the_objective_decides_on_the_class(file):
     assert isinstance(load_config(file(unnamed), {"objective": "sft"}), SFTConfig)
 
 
+def test_what_only_one_objective_can_do_is_said_in_one_line(file):
+    with pytest.raises(ConfigError, match=r"^.*config\.yaml has objective: sft, but only objective: rl can do this$"):
+        Config.load(file(SFT))
+
+
 @pytest.mark.parametrize("kind", OBJECTIVES.values())
 def test_resolved_yaml_loads_to_the_same_configuration(kind, tmp_path):
     values = MINIMAL if kind is Config else {**SFT, "objective": kind.model_fields["objective"].default}
