@@ -200,13 +200,18 @@ class _Trained:
         workspace = engine.memory["logits workspace"]
         self.bytes_per_row = {mode: (kept * share + workspace) / _rows(role.config) for mode, share in _KEPT.items()}
         self.rest = dict.fromkeys(_KEPT, _rest(engine))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts with nothing counted: parameters are counted once for all combinations that agree on what counts."""
         self._state, self._sent = cache(self._state_of), cache(self._sent_of)
+        self._waiting = cache(self._waiting_of)
 
     def on(self, world_size: int) -> "_Trained":
         """The same model on other ranks."""
         other = copy(self)
         other.world_size = world_size
-        other._state, other._sent = cache(other._state_of), cache(other._sent_of)
+        other._forget()
         return other
 
     def learn(self, config: EngineConfig, engine: EngineMemory) -> None:
@@ -219,7 +224,7 @@ class _Trained:
         """Bytes of an update."""
         mode = config.activation_checkpointing
         state = 0 if config.cpu_offload else self._kept(config)[0]
-        waiting = waiting_gradient_bytes(self.model, config, self.world_size, num_micro_batches)
+        waiting = self._waiting(config.reduce_every_micro_batch is True, config.cpu_offload, num_micro_batches > 1)
         return int(state + waiting + self.rest[mode] + self.bytes_per_row[mode] * _rows(config))
 
     def update_seconds(self, config: EngineConfig, num_micro_batches: int, rows: float) -> float:
@@ -249,6 +254,10 @@ class _Trained:
         config, shards = _changed(self.config, kept), self._shards(shard_size)
         state = state_by_part(self.model, config, shards)
         return state["parameters"] + state["optimizer"], host_moment_bytes(self.model, config, shards)
+
+    def _waiting_of(self, reduces_each: bool, cpu_offload: bool, several: bool) -> int:
+        config = _changed(self.config, {"reduce_every_micro_batch": reduces_each, "cpu_offload": cpu_offload})
+        return waiting_gradient_bytes(self.model, config, self.world_size, 1 + several)
 
     def _sent_of(self, shard_size: Literal["auto"] | int, num_micro_batches: int, reduces_each: bool) -> int:
         config = self.config.model_copy(update={"reduce_every_micro_batch": reduces_each})
