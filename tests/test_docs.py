@@ -202,6 +202,7 @@ def test_fine_tuning(reader):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_preferences(reader):
     read(ROOT / "docs" / "tutorials" / "preferences.md", ("python", "rlft-fast"), {})
     for name in ("dpo", "reward"):

@@ -73,6 +73,7 @@ def test_named_values_stay(tmp_path):
         check_run(config, 2, memory, "cuda", GIB)
 
 
+@pytest.mark.slow
 # The bus takes as long as a quarter of the update of about 400,000 tokens.
 @pytest.mark.parametrize(
     ("prompts", "host_bytes", "expected"),

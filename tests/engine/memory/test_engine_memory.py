@@ -204,6 +204,7 @@ def test_gradients_are_as_wide_as_the_weights(tmp_path):
     assert plan.memory["optimizer"] == 6 * plan.memory["parameters"]
 
 
+@pytest.mark.slow
 def test_offloaded_moments_are_on_the_host_of_a_gpu(tmp_path):
     path = str(save_model(tmp_path, width=256))
     configs = [sharded_config({"optimizer": {"cpu_offload": moves}}) for moves in (False, True)]

@@ -92,6 +92,7 @@ def test_an_adapter_needs_no_reference(config_of):
     assert [*memory["generate"]] == ["actor", "critic", "reward"]
 
 
+@pytest.mark.slow
 def test_processes_on_one_device_add_up(config_of):
     """Each works at its peak beside the others'. With GPUs of their own they have the same bytes, one by one."""
 
@@ -330,6 +331,7 @@ def test_what_is_off_the_gpus_must_fit_the_host(config_of):
         check_run(config, 1, GIB, "cuda", host)
 
 
+@pytest.mark.slow
 def test_the_missing_memory_of_the_host_is_named(long_run):
     config = long_run(actor__cpu_offload=True, actor__max_tokens=16384, rollout__backend="hf", rollout__batch_size=1)
     with pytest.raises(

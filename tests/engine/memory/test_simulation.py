@@ -143,6 +143,7 @@ def test_latent_attention_grows_with_the_tokens(tmp_path):
     assert most - more == 2 * (more - few)
 
 
+@pytest.mark.slow
 def test_a_padded_model_is_planned_from_short_sequences(tiny_model):
     """Its scores grow with the square of the length: in the longest of the short sequences they take a quarter."""
     config = EngineConfig(compute_dtype="bfloat16")

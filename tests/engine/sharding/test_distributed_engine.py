@@ -58,7 +58,9 @@ def compare_with_one_process(rank: int, models: Path, expected: Path, cases: lis
         actual = run_case(models / name, head, aggregation, *case)
         wanted = torch.load(expected / f"{i}.pt")
         reference.assert_close(actual["inferred"], wanted["inferred"], 1e-6)
-        reference.assert_close(actual["gradients"], wanted["gradients"], 1e-5)
+        # A recurrent layer's decay has the gradient of large sums that cancel: in one process, batches of another shape
+        # move it by 3e-5 of itself.
+        reference.assert_close(actual["gradients"], wanted["gradients"], 1e-4 if name in PADDED else 1e-5)
         reference.assert_close(actual["weights"], wanted["weights"], 1e-4)
         torch.testing.assert_close(actual["metrics"], wanted["metrics"], rtol=1e-3, atol=1e-5)
 

@@ -17,6 +17,8 @@ from tests.trainer.supervised.rows import say, sft_values
 from tests.trainer.supervised.test_sft import encode, run_in_process
 from tests.trainer.toy import comparable, read_lines, write_rows
 
+REWARD = pytest.param(RewardModelConfig, "llama-reward", marks=pytest.mark.slow)
+
 
 def pairs(number: int) -> list[dict]:
     """Prompts of different lengths with two answers; the chosen one has capital letters."""
@@ -112,7 +114,7 @@ def test_scores_are_those_of_plain_transformers(tiny_model, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), (RewardModelConfig, "llama-reward")])
+@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), REWARD])
 def test_two_processes_learn_what_one_learns(kind, model, tiny_model, tmp_path):
     configs = [
         pair_config(kind, tiny_model(model), tmp_path / name, steps=2, actor__optimizer__eps=1.0)
@@ -131,7 +133,7 @@ def test_two_processes_learn_what_one_learns(kind, model, tiny_model, tmp_path):
             assert first[name] == pytest.approx(second[name], rel=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), (RewardModelConfig, "llama-reward")])
+@pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), REWARD])
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(kind, model, tiny_model, tmp_path):
     options = {"checkpoint__best": "held_out_pair_accuracy", "evaluation__every": 1, "batch_size": 4}
     summary = train(pair_config(kind, tiny_model(model), tmp_path / "whole", **options))

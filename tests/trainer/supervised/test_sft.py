@@ -46,6 +46,7 @@ def run_in_process(rank, config):
     train(config)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_learn_what_one_learns(tiny_model, tmp_path):
     """A large eps makes the step nearly proportional to the gradient, which shows how far gradients are apart."""
@@ -72,7 +73,7 @@ def held_out(folder):
     return write_rows(folder / "held_out.jsonl", texts(7))
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(lora, tiny_model, tmp_path):
     options = {"evaluation__path": str(held_out(tmp_path)), "checkpoint__best": "held_out_loss", "evaluation__every": 1}
     if lora:
