@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import SFTConfig
+from tokenizers import pre_tokenizers
+
+from rlft_fast.config import RunConfig, SFTConfig
+from rlft_fast.trainer import train
 from tests.trainer.toy import write_rows
 
 CHATML = (
@@ -45,3 +48,13 @@ def sft_values(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 def sft_config(model: Path, folder: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.parse(sft_values(model, folder, **changes))
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of the tiny models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
+
+
+def run_in_process(rank: int, config: RunConfig) -> None:
+    train(config)

@@ -13,8 +13,7 @@ from rlft_fast.config import DPOConfig, RewardModelConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
 from tests.support.distributed import run_distributed
-from tests.trainer.supervised.rows import say, sft_values
-from tests.trainer.supervised.test_sft import encode, run_in_process
+from tests.trainer.supervised.rows import encode, run_in_process, say, sft_values
 from tests.trainer.toy import comparable, read_lines, write_rows
 
 REWARD = pytest.param(RewardModelConfig, "llama-reward", marks=pytest.mark.slow)

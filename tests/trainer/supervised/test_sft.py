@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rlft_fast.cli import main
 from rlft_fast.trainer import RowsTrainer, train
 from tests.support.distributed import run_distributed
-from tests.trainer.supervised.rows import sft_config, sft_values, texts
+from tests.trainer.supervised.rows import encode, run_in_process, sft_config, sft_values, texts
 from tests.trainer.toy import comparable, read_lines, write_rows
 
 
@@ -20,13 +20,6 @@ def plain_loss(model, prompt: str, completion: str) -> tuple[torch.Tensor, int]:
     logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     size = len(completion) + 1
     return -logprobs[-size - 1 : -1].gather(1, torch.tensor(tokens[-size:])[:, None]).sum(), size
-
-
-def encode(text: str) -> list[int]:
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return [alphabet.index("Ġ" if letter == " " else letter) for letter in text]
 
 
 def test_the_first_step_is_that_of_plain_transformers(tiny_model, tmp_path):
@@ -40,10 +33,6 @@ def test_the_first_step_is_that_of_plain_transformers(tiny_model, tmp_path):
     assert metrics["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert metrics["taught_tokens"] == sum(sizes)
-
-
-def run_in_process(rank, config):
-    train(config)
 
 
 @pytest.mark.slow
