@@ -106,7 +106,7 @@ case $part in
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
     [[ $capability == 90 ]] && capability=90a
     RLFT_FAST_CUDA_ARCHS=$capability run build 240 $python setup.py build_ext --inplace
-    tests numbers 90 "${workers[@]}" tests/ops/logprob/test_numbers.py tests/ops/logprob/test_loss.py
+    tests numbers 110 "${workers[@]}" tests/ops/logprob/test_gpu.py
     utilisation 180 --shapes "${engine_shapes%% *}" --compile 1
     ;;
   2)

@@ -1,6 +1,6 @@
 """Every language model of the installed transformers: whether its head can be patched, and how it trains.
 
-    python -m tests.models.every_architecture    # writes docs/models.md
+    python -m tests.engine.every_architecture    # writes docs/models.md
 
 A model of small sizes is asked, and each yes is compared with the model's own numbers. Where no small sizes fit, the
 model of the default configuration is asked on the meta device, and nothing is compared.
@@ -55,7 +55,7 @@ for the few models whose cache gives other numbers: {uncached}.
 Qwen2-VL and Qwen2.5-VL learn from images, too. All other vision-language models learn from text: their towers are
 frozen, and a batch with images is refused.
 
-`python -m tests.models.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
+`python -m tests.engine.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
 is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the
 log-probabilities of its own logits to 1e-4. So does the engine's forward of three sequences, with the gradients of each
 sequence alone, and rollouts continue the sequences by the model's own logits. A star says that the class was asked with
