@@ -95,7 +95,7 @@ def test_build_numbers_and_what_the_engine_lacks(gpu_sh, tmp_path):
     assert result.returncode == 1
     files = packed(tmp_path, 1)
     assert b"pydantic is not installed, and only the ops work" in files["engine1.log"]
-    assert passed(files["numbers.xml"]) > 5
+    assert passed(files["numbers.xml"]) > 0
     compiled = [log.read_text() for log in (ROOT / "build" / "rehearsal").glob("temp*/_C_cuda/**/*.ptxas")]
     assert set(re.findall(r"for '(sm_\w+)'", "".join(compiled))) == {"sm_90a"}
 
