@@ -252,15 +252,23 @@ def test_a_thread_that_asks_for_all_bits_has_them():
     assert cpu.fp32_precision == "none"
 
 
-def test_the_measurement_runs_beside_the_calling_thread():
+def test_the_measurement_runs_beside_the_calling_thread(monkeypatch):
     """Neither autocast nor a mode of the caller changes it, and it leaves threads and flags as they are."""
+    found, measured = [], precision._measured_speedup
+
+    def watched() -> float:
+        found.append((torch.ones(1).device.type, torch.is_autocast_enabled("cpu")))
+        return measured()
+
+    monkeypatch.setattr(precision, "_measured_speedup", watched)
     before, num_threads = readings(), torch.get_num_threads()
     bfloat16_speedup.cache_clear()
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         speedup = bfloat16_speedup()
     assert (readings(), torch.get_num_threads()) == (before, num_threads)
+    assert found == [("cpu", False)]
+    assert precision.has_fast_bfloat16() == (speedup >= 1.5)
     bfloat16_speedup.cache_clear()
-    assert (speedup >= 1.5) == precision.has_fast_bfloat16() == (narrows_float32() and speedup >= 1.5)
 
 
 @requires_narrow_gemms
