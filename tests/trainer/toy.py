@@ -97,6 +97,17 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The values after changes by dotted key (``rollout__temperature``)."""
+    for key, value in changes.items():
+        section = values
+        *sections, last = key.split("__")
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return values
+
+
 def toy_values(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Values of a small run in `folder`, with dotted changes (``rollout__temperature=0.5``)."""
     data = folder / "data.jsonl"
@@ -111,13 +122,7 @@ def toy_values(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "actor": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}},
         "checkpoint": {"every": 0},
     }  # fmt: skip
-    for key, value in changes.items():
-        section = values
-        *sections, last = key.split("__")
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return values
+    return with_changes(values, changes)
 
 
 def toy_config(model: Path, folder: Path, **changes: Any) -> Config:

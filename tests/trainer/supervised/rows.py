@@ -1,13 +1,17 @@
 """Rows for runs that learn from data, and a run in a folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 from rlft_fast.config import RunConfig, SFTConfig
 from rlft_fast.trainer import train
-from tests.trainer.toy import write_rows
+from tests.support.distributed import run_distributed
+from tests.trainer.toy import read_lines, with_changes, write_rows
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -37,13 +41,7 @@ def sft_values(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "actor": {"max_tokens": 64, "optimizer": {"learning_rate": 1e-2}},
         "checkpoint": {"every": 2, "asynchronous": False},
     }  # fmt: skip
-    for key, value in changes.items():
-        section = values
-        *sections, last = key.split("__")
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return values
+    return with_changes(values, changes)
 
 
 def sft_config(model: Path, folder: Path, **changes: Any) -> SFTConfig:
@@ -58,3 +56,24 @@ def encode(text: str) -> list[int]:
 
 def run_in_process(rank: int, config: RunConfig) -> None:
     train(config)
+
+
+def assert_two_learn_what_one_learns(configs: Sequence[RunConfig], *, least_movement: float, tolerance: float) -> None:
+    """Two processes move the weights as one process does, and log its numbers.
+
+    Args:
+        configs: of equal runs in two folders.
+        least_movement: of the weight that moves most.
+        tolerance: of the difference of weights, relative to the largest movement.
+    """
+    train(configs[0])
+    run_distributed(run_in_process, 2, configs[1])
+    one, two = (load_file(f"{config.output_dir}/hf/model.safetensors") for config in configs)
+    start = load_file(f"{configs[0].model}/model.safetensors")
+    moved = max((one[name] - start[name]).abs().max() for name in one)
+    assert moved > least_movement
+    assert max((one[name] - two[name]).abs().max() for name in one) < tolerance * moved
+    logs = (read_lines(Path(config.output_dir) / "metrics.jsonl") for config in configs)
+    for first, second in zip(*logs, strict=True):
+        for name in {"train_loss", "grad_norm", "held_out_loss", "held_out_pair_accuracy"} & first.keys():
+            assert first[name] == pytest.approx(second[name], rel=1e-5)

@@ -12,9 +12,8 @@ from rlft_fast.cli import main
 from rlft_fast.config import DPOConfig, RewardModelConfig
 from rlft_fast.rl import PreferenceLoss
 from rlft_fast.trainer import RowsTrainer, train
-from tests.support.distributed import run_distributed
-from tests.trainer.supervised.rows import encode, run_in_process, say, sft_values
-from tests.trainer.toy import comparable, read_lines, write_rows
+from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, say, sft_values
+from tests.trainer.toy import comparable, write_rows
 
 REWARD = pytest.param(RewardModelConfig, "llama-reward", marks=pytest.mark.slow)
 
@@ -119,17 +118,7 @@ def test_two_processes_learn_what_one_learns(kind, model, tiny_model, tmp_path):
         pair_config(kind, tiny_model(model), tmp_path / name, steps=2, actor__optimizer__eps=1.0)
         for name in ("one", "two")
     ]
-    train(configs[0])
-    run_distributed(run_in_process, 2, configs[1])
-    one, two = (load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("one", "two"))
-    start = load_file(f"{configs[0].model}/model.safetensors")
-    moved = max((one[name] - start[name]).abs().max() for name in one)
-    assert moved > 1e-5
-    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-4 * moved
-    rows = zip(*(read_lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("one", "two")), strict=True)
-    for first, second in rows:
-        for name in {"train_loss", "grad_norm", "held_out_loss", "held_out_pair_accuracy"} & first.keys():
-            assert first[name] == pytest.approx(second[name], rel=1e-5)
+    assert_two_learn_what_one_learns(configs, least_movement=1e-5, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "model"), [(DPOConfig, "llama"), REWARD])

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft_fast.cli import main
 from rlft_fast.trainer import RowsTrainer, train
-from tests.support.distributed import run_distributed
-from tests.trainer.supervised.rows import encode, run_in_process, sft_config, sft_values, texts
+from tests.trainer.supervised.rows import assert_two_learn_what_one_learns, encode, sft_config, sft_values, texts
 from tests.trainer.toy import comparable, read_lines, write_rows
 
 
@@ -45,17 +44,7 @@ def test_two_processes_learn_what_one_learns(tiny_model, tmp_path):
         )
         for name in ("one", "two")
     ]
-    train(configs[0])
-    run_distributed(run_in_process, 2, configs[1])
-    one, two = (load_file(tmp_path / name / "run" / "hf" / "model.safetensors") for name in ("one", "two"))
-    start = load_file(f"{configs[0].model}/model.safetensors")
-    moved = max((one[name] - start[name]).abs().max() for name in one)
-    assert moved > 1e-3
-    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-5 * moved
-    rows = zip(*(read_lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("one", "two")), strict=True)
-    for first, second in rows:
-        for name in {"train_loss", "grad_norm", "held_out_loss"} & first.keys():
-            assert first[name] == pytest.approx(second[name], rel=1e-5)
+    assert_two_learn_what_one_learns(configs, least_movement=1e-3, tolerance=1e-5)
 
 
 def held_out(folder):
