@@ -1,5 +1,6 @@
 """Runs a function in several processes that form a gloo group."""
 
+import faulthandler
 import multiprocessing
 import tempfile
 import warnings
@@ -34,6 +35,7 @@ def run_distributed(function: Callable[..., None], world_size: int, *args: objec
 
 
 def _worker(rank: int, world_size: int, store: Path, function: Callable[..., None], args: tuple) -> None:
+    faulthandler.enable()  # a signal says where it struck: pytest's own handler is not in these processes
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(store), world_size),
