@@ -15,7 +15,9 @@ import torch.multiprocessing as mp
 # A server that has imported the slow packages forks the processes: imports take seconds. A machine with a GPU spawns
 # them, because an import may initialise CUDA, and a fork of such a process cannot use the GPU.
 _START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
-multiprocessing.set_forkserver_preload(["pytest", "hypothesis", "peft", "rlft_fast.trainer"])
+# Modules and not packages, which import their names on first use.
+PRELOADED = ["pytest", "hypothesis", "peft", "tests.support.tiny_models", "rlft_fast.trainer.launch"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def run_distributed(function: Callable[..., None], world_size: int, *args: object) -> None:

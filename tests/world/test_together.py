@@ -1,9 +1,12 @@
 """What fails on one rank ends the work of all ranks, in the same words."""
 
+import sys
+
 import pytest
+import torch
 
 from rlft_fast.world import RAISED_BY, World
-from tests.support.distributed import run_distributed
+from tests.support.distributed import PRELOADED, run_distributed
 
 
 class RefusedError(ValueError):
@@ -52,3 +55,14 @@ def test_a_single_process_raises_its_own_error():
     assert outcome(World(), RefusedError("too long")) == (RefusedError, "too long", None)
     with pytest.raises(KeyError):
         World().together(lambda: failing(KeyError("a")), RefusedError)
+
+
+def check_imported(rank: int) -> None:
+    assert {*PRELOADED, "rlft_fast.engine.fsdp", "rlft_fast.trainer.ppo"} <= sys.modules.keys()
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="processes are spawned where there is a GPU")
+def test_processes_of_tests_need_not_import():
+    """Each of a hundred processes would take a second."""
+    run_distributed(check_imported, 1)
