@@ -41,7 +41,7 @@ def loss_of(backend: str, **options: Any) -> Callable[..., LinearLogprobLoss]:
 
 def several_tiles(backend: str) -> tuple[int, int, int]:
     """(T, D, V) of a problem that is cut into several tiles."""
-    return (67, 24, 2100) if backend == "triton" else (333, 64, 5003)
+    return (67, 24, 200) if backend == "triton" else (333, 64, 5003)
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------

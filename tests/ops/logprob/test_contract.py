@@ -63,8 +63,9 @@ def test_layout_does_not_matter(way, layout, backend):
 
 @each_backend
 def test_an_expanded_bias_changes_nothing(backend):
-    hidden, weight, target, _ = make_inputs(12, 16, 5003)
-    constant = logprob_of(backend)(hidden, weight, target, bias_V=torch.ones(1).expand(5003)).logprob
+    V = 300 if backend == "triton" else 5003
+    hidden, weight, target, _ = make_inputs(12, 16, V)
+    constant = logprob_of(backend)(hidden, weight, target, bias_V=torch.ones(1).expand(V)).logprob
     torch.testing.assert_close(constant, logprob_of(backend)(hidden, weight, target).logprob)
 
 
@@ -190,7 +191,7 @@ def gemm_keeps_bits_of_columns() -> bool:
     [
         ("native", 333, 64, 5003, 1), ("native", 333, 64, 5003, 64), ("native", 1100, 64, 5003, 64),
         ("reference", 333, 64, 5003, None),
-        *[pytest.param(name, 67, 24, 2100, None, marks=thin) for name in INTERPRETED],
+        *[pytest.param(name, 67, 24, 300, None, marks=thin) for name in INTERPRETED],
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
