@@ -1,5 +1,6 @@
 """The examples of the documentation run, from top to bottom or each on its own, as the page says."""
 
+import os
 import pkgutil
 import re
 import shlex
@@ -16,6 +17,7 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
+from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlft_fast.cli import main
@@ -169,9 +171,26 @@ def read(page: Path, programs: tuple[str, ...], names: dict[str, Any] | None = N
                     arguments += ["--steps", "3" if "--resume" in arguments else "2"]
                 if program == "rlft-fast":
                     assert main(arguments) == 0, line
+                elif program == "torchrun":
+                    torchrun(arguments)
                 else:
                     path = Path(sys.executable).with_name(program)
                     subprocess.run([str(path), *arguments], check=True, timeout=120)
+
+
+def torchrun(arguments: list[str]) -> None:
+    """In processes that are forked, which need not import."""
+    options = get_args_parser().parse_args(arguments)
+    assert options.module
+    assert options.training_script == "rlft_fast"
+    run_distributed(run_command, int(options.nproc_per_node), Path.cwd(), options.training_script_args)
+
+
+def run_command(rank: int, folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    os.environ["HOME"] = str(folder)
+    sys.path.insert(0, str(folder))
+    assert main(arguments) == 0
 
 
 def test_first_run(reader):

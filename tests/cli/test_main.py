@@ -149,17 +149,19 @@ def test_bench_without_source(installed_without_source):
     assert result.stderr.startswith(f"error: no benchmarks in {installed_without_source / 'benchmarks'} or ")
 
 
-def test_bench_runs_benchmarks_and_passes_options_on(installed_without_source):
+def test_bench_runs_benchmarks_passes_options_on_and_reports_failures(installed_without_source):
     folder = installed_without_source / "benchmarks"
     folder.mkdir()
     (folder / "bench_sums.py").write_text(
         "from pathlib import Path\n"
         "def test_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 3\n"
+        "def test_wrong_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 4\n"
         "def test_other(benchmark):\n    Path('other').touch()\n    benchmark(sum, [])\n"
         "def test_no_benchmark():\n    Path('no_benchmark').touch()\n"
     )
-    result = run_cli("bench", "-k", "not other", cwd=installed_without_source)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = run_cli("bench", "-k", "not other", "--benchmark-max-time=0.01", cwd=installed_without_source)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "1 failed, 1 passed" in result.stdout
     assert "test_sum" in result.stdout
     assert not (installed_without_source / "other").exists()
     assert not (installed_without_source / "no_benchmark").exists()
@@ -190,13 +192,6 @@ def test_bench_shows_memory_and_the_reason_of_a_skip_in_120_columns(installed_wi
     assert [float(mib) for _, mib in weighed] == pytest.approx([32, 32], abs=3)
     assert "ModuleNotFoundError: a long reason" in result.stdout
     assert "test_sum[a peer]" in result.stdout
-
-
-def test_bench_reports_a_failed_benchmark(installed_without_source):
-    folder = installed_without_source / "benchmarks"
-    folder.mkdir()
-    (folder / "bench_sums.py").write_text("def test_sum(benchmark):\n    assert benchmark(sum, [1, 2]) == 4\n")
-    assert run_cli("bench", cwd=installed_without_source).returncode == 1
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Checkpoints continue bit for bit, are written while training goes on, and survive full disks and failed writes."""
 
-import subprocess
-import sys
+import resource
+import signal
 import threading
 import warnings
 from concurrent import futures
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
 from tests.engine import reference
 from tests.engine.reference import make_engine, make_engines, policy_loss, random_batch, state_of, step
+from tests.support.distributed import run_distributed
 from tests.support.privileges import permissions_hold
 
 STATE = {"step": 3, "seconds": 1.5, "accuracy_before": None}
@@ -309,38 +310,21 @@ def test_frozen_engine_needs_no_optimizer(tiny_model, tmp_path):
     reference.assert_equal(reference.weights(frozen), reference.weights(engines["actor"]))
 
 
-# A process of its own: the limit on file sizes cannot be taken back.
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from rlft_fast.engine import CheckpointError, CheckpointManager, FSDPEngine
-from tests.engine.reference import make_engine, policy_loss, random_batch
-
-engine = make_engine(Path(sys.argv[1]))
-manager = CheckpointManager(sys.argv[2])
-manager.save(1, {"actor": engine}, {"step": 1})
-before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
-engine.train_step(random_batch(), policy_loss())
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    manager.save(2, {"actor": engine}, {"step": 2})
-except CheckpointError as error:
-    print("CheckpointError:", error)
-print(manager.load({"actor": engine}))
-print(all(torch.equal(before[name], tensor) for name, tensor in engine.state_tensors().items()))
-"""
+def save_on_a_full_disk(rank: int, model: Path, folder: Path) -> None:
+    """In a process of its own: the limit on file sizes cannot be taken back."""
+    engines, manager = {"actor": make_engine(model)}, CheckpointManager(folder)
+    manager.save(1, engines, {"step": 1})
+    before = state_of(engines)
+    engines["actor"].train_step(random_batch(), policy_loss())
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(CheckpointError, match=r"^could not save checkpoint (?s:.*)step_00000001"):
+        manager.save(2, engines, {"step": 2})
+    assert manager.load(engines) == {"step": 1}
+    reference.assert_equal(state_of(engines), before)
 
 
 @pytest.mark.dist
 def test_full_disk_leaves_the_older_checkpoint(tiny_model, tmp_path):
-    command = [sys.executable, "-c", FULL_DISK, str(tiny_model("llama")), str(tmp_path)]
-    root = Path(__file__).parents[3]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if line]
-    assert lines[0].startswith("CheckpointError: could not save checkpoint")
-    assert "step_00000001" in result.stdout
-    assert lines[-2:] == ["{'step': 1}", "True"]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    run_distributed(save_on_a_full_disk, 1, tiny_model("llama"), tmp_path)
+    assert reference.names(tmp_path) == ["step_00000001"]
