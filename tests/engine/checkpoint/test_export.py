@@ -201,7 +201,7 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
     def export() -> None:
         export_hf(engine, output, dtype="bfloat16", max_shard_bytes=8 << 20, overwrite=True)
 
-    assert total_mib > 72
+    assert total_mib > 36
     # A file of at most 8 MiB, and the weight after it in bfloat16, 4 MiB. A copy of the weight in float32 has 8 MiB.
     assert peak_mib(export) < 13
 
@@ -210,7 +210,7 @@ def check_memory(rank: int, model: Path, output: Path) -> None:
 @requires_proc
 def test_memory_is_that_of_one_file(tmp_path):
     """In a process of its own, because memory that earlier tests left to malloc moves the figure by megabytes."""
-    sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 3}
     model = save_tiny_model("llama", tmp_path / "model", **sizes)
     run_distributed(check_memory, 1, model, tmp_path / "hf")
 

@@ -260,9 +260,9 @@ def train(function, hidden, weight, target):
 @requires_proc
 @each_fast_backend
 def test_a_frozen_weight_has_no_gradient_in_memory(backend):
-    hidden, weight, target, _ = make_inputs(16, 512, 65536)  # the gradient alone would take 128 MiB
+    hidden, weight, target, _ = make_inputs(16, 256, 65536)  # the gradient alone would take 64 MiB
     hidden.requires_grad_()
-    assert peak_mib(lambda: train(logprob_of(backend, workspace_mib=4), hidden, weight, target)) < 64
+    assert peak_mib(lambda: train(logprob_of(backend, workspace_mib=4), hidden, weight, target)) < 40
 
 
 @pytest.mark.parametrize("way", ["no grad", "frozen", "recomputed", "loss"])
@@ -302,10 +302,10 @@ def test_workspace_bounds_what_is_allocated(trained, entropy, softcap, threshold
 
 
 @pytest.mark.parametrize(
-    ("pass_", "workspace_mib"), [("no grad", 16), ("frozen", 16), ("recomputed", 16), ("kept", 280), ("fused", 16)]
+    ("pass_", "workspace_mib"), [("no grad", 16), ("frozen", 16), ("recomputed", 16), ("kept", 80), ("fused", 16)]
 )
 def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib):
-    hidden, weight, target, _ = make_inputs(2048, 16, 32768)  # logits of 256 MiB, a weight of 2
+    hidden, weight, target, _ = make_inputs(1024, 16, 16384)  # logits of 64 MiB, a weight of 1
     hidden.requires_grad_(pass_ != "no grad")
     weight.requires_grad_(pass_ in ("recomputed", "kept", "fused"))
     options = {"workspace_mib": workspace_mib}
@@ -318,7 +318,7 @@ def test_workspace_bounds_the_memory_of_the_logits(pass_, workspace_mib):
         trained = [x for x in (hidden, weight) if x.requires_grad]
         return torch.autograd.grad(logprob.sum(), trained) if trained else logprob
 
-    assert peak_allocated_bytes(step) < (workspace_mib + 3) * 2**20  # also gradients of 2.1 MiB
+    assert peak_allocated_bytes(step) < (workspace_mib + 2) * 2**20  # also gradients of 1.1 MiB
 
 
 @pytest.mark.parametrize(("V", "most_rows"), [(1984, 66), (4000, 33)])  # one tile, and three of 1984 columns

@@ -193,7 +193,7 @@ def test_on_a_gpu_rows_whose_dlogits_spare_the_accumulator_are_one_group(num_row
 @pytest.mark.parametrize("workspace_mib", [None, 24])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_scratch_is_what_the_loss_takes_on_a_cpu(dtype, workspace_mib):
-    T, D, V = 1024, 512, 20000
+    T, D, V = 1024, 128, 20000
     hidden, weight, target, _ = make_inputs(T, D, V)
     h, w = (x.to(dtype).requires_grad_() for x in (hidden, weight))
     how = {"workspace_mib": workspace_mib}
