@@ -43,6 +43,8 @@ PYTHONS   ?= $(foreach minor,11 12 13,$(shell python3.$(minor) -c "import sys; p
 BUILT     := $(VENV)/.built
 # Writes down that the target's suite has passed with these options: .ci/run leaves it out until its inputs change.
 PASSED     = @$(BIN)/python -m tests.suites passed $@ THIN=$(THIN) KILLS=$(KILLS)
+# An image may set it. Each of a hundred processes would then compile the package, and each suite the tests.
+unexport PYTHONDONTWRITEBYTECODE
 SITE      := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NATIVE    := $(shell find csrc -type f) setup.py
 FORMATTED := $(shell find csrc tests/cuda_emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -194,9 +196,10 @@ crash-test: install
 	$(BIN)/python -m tests.crash_test --rounds $(KILLS)
 	$(PASSED)
 
-# Every suite at full length: hours.
+# Every suite at full length: hours. The others run on where one fails.
 nightly: install
-	$(MAKE) THIN= lint docs test $$($(BIN)/python -m tests.suites names) test-newest test-cpus crash-test-ray
+	names="$$($(BIN)/python -m tests.suites names)" && \
+	$(MAKE) --keep-going THIN= KILLS=50 lint docs test $$names test-newest test-cpus crash-test-ray
 	$(BIN)/python -m tests.suites passed $@
 
 lint: install
