@@ -10,16 +10,20 @@ from rlft_fast.models.attention import grouped_heads
 from tests.support.gpu_signatures import OVERLOADS, RECORDED, ROOT, Call, gpu_calls
 
 SIGNATURES = json.loads(RECORDED.read_text())
-CALLS = list(gpu_calls())
 VARLEN = "torch.nn.attention.varlen.varlen_attn"
 
 
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    return list(gpu_calls())
+
+
 @pytest.mark.parametrize("package", SIGNATURES)
-def test_every_call_is_one_that_the_version_takes(package):
+def test_every_call_is_one_that_the_version_takes(package, calls):
     known = SIGNATURES[package]
-    calls = [call for call in CALLS if call.name.startswith(package.split()[0] + ".")]
-    assert len(calls) > 20
-    for call in calls:
+    of_package = [call for call in calls if call.name.startswith(package.split()[0] + ".")]
+    assert len(of_package) > 20
+    for call in of_package:
         assert known.get(call.name) is not None, (
             f"{call.place}: {package} has no {call.name} (see tests/gpu_signatures)"
         )
@@ -38,10 +42,10 @@ def test_versions_are_the_oldest_that_are_admitted_and_later_ones():
 
 
 @pytest.mark.parametrize("package", [name for name in SIGNATURES if name.startswith("torch ")])
-def test_overloads_and_fewer_key_heads(package):
+def test_overloads_and_fewer_key_heads(package, calls):
     known = SIGNATURES[package]
     assert all(known[name] for name in OVERLOADS)
-    (call,) = [call for call in CALLS if call.name == VARLEN]
+    (call,) = [call for call in calls if call.name == VARLEN]
     names = [name for name, _, _ in known[VARLEN]]
     assert ("enable_gqa" in grouped_heads(names)) == (package != "torch 2.11.0")
     Call(call.name, call.place, call.num_positional, (*call.keywords, *grouped_heads(names))).bind(known[VARLEN])
