@@ -1,8 +1,10 @@
+import io
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +18,13 @@ from rlft_fast.cli import main
 from rlft_fast.cli.doctor import linear_logprob_error, why_no_cuda_kernels
 
 
-@pytest.fixture
-def report(capsys, monkeypatch) -> dict[str, tuple[str, str]]:
+@pytest.fixture(scope="module")
+def report() -> dict[str, tuple[str, str]]:
     """The output of ``rlft-fast doctor``: name -> (yes or no, detail)."""
-    monkeypatch.setenv("COLUMNS", "250")
-    assert main(["doctor"]) == 0
-    lines = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
+        patch.setenv("COLUMNS", "250")
+        assert main(["doctor"]) == 0
+    lines = [re.split(r"\s{2,}", line.strip(), maxsplit=2) for line in shown.getvalue().splitlines()]
     return {line[0]: (line[1], line[2]) for line in lines if len(line) == 3}
 
 

@@ -121,7 +121,7 @@ def test_rows_without_an_answer_are_left_out(function, column, missing):
     ["1", "1,", "111,", "111\u00a0", "1\\,", "1:", "1.", ".1", "-", "-1", "a", "\u2212", "<answer>", "</answer>"],
 )
 def test_scoring_takes_linear_time(text):
-    completion = text * (1_000_000 // len(text))
+    completion = text * (300_000 // len(text))
     entry = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
     start = time.perf_counter()
     assert score(last_number, [completion], answer=["7"]) == [0.0]

@@ -286,12 +286,12 @@ def test_an_adapter_is_joined_to_the_weight_tile_by_tile(way):
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("threshold", [False, True])
 def test_workspace_bounds_what_is_allocated(trained, entropy, softcap, threshold):
-    hidden, weight, target, _ = make_inputs(2048, 16, 8192)  # logits of 64 MiB
+    hidden, weight, target, _ = make_inputs(1024, 16, 8192)  # logits of 32 MiB
     hidden.requires_grad_("hidden" in trained)
     weight.requires_grad_("weight" in trained)
     options = {"workspace_mib": 4, "softcap": softcap, "return_entropy": entropy}
     if threshold:
-        options["threshold_T"] = torch.zeros(2048)
+        options["threshold_T"] = torch.zeros(1024)
 
     def step():
         result = logprob_of("native", **options)(hidden, weight, target)
