@@ -246,14 +246,17 @@ def test_in_other_trainers(tmp_path, monkeypatch, tiny_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "gain"), [(1, -0.1), pytest.param(12, 0.1, marks=pytest.mark.long)])
-def test_notebook(steps, gain, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("steps", "prompts", "gain"), [(1, 2, -0.1), pytest.param(12, 16, 0.1, marks=pytest.mark.long)]
+)
+def test_notebook(steps, prompts, gain, tmp_path, monkeypatch):
     """The notebook's policy learns, in five minutes with a thread. The stored notebook has no outputs."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
     (cell,) = (cell for cell in notebook.cells if '"steps": 12' in cell.source)
     cell.source = cell.source.replace('"steps": 12', f'"steps": {steps}')
+    cell.source = cell.source.replace('"prompts_per_step": 16', f'"prompts_per_step": {prompts}')
     NotebookClient(notebook, timeout=1800).execute()
     (run,) = tmp_path.glob("rlft_fast-*/run")
     accuracy = [row["accuracy"] for row in read_lines(run / "metrics.jsonl") if "accuracy" in row]
