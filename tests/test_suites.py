@@ -1,6 +1,9 @@
 """A suite runs if a change can have broken it."""
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +124,24 @@ def test_all_inputs_exist_and_every_room_is_one():
     assert [path for path in inputs if not (ROOT / path).exists()] == []
     rooms = [path for path in (ROOT / "rlft_fast").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     assert [room.name for room in rooms if str(room.relative_to(ROOT)) not in inputs] == []
+
+
+def nightly(environment: str) -> subprocess.CompletedProcess[str]:
+    """What make nightly would run, given THIN and KILLS, with the Python of an environment."""
+    command = ["make", "--dry-run", "nightly", f"VENV={environment}", "THIN=8", "KILLS=1"]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_nightly_runs_every_suite_at_full_length():
+    done = nightly(sys.prefix)
+    assert done.returncode == 0, done.stderr
+    for name in SUITES:
+        assert f"-m tests.suites passed {name} THIN= KILLS=50\n" in done.stdout
+    assert "--keep-going" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_nightly_fails_where_its_suites_cannot_be_listed(tmp_path):
+    assert nightly(str(tmp_path)).returncode != 0
