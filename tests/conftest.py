@@ -66,14 +66,15 @@ def spread(items: Sequence[pytest.Item], n: int) -> list[pytest.Item]:
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Files that start processes, which takes seconds, then files by their number of tests.
+    """Files with a test marked ``first``, files that start processes, then the others, each by their number of tests.
 
     The last files of a run should be short: xdist gives a file to one process, and the others then wait for it.
     """
     files = defaultdict(list)
     for item in items:
         files[item.path].append(item)
-    weight = lambda of_file: (any(item.get_closest_marker("dist") for item in of_file), len(of_file))  # noqa: E731
+    marked = lambda of_file, mark: any(item.get_closest_marker(mark) for item in of_file)  # noqa: E731
+    weight = lambda of_file: (marked(of_file, "first"), marked(of_file, "dist"), len(of_file))  # noqa: E731
     return [item for of_file in sorted(files.values(), key=weight, reverse=True) for item in of_file]
 
 

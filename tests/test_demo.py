@@ -121,6 +121,7 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
 
 # The first of the demo's 28 steps; README tells what each seed reaches in all. Other processors round differently and
 # so sample differently: a broken loop stays near 0.27, and that is what 8 steps have to notice.
+@pytest.mark.first
 @pytest.mark.slow  # minutes: it trains 135 million parameters
 @pytest.mark.parametrize(("steps", "gain"), [(1, -0.1), pytest.param(8, 0.30, marks=pytest.mark.long)])
 def test_demo_learns_and_exports(steps, gain, tmp_path):

@@ -245,6 +245,7 @@ def test_in_other_trainers(tmp_path, monkeypatch, tiny_model):
         disable()
 
 
+@pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "prompts", "gain"), [(1, 2, -0.1), pytest.param(12, 16, 0.1, marks=pytest.mark.long)]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.every_architecture import MODEL_TYPES, PACKED, PADDED, PAGE, YES, answer, page
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.first]
 
 # These must not be refused: a check that has become too strict fails here.
 PACK = [
