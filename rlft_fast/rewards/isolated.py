@@ -6,24 +6,21 @@ bounded length.
 """
 
 import contextlib
-import functools
 import inspect
 import json
 import multiprocessing
 import os
 import queue
 import secrets
-import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlft_fast.config import TOKEN_VARIABLE
-from rlft_fast.rewards.guard import GUARD, MARK, end_worker
+from rlft_fast.isolation import GUARD, end_worker, environment_of_worker, outlive_requests_to_stop
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import FAILED, RewardError, Text, compute_rewards, is_reward
 
@@ -113,7 +110,7 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(spec, other))
         self.mark = secrets.token_hex(16)
         resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
-        with _environment_of_worker(self.mark):
+        with environment_of_worker(self.mark):
             self.process.start()
         other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
         assert self.process.pid is not None
@@ -174,23 +171,6 @@ class _Worker:
         self.connection.close()
 
 
-_STARTING = threading.Lock()
-
-
-@contextlib.contextmanager
-def _environment_of_worker(mark: str) -> Iterator[None]:
-    """A process that is started here has a mark, and not the token of the run's servers: it may run a model's code."""
-    with _STARTING:  # threads start workers
-        token = os.environ.pop(TOKEN_VARIABLE, None)
-        os.environ[MARK] = mark
-        try:
-            yield
-        finally:
-            del os.environ[MARK]
-            if token is not None:
-                os.environ[TOKEN_VARIABLE] = token
-
-
 def _is_answer(answer: Any) -> bool:
     """Whether `_serve` can have sent it: the function can write to the connection, too."""
     if not isinstance(answer, dict) or len(answer) > 1 or not answer.keys() <= {"reward", "failure"}:
@@ -203,7 +183,7 @@ def _serve(spec: str, connection: Connection) -> None:
     """Main loop of a worker."""
     os.setsid()  # a process group of its own, which also holds the processes that the function starts
     pid = os.getpid()
-    _outlive_requests_to_stop()
+    outlive_requests_to_stop()
     function = load_reward(spec)
     connection.send_bytes(b"{}")
     while True:
@@ -215,26 +195,6 @@ def _serve(spec: str, connection: Connection) -> None:
         if os.getpid() != pid:  # the function forked: this answer would be read as the next sample's
             os._exit(0)
         connection.send_bytes(json.dumps(answer).encode())
-
-
-def _outlive_requests_to_stop() -> None:
-    """Ignores signals that ask a job to stop: the trainer finishes its step first, and the step needs rewards.
-
-    Schedulers send such signals to all processes of a job. Processes that the function starts can still be terminated:
-    `exec` resets a handler, and the fork hooks here do the same. SIGTERM is blocked during a fork, because Python drops
-    signals that arrive in the child before it is set up.
-    """
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
-    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-    def reset() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
 def _score(

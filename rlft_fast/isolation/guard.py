@@ -16,7 +16,7 @@ import threading
 from multiprocessing import util
 from typing import IO
 
-MARK = "RLFT_FAST_REWARD_WORKER"
+MARK = "RLFT_FAST_WORKER"
 """A variable in the environment of a worker and its processes. Its value is the worker's own."""
 _ROUNDS = 20
 
