@@ -1,0 +1,210 @@
+"""Environments as their authors write them, each behind one interface: `Environment`, or TRL's classes with tools."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, Any]
+"""A role, with a content, or with calls of tools as transformers' chat templates take them."""
+
+
+class Reply(NamedTuple):
+    """What an environment answers to a message of the policy's."""
+
+    messages: Sequence[Message]
+    """For the policy, such as ``{"role": "user", "content": "too low"}``."""
+    reward: float | None = None
+    """Of this turn; None counts as 0. The reward of an episode is the sum over its turns."""
+    done: bool = False
+    """Whether the episode has ended. The policy then does not see the messages."""
+
+
+class Environment(Protocol):
+    """One episode. A class of one's own needs ``reset`` and ``step``; methods may be async.
+
+    The class is called with the configuration's ``environment.options``, once per episode.
+
+    Attributes:
+        tools: JSON schemas of the tools that the policy may call, as transformers' `get_json_schema` makes them. A
+            class without the attribute has none.
+    """
+
+    def reset(self, **row: Any) -> str | Sequence[Message] | None:
+        """Begins an episode.
+
+        Args:
+            row: the columns of the row that the episode is about, the prompt included.
+
+        Returns:
+            Words that are added to the prompt's last message, messages that follow it, or None.
+        """
+        ...
+
+    def step(self, message: Message) -> Reply | tuple[Sequence[Message], float | None, bool]:
+        """Answers the policy.
+
+        Args:
+            message: the policy's, with ``role``, ``content``, and ``tool_calls`` where it calls tools.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the episode. Optional."""
+        ...
+
+
+class Door(Protocol):
+    """An environment as the worker process calls it."""
+
+    tools: list[dict[str, Any]]
+
+    async def reset(self, row: Mapping[str, Any]) -> list[Message]: ...
+
+    async def step(self, message: Message) -> Reply: ...
+
+    async def end(self) -> float | None:
+        """Ends the episode; returns a reward for the whole of it, where the environment gives one."""
+        ...
+
+
+def find_door(kind: Callable[..., Any]) -> Callable[[Any], Door]:
+    """The door for instances of a class.
+
+    Raises:
+        ValueError: the class has no ``reset``, or neither ``step`` nor a public method with hints and a docstring.
+    """
+    name = getattr(kind, "__qualname__", repr(kind))
+    if not callable(getattr(kind, "reset", None)):
+        raise ValueError(f"the environment {name} has no method reset: see docs/environments.md for the two kinds")
+    if callable(getattr(kind, "step", None)):
+        return MessageDoor
+    _tools_of(kind)  # refuses what cannot be described to the policy
+    return ToolDoor
+
+
+class MessageDoor:
+    """An environment with ``reset`` and ``step``."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.tools = list(getattr(own, "tools", None) or ())
+
+    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        return _messages(await _called(self.own.reset, **row))
+
+    async def step(self, message: Message) -> Reply:
+        answer = await _called(self.own.step, message)
+        if not isinstance(answer, tuple) or len(answer) != 3:
+            raise TypeError(f"step returned {_short(answer)}, expected (messages, reward, done)")
+        messages, reward, done = answer
+        return Reply(_messages(messages), reward, bool(done))
+
+    async def end(self) -> float | None:
+        if callable(close := getattr(self.own, "close", None)):
+            await _called(close)
+        return None
+
+
+class ToolDoor:
+    """A class of TRL's ``environment_factory``: public methods are tools, and a reply without a call is the last one.
+
+    Its methods are used as TRL 1.16 does, but ``close`` is no tool, and is called at the end of an episode.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.tools = _tools_of(type(own))
+        self._names = {tool["function"]["name"] for tool in self.tools}
+
+    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
+        return _messages(await _called(self.own.reset, **row))
+
+    async def step(self, message: Message) -> Reply:
+        calls = message.get("tool_calls") or []
+        results = [await self._result(call["function"]) for call in calls]
+        return Reply(results, None, not calls)
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        name = call["name"]
+        return {"role": "tool", "name": name, "content": await self._content(name, call["arguments"])}
+
+    async def _content(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if name not in self._names:
+            return _error(f"there is no tool {name!r}, only {', '.join(sorted(self._names))}")
+        try:
+            result = await _called(getattr(self.own, name), **arguments)
+        except Exception as error:  # the policy reads it, and may try again
+            return _error(f"{type(error).__name__}: {error}")
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+    async def end(self) -> float | None:
+        reward = await _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
+        if callable(close := getattr(self.own, "close", None)):
+            await _called(close)
+        return reward
+
+
+_NO_TOOLS = ("reset", "get_reward", "close")
+
+
+def _tools_of(kind: Any) -> list[dict[str, Any]]:
+    from transformers.utils import get_json_schema
+
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    names = [name for name, _ in methods if not name.startswith("_") and name not in _NO_TOOLS]
+    if not names:
+        raise ValueError(
+            f"the environment {kind.__qualname__} has neither a method step nor a public method that the policy can "
+            "call as a tool"
+        )
+    tools = []
+    for name in names:
+        method = getattr(kind, name)
+        try:
+            tools.append(get_json_schema(_without_self(method)))
+        except Exception as error:
+            raise ValueError(
+                f"the tool {kind.__qualname__}.{name} cannot be described to the policy ({error}): give every argument "
+                "a type hint, and a line in the docstring's section Args"
+            ) from error
+    return tools
+
+
+def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
+    def tool() -> None: ...
+
+    tool.__name__, tool.__doc__ = method.__name__, method.__doc__
+    signature = inspect.signature(method)
+    parameters = [*signature.parameters.values()][1:]
+    tool.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    hints = inspect.get_annotations(method, eval_str=True)
+    tool.__annotations__ = {name: hint for name, hint in hints.items()}
+    return tool
+
+
+async def _called(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    result = function(*args, **named)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _messages(value: Any) -> list[Message]:
+    """Messages; a text is words for the end of the last message, written as a message without a role."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        return [{"content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, Sequence) or not all(isinstance(message, dict) for message in value):
+        raise TypeError(f"got {_short(value)}, expected messages such as {{'role': 'user', 'content': '...'}}")
+    return [*value]
+
+
+def _error(text: str) -> str:
+    return json.dumps({"error": text})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"

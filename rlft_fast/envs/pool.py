@@ -1,0 +1,284 @@
+"""The trainer's side of environments: calls with a deadline to many episodes at once."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
+from typing import Any
+
+from rlft_fast.envs.server import FORK, KILL, PID, serve
+from rlft_fast.isolation import GUARD, end_worker, environment_of_worker
+
+_START_S = 120.0  # imports of the environment's module
+_LONGEST_ANSWER = 4_000_000  # bytes of a line; contents are cut to far less
+_CONTROL_S = 30.0  # a fork, or a kill
+
+
+class Failed(str):
+    """Why an episode has no answer: the environment raised, took too long, or its process ended."""
+
+
+Answer = dict[str, Any] | Failed
+
+
+class EnvironmentPool:
+    """Environments of one class, each episode in a process of its own.
+
+    Args:
+        spec: module:Class, or path/to/file.py:Class.
+        options: arguments of the class.
+        columns: names of the columns that ``reset`` gets.
+        timeout_s: seconds for one call of an environment.
+        most_characters: of the content of a message; the rest is left out.
+
+    Attributes:
+        tools: JSON schemas of the tools that the policy may call.
+        seconds: time in calls [s].
+
+    Raises:
+        ValueError: the class cannot be loaded, or is no environment.
+    """
+
+    def __init__(
+        self, spec: str, options: Mapping[str, Any], columns: Sequence[str], timeout_s: float, most_characters: int
+    ) -> None:
+        self.spec, self.timeout_s = spec, timeout_s
+        self._arguments = (spec, dict(options), [*columns], most_characters)
+        self._worker: _Worker | None = None
+        self._episodes: dict[int, _Episode] = {}
+        self._next = 0
+        self.seconds = 0.0
+        self._worker = _Worker(*self._arguments)
+        self.tools = self._worker.tools
+
+    def open(self, count: int) -> list[int]:
+        """Starts the processes of so many episodes; returns their numbers."""
+        started = time.perf_counter()
+        numbers = [*range(self._next, self._next + count)]
+        self._next += count
+        for number in numbers:
+            self._episodes[number] = self._fork()
+        self.seconds += time.perf_counter() - started
+        return numbers
+
+    def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
+        """Begins episodes.
+
+        Args:
+            rows: for each episode the columns of its row.
+
+        Returns:
+            For each episode ``{"messages"}``, or why it failed; it has then ended.
+        """
+        return self._call({number: {"row": row} for number, row in rows.items()}, ("messages",))
+
+    def step(self, messages: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
+        """Gives episodes the policy's messages.
+
+        Returns:
+            For each episode ``{"messages", "reward", "done"}``, or why it failed; it has then ended.
+        """
+        asked = {number: {"message": message} for number, message in messages.items()}
+        return self._call(asked, ("messages", "reward", "done"))
+
+    def end(self, numbers: Sequence[int]) -> dict[int, Answer]:
+        """Ends episodes; episodes that have failed are left out.
+
+        Returns:
+            For each episode ``{"reward"}``, of the whole episode, or why it failed.
+        """
+        running = [number for number in numbers if number in self._episodes]
+        answers = self._call({number: {"end": True} for number in running}, ("reward",))
+        for number in running:
+            if number in self._episodes:
+                self._kill(number)
+        return answers
+
+    def close(self) -> None:
+        """Kills all processes. The next call of `open` starts new ones."""
+        for episode in self._episodes.values():
+            episode.socket.close()
+        self._episodes.clear()
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def _fork(self) -> "_Episode":
+        for _ in range(2):  # the worker may have been killed: a second one is tried
+            if self._worker is None:
+                self._worker = _Worker(*self._arguments)
+            try:
+                return self._worker.fork()
+            except OSError:
+                self._worker.kill()
+                self._worker = None
+        raise RuntimeError(f"the worker process of the environment {self.spec} ends as soon as it starts")
+
+    def _kill(self, number: int) -> None:
+        episode = self._episodes.pop(number)
+        episode.socket.close()
+        if self._worker is not None and episode.worker is self._worker:
+            try:
+                self._worker.end(episode.pid)
+            except OSError:  # it was killed; `kill` ends what it has left
+                self._worker.kill()
+                self._worker = None
+
+    def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
+        started = time.perf_counter()
+        deadline = time.monotonic() + self.timeout_s
+        answers: dict[int, Answer] = {}
+        with selectors.DefaultSelector() as selector:
+            for number, message in asked.items():
+                episode = self._episodes[number]
+                episode.begin(json.dumps(message, default=str).encode() + b"\n")
+                selector.register(episode.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, number)
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, events in selector.select(left):
+                    episode = self._episodes[key.data]
+                    if events & selectors.EVENT_WRITE and episode.write():
+                        selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
+                    if events & selectors.EVENT_READ and (answer := episode.read(keys)) is not None:
+                        answers[key.data] = answer
+                        selector.unregister(key.fileobj)
+        for number in asked:
+            answers.setdefault(number, Failed(f"no answer within {self.timeout_s:g} s"))
+        for number, answer in answers.items():
+            if isinstance(answer, Failed):
+                self._kill(number)
+        self.seconds += time.perf_counter() - started
+        return {number: answers[number] for number in asked}
+
+
+class _Episode:
+    """The trainer's end of an episode's socket. Its process may write anything, at any time, or never."""
+
+    def __init__(self, own: socket.socket, pid: int, worker: "_Worker") -> None:
+        self.socket, self.pid, self.worker = own, pid, worker
+        own.setblocking(False)
+        self._to_write = b""
+        self._read = bytearray()
+
+    def begin(self, data: bytes) -> None:
+        self._to_write = data
+        self._read.clear()
+
+    def write(self) -> bool:
+        """Writes what the socket takes; returns whether all is written."""
+        with contextlib.suppress(OSError):  # an end is found by reading
+            self._to_write = self._to_write[self.socket.send(self._to_write) :]
+            return not self._to_write
+        return True
+
+    def read(self, keys: tuple[str, ...]) -> Answer | None:
+        """Reads what has arrived; returns the answer when it is complete."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            return Failed("its process ended")
+        self._read += data
+        if len(self._read) > _LONGEST_ANSWER:
+            return Failed(f"it wrote more than {_LONGEST_ANSWER} bytes")
+        if not data.endswith(b"\n"):
+            return None
+        try:
+            answer = json.loads(self._read)
+        except (ValueError, RecursionError):
+            return Failed("it wrote something that is no answer")
+        return _checked(answer, keys)
+
+
+def _checked(answer: Any, keys: tuple[str, ...]) -> Answer:
+    """The answer, if `serve` can have sent it: the environment can write to the socket, too."""
+    if isinstance(answer, dict) and isinstance(failure := answer.get("failure"), str):
+        return Failed(failure)
+    if not isinstance(answer, dict) or sorted(answer) != sorted(keys):
+        return Failed("it wrote something that is no answer")
+    reward, messages = answer.get("reward"), answer.get("messages", [])
+    if not (reward is None or (isinstance(reward, float) and math.isfinite(reward))):
+        return Failed(f"its reward is {reward!r}, expected a finite number or None")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return Failed("its messages have no role or no text as content")
+    return answer
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and isinstance(message.get("role", ""), str)
+        and message.get("role") != "assistant"
+    )
+
+
+class _Worker:
+    """The process that forks episodes."""
+
+    def __init__(self, spec: str, options: dict[str, Any], columns: list[str], most_characters: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(spec, options, columns, most_characters, other))
+        self.mark = secrets.token_hex(16)
+        self.control: socket.socket | None = None
+        resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
+        with environment_of_worker(self.mark):
+            self.process.start()
+        other.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        GUARD.watch(self.pid, self.mark)
+        try:
+            if not connection.poll(_START_S):
+                raise ValueError(f"the environment {spec} was not imported within {_START_S:g} s")
+            answer = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
+            if "failure" in answer:
+                raise ValueError(f"environment.name is {spec}, which cannot be used: {answer['failure']}")
+        except EOFError:
+            self.kill()
+            raise ValueError(f"the environment {spec} ends its process while it is imported") from None
+        except BaseException:
+            self.kill()
+            raise
+        self.tools: list[dict[str, Any]] = answer["tools"]
+        self.control = socket.socket(fileno=socket.dup(connection.fileno()))
+        connection.close()
+        self.control.settimeout(_CONTROL_S)
+
+    def fork(self) -> _Episode:
+        """Starts the process of an episode; raises OSError if the worker has ended."""
+        assert self.control is not None
+        own, other = socket.socketpair()
+        with other:
+            socket.send_fds(self.control, [FORK], [other.fileno()])
+            return _Episode(own, self._receive(), self)
+
+    def end(self, pid: int) -> None:
+        """Kills the process of an episode; raises OSError if the worker has ended."""
+        assert self.control is not None
+        self.control.sendall(KILL + PID.pack(pid))
+        self._receive()
+
+    def _receive(self) -> int:
+        assert self.control is not None
+        data = self.control.recv(PID.size)
+        if len(data) != PID.size:
+            raise ConnectionResetError("the worker has ended")
+        return PID.unpack(data)[0]
+
+    def kill(self) -> None:
+        """Kills the process, its episodes, and the processes that they have started."""
+        end_worker(self.pid, self.mark)
+        GUARD.forget(self.pid, self.mark)
+        self.process.join()
+        if self.control is not None:
+            self.control.close()

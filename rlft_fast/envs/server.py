@@ -1,0 +1,140 @@
+"""The worker process of environments: it loads the class once, and forks a process for each episode.
+
+A process of its own is what an environment can hang or end without harm to another episode. A fork shares the memory
+of imports, and takes milliseconds.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from rlft_fast.envs.doors import Door, Message, find_door
+from rlft_fast.isolation import outlive_requests_to_stop
+from rlft_fast.plugins import load_function
+
+FORK, KILL = b"f", b"k"
+"""What the trainer asks the worker for; the process id follows a kill."""
+PID = struct.Struct("!q")
+
+
+def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_characters: int, control: Connection) -> None:
+    """Main loop of the worker. It runs no code of the environment's but the import of its module.
+
+    Args:
+        spec: module:Class or file.py:Class.
+        options: arguments of the class.
+        columns: names of the columns of a row.
+        most_characters: of a message's content; the rest is left out.
+        control: to the trainer.
+    """
+    os.setsid()  # the terminal's signals do not reach it
+    outlive_requests_to_stop()
+    try:
+        make, tools = _load(spec, options, columns)
+    except BaseException as error:  # the module's code may also raise SystemExit
+        control.send_bytes(json.dumps({"failure": f"{type(error).__name__}: {error}"[:2000]}).encode())
+        return
+    control.send_bytes(json.dumps({"tools": tools}).encode())
+    with socket.socket(fileno=os.dup(control.fileno())) as asked:
+        control.close()
+        while True:
+            what, files, _, _ = socket.recv_fds(asked, 1 + PID.size, 1)
+            if not what:
+                return
+            if what[:1] == KILL:
+                _kill(*PID.unpack(what[1:]))
+                asked.sendall(PID.pack(0))
+                continue
+            pid = os.fork()
+            if pid == 0:
+                asked.close()
+                _run(files[0], make, most_characters)
+            os.close(files[0])
+            asked.sendall(PID.pack(pid))
+
+
+def _load(
+    spec: str, options: Mapping[str, Any], columns: list[str]
+) -> tuple[Callable[[], Door], list[dict[str, Any]]]:
+    """What makes the door of an episode, and the schemas of the tools."""
+    kind = load_function("environment", spec)
+    door = find_door(kind)
+
+    def make() -> Door:
+        return door(kind(**options))
+
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{spec} cannot be called with environment.options {dict(options)}: {error}") from None
+    try:
+        inspect.signature(kind.reset).bind(None, **dict.fromkeys(columns))
+    except TypeError as error:
+        raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
+    tools = getattr(kind, "tools", None) if door.__name__ == "MessageDoor" else None
+    return make, [*tools] if isinstance(tools, (list, tuple)) else make().tools
+
+
+def _kill(pid: int) -> None:
+    """Ends an episode's process and its group. The process is this worker's child, so its id is not another's yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _run(file: int, make: Callable[[], Door], most_characters: int) -> NoReturn:
+    """Main loop of an episode's process: a line of JSON in, a line of JSON out."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # 64 episodes print at once, and a million lines of one would fill a disk
+        os.dup2(null, stream)
+    pid, loop = os.getpid(), asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    own: list[Door] = []
+    with os.fdopen(file, "rb", closefd=False) as lines:
+        for line in lines:
+            answer = loop.run_until_complete(_answer(json.loads(line), make, own, most_characters))
+            if os.getpid() != pid:  # the environment forked: the answer would be read as the next message's
+                break
+            data = json.dumps(answer).encode() + b"\n"
+            while data:
+                data = data[os.write(file, data) :]
+    os._exit(0)
+
+
+async def _answer(
+    asked: dict[str, Any], make: Callable[[], Door], own: list[Door], most_characters: int
+) -> dict[str, Any]:
+    try:
+        if "row" in asked:
+            own.append(make())
+            return {"messages": _cut(await own[0].reset(asked["row"]), most_characters)}
+        if "message" in asked:
+            reply = await own[0].step(asked["message"])
+            reward = None if reply.reward is None else float(reply.reward)
+            return {"messages": _cut(reply.messages, most_characters), "reward": reward, "done": reply.done}
+        reward = await own[0].end()
+        return {"reward": None if reward is None else float(reward)}
+    except BaseException as error:
+        return {"failure": f"it raised {type(error).__name__}: {error}"[:1000]}
+
+
+def _cut(messages: Any, most: int) -> list[Message]:
+    """The messages with contents of at most so many characters: a tokenizer takes minutes for megabytes."""
+
+    def cut(content: Any) -> Any:
+        if not isinstance(content, str):
+            content = json.dumps(content, default=str)
+        return content if len(content) <= most else f"{content[:most]}… ({len(content) - most} characters left out)"
+
+    return [message | {"content": cut(message["content"])} if "content" in message else message for message in messages]

@@ -1,0 +1,118 @@
+"""Environments for tests: games, tools as TRL writes them, and ways for an environment to go wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+class GuessNumber:
+    """Tells whether a guess is too low or too high; at most ``most`` guesses."""
+
+    def __init__(self, most: int = 5) -> None:
+        self.most, self.guesses = most, 0
+
+    async def reset(self, answer: int, **row: Any) -> str:
+        self.answer = answer
+        return " Guess."
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        self.guesses += 1
+        digits = "".join(c for c in message["content"] if c.isdecimal())[:9]
+        if not digits:
+            return [{"role": "user", "content": "a number, please"}], -0.1, False
+        found, low = int(digits) == self.answer, int(digits) < self.answer
+        words = "too low" if low else "too high"
+        return [{"role": "user", "content": words}], float(found), found or self.guesses == self.most
+
+
+class Shop:
+    """A class for TRL's environment_factory."""
+
+    def reset(self, **row: Any) -> str | None:
+        self.basket: list[str] = []
+        return None
+
+    def add(self, item: str, count: int = 1) -> str:
+        """Puts an item into the basket.
+
+        Args:
+            item: name of the item
+            count: how many
+
+        Returns:
+            What is in the basket.
+        """
+        self.basket += [item] * count
+        return ", ".join(self.basket)
+
+    async def pay(self) -> dict[str, int]:
+        """Pays the basket.
+
+        Returns:
+            The price.
+        """
+        return {"price": len(self.basket)}
+
+    def get_reward(self) -> float:
+        return float(len(self.basket))
+
+    def close(self) -> None:
+        self.basket = []
+
+
+class Strange:
+    """Does what the policy says: hang, die, print, fork, raise."""
+
+    tools: list[dict[str, Any]] = []
+
+    def reset(self, **row: Any) -> None: ...
+
+    def step(self, message: dict[str, Any]) -> Any:
+        words = message["content"]
+        if words == "hang":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+            while True:
+                time.sleep(60)
+        if words == "busy":
+            (1 << 10_000_000_000) % 7  # in C, without the interpreter's lock being given
+        if words == "die":
+            os._exit(3)
+        if words == "print":
+            print("x" * 10_000_000)
+            sys.stderr.write("y" * 10_000_000)
+        if words == "long":
+            return [{"role": "user", "content": "z" * 10_000_000}], 0.0, False
+        if words == "raise":
+            raise KeyError("no such door")
+        if words == "exit":
+            sys.exit("enough")
+        if words == "nan":
+            return [], float("nan"), False
+        if words == "wrong":
+            return "no tuple"
+        if words == "says it is the assistant":
+            return [{"role": "assistant", "content": "yes"}], 0.0, False
+        if words == "leave a process":
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            return [{"role": "user", "content": str(child.pid)}], 0.0, False
+        if words == "wait":
+            time.sleep(0.5)
+        return [{"role": "user", "content": f"heard {words}"}], 0.5, False
+
+
+class NoReset:
+    def step(self, message: dict[str, Any]) -> None: ...
+
+
+class NoTools:
+    def reset(self, **row: Any) -> None: ...
+
+
+class NoHints:
+    def reset(self, **row: Any) -> None: ...
+
+    def look(self, where):  # noqa: ANN001, ANN201
+        return where

@@ -1,0 +1,117 @@
+"""An environment answers within its deadline, and can cost its episode alone."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rlft_fast.envs import EnvironmentPool, Failed
+
+HERE = Path(__file__).with_name("players.py")
+
+
+@pytest.fixture
+def pool():
+    pools = []
+
+    def make(name: str, timeout_s: float = 10.0, columns: tuple[str, ...] = ("prompt", "answer"), **options):
+        pools.append(EnvironmentPool(f"{HERE}:{name}", options, columns, timeout_s, 100))
+        return pools[-1]
+
+    yield make
+    for made in pools:
+        made.close()
+
+
+def says(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+def test_a_game(pool):
+    games = pool("GuessNumber", most=2)
+    first, second = games.open(2)
+    assert games.reset({first: {"answer": 7}, second: {"answer": 3}})[second] == {"messages": [{"content": " Guess."}]}
+    answers = games.step({first: says("It is 5"), second: says("3!")})
+    assert answers[first] == {"messages": [{"role": "user", "content": "too low"}], "reward": 0.0, "done": False}
+    assert (answers[second]["reward"], answers[second]["done"]) == (1.0, True)
+    assert games.step({first: says("8")})[first]["done"]
+    assert games.end([first, second]) == {first: {"reward": None}, second: {"reward": None}}
+
+
+def test_tools_as_trl_writes_them(pool):
+    shop = pool("Shop")
+    assert [tool["function"]["name"] for tool in shop.tools] == ["add", "pay"]
+    assert shop.tools[0]["function"]["parameters"]["required"] == ["item"]
+    (number,) = shop.open(1)
+    shop.reset({number: {}})
+    calls = [("add", {"item": "egg", "count": 2}), ("pay", {}), ("add", {"thing": "egg"}), ("close", {})]
+    message = says("") | {"tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in calls]}
+    answer = shop.step({number: message})[number]
+    added, paid, wrong, unknown = [result["content"] for result in answer["messages"]]
+    assert (added, paid, answer["done"]) == ("egg, egg", '{"price": 2}', False)
+    assert "unexpected keyword argument 'thing'" in wrong
+    assert "there is no tool 'close', only add, pay" in unknown
+    assert shop.step({number: says("done")})[number]["done"]
+    assert shop.end([number]) == {number: {"reward": 2.0}}
+
+
+HARMS = {
+    "hang": "no answer within 3 s", "die": "its process ended", "raise": "KeyError: 'no such door'",
+    "exit": "SystemExit: enough", "nan": "nan", "wrong": "expected (messages, reward, done)",
+    "says it is the assistant": "no role",
+}  # fmt: skip
+
+
+def test_an_environment_costs_its_episode_alone(pool):
+    strange = pool("Strange", timeout_s=3.0)
+    numbers = strange.open(len(HARMS) + 3)
+    strange.reset(dict.fromkeys(numbers, {}))
+    words = [*HARMS, "print", "long", "hello"]
+    started = time.monotonic()
+    answers = strange.step({n: says(word) for n, word in zip(numbers, words, strict=True)})
+    assert time.monotonic() - started < 8
+    for number, expected in zip(numbers, HARMS.values(), strict=False):
+        assert isinstance(answers[number], Failed), expected
+        assert expected in answers[number]
+    printed, long, hello = (answers[number] for number in numbers[-3:])
+    assert (printed["messages"][0]["content"], hello["reward"]) == ("heard print", 0.5)
+    assert long["messages"][0]["content"] == "z" * 100 + "… (9999900 characters left out)"
+    again = strange.step({number: says("hello") for number in numbers[-3:]})  # the others have ended
+    assert [answer["reward"] for answer in again.values()] == [0.5] * 3
+
+
+def test_many_wait_at_once(pool):
+    strange = pool("Strange")
+    numbers = strange.open(24)
+    strange.reset(dict.fromkeys(numbers, {}))
+    started = time.monotonic()
+    assert all(answer["reward"] == 0.5 for answer in strange.step(dict.fromkeys(numbers, says("wait"))).values())
+    assert time.monotonic() - started < 6  # one after the other would take 12 seconds
+
+
+def test_processes_that_an_environment_leaves_end_with_the_pool(pool):
+    strange = pool("Strange")
+    (number,) = strange.open(1)
+    strange.reset({number: {}})
+    pid = int(strange.step({number: says("leave a process")})[number]["messages"][0]["content"])
+    assert Path(f"/proc/{pid}").exists()
+    strange.close()
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    (number,) = strange.open(1)  # a new worker
+    assert strange.reset({number: {}}) == {number: {"messages": []}}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "words"),
+    [
+        ("NoReset", (), "has no method reset"),
+        ("NoTools", (), "neither a method step nor a public method"),
+        ("NoHints", (), "NoHints.look cannot be described"),
+        ("Missing", (), "has no function 'Missing'"),
+        ("GuessNumber", ("prompt",), r"reset of .* cannot be called with the columns \['prompt'\]"),
+    ],
+)
+def test_bad_classes_are_refused_before_anything_runs(pool, name, columns, words):
+    with pytest.raises(ValueError, match=words):
+        pool(name, columns=columns)
