@@ -47,7 +47,8 @@ COMMON = (
 OPS = ("csrc", "rlft_fast/ops", "tests/ops")
 MODELS = ("rlft_fast/models", "tests/models")
 ENGINE = ("rlft_fast/engine", "tests/engine")
-TRAINER = ("rlft_fast/trainer", "rlft_fast/run", "rlft_fast/rewards", "tests/trainer", "tests/run", "tests/rewards")
+TRAINER = ("rlft_fast/trainer", "rlft_fast/run", "rlft_fast/rewards", "rlft_fast/envs", "rlft_fast/isolation",
+           "tests/trainer", "tests/run", "tests/rewards", "tests/envs")  # fmt: skip
 RL = ("rlft_fast/rl", "tests/rl")
 PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
 COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo.py", "tests/cli", "tests/view", "tests/test_demo.py")

@@ -75,9 +75,11 @@ def test_a_name_on_the_hub_is_the_folder_in_the_cache(tmp_path, monkeypatch):
 
 
 def test_resolved_yaml_holds_every_key():
-    full, lora = (yaml.safe_load(Config.parse(values).to_yaml()) for values in (FULL, LORA))
+    played = MINIMAL | {"environment": {"name": "games:Guess"}}
+    full, lora, episodes = (yaml.safe_load(Config.parse(values).to_yaml()) for values in (FULL, LORA, played))
+    others = {"actor.lora": lora, "environment": episodes}
     for key, _ in sections(Config):
-        value = lora if key.startswith("actor.lora") else full
+        value = next((own for prefix, own in others.items() if key.startswith(prefix)), full)
         for part in key.split("."):
             assert part in value, key
             value = value[part]
@@ -263,7 +265,11 @@ def test_value_of_wrong_type_or_range(key, value):
 def test_no_key_takes_numbers_that_are_too_large_or_too_small():
     told = set()
     for key, field in sections(Config):
-        if section_of(field.annotation) is None and key not in ("data.task_options", "data.template_kwargs"):
+        if section_of(field.annotation) is None and key not in (
+            "data.task_options",
+            "data.template_kwargs",
+            "environment.options",
+        ):
             for number in (1e31, 1e300, 1e-31, 5e-324, 10**400):
                 for value in (number, [number, 0.5], {"m:f": number}):
                     with pytest.raises(ConfigError, match=rf"(?m)^{key}(\.m:f|\.\d)?: ") as error:

@@ -6,6 +6,7 @@ The docstring under a field is the help text of its key (``rlft-fast train --hel
 from rlft_fast.config.algorithm import AlgorithmConfig
 from rlft_fast.config.base import ConfigError, Section, section_of, sections, set_key, without_password
 from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName, WorkersConfig
+from rlft_fast.config.environment import EnvironmentConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig
 from rlft_fast.config.objectives import OBJECTIVES, load_config
 from rlft_fast.config.resume import changed_settings, fixed_settings
@@ -46,6 +47,7 @@ __all__ = [
     "DPOConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "GeneratorsConfig",
     "GroupName",

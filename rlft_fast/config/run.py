@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
+from rlft_fast.config.environment import EnvironmentConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
 from rlft_fast.config.paths import FunctionName, LocalPath, ModelPath
 from rlft_fast.config.resume import MayChange
@@ -97,6 +98,8 @@ class Config(RunConfig):
     """Prompts to train on."""
     reward: RewardConfig = RewardConfig()
     """How completions are scored."""
+    environment: EnvironmentConfig | None = None
+    """What answers the policy, turn by turn; null: an answer is one message."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -217,9 +220,10 @@ class Config(RunConfig):
     @rule
     def _reward_is_given(self) -> Iterator[str]:
         reward, filter_by = self.reward, self.algorithm.filter_by
-        if reward.function is None and reward.model is None and self.data.task is None:
-            yield "reward.function is needed: only reasoning-gym tasks have their own scoring"
+        if reward.function is None and reward.model is None and self.data.task is None and self.environment is None:
+            yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
         parts = [*self.function_weights, *(["model"] if reward.model is not None else [])]
+        parts += ["environment"] if self.environment is not None else []
         if filter_by is not None and filter_by not in parts:
             yield f"algorithm.filter_by is {filter_by!r}, expected a part of the reward: {', '.join(parts)}"
         evaluation_function = None if self.evaluation is None else self.evaluation.function
@@ -233,6 +237,18 @@ class Config(RunConfig):
                 f"reward.overlong_buffer is {reward.overlong_buffer}, but it is a part of rollout.max_new_tokens and "
                 f"cannot be longer than {self.rollout.max_new_tokens}"
             )
+
+    @rule
+    def _environment_can_answer(self) -> Iterator[str]:
+        if self.environment is None:
+            return
+        if self.cluster is not None:
+            yield (
+                "environment answers in the processes that train, and the run has a cluster section: leave one of them "
+                "out, and start the run by torchrun"
+            )
+        if not self.data.chat:
+            yield "environment needs the chat template, which data.chat: false leaves out: set data.chat: true"
 
     @rule
     def _reference_has_a_use(self) -> Iterator[str]:

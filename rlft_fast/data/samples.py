@@ -25,6 +25,7 @@ class Samples:
         stopped_B: (B,) bool, True where an end was sampled, False where the limit of tokens cut the completion off.
         reward_B: (B,) float64; NaN where a completion has no reward.
         parts: the parts of the rewards by name, each (B,) float64, with NaN where a part is missing.
+        counts: numbers of each sample by name, each (B,) float64, such as the turns of an episode.
         token_ids_T: (T,) int32.
         logprob_T: (T,) float32, log-probability of each token, as the generator reported it.
         is_sampled_T: (T,) bool, whether the policy sampled a token.
@@ -39,6 +40,7 @@ class Samples:
     stopped_B: Tensor
     reward_B: Tensor
     parts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    counts: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     token_ids_T: Tensor
     logprob_T: Tensor
     is_sampled_T: Tensor
@@ -61,6 +63,19 @@ class Samples:
         """The tokens of each completion as lists, for tokenizers and reward functions."""
         return [own.tolist() for own in self.token_ids_T.split(self.length_B.tolist())]
 
+    def sampled_ids(self) -> list[list[int]]:
+        """The tokens of each completion that the policy sampled, without an environment's."""
+        masks = self.is_sampled_T.split(self.length_B.tolist())
+        ids = self.token_ids_T.split(self.length_B.tolist())
+        return [own[mask].tolist() for own, mask in zip(ids, masks, strict=True)]
+
+    @property
+    def sampled_length_B(self) -> Tensor:
+        """(B,) int64, tokens of each completion that the policy sampled."""
+        total_T = torch.cat([torch.zeros(1, dtype=torch.int64), self.is_sampled_T.long().cumsum(0)])
+        end_B = self.length_B.cumsum(0)
+        return total_T[end_B] - total_T[end_B - self.length_B]
+
     def select(self, indices: Tensor) -> Self:
         """The samples with these numbers, (N,) int64, in that order."""
         lengths = self.length_B.numpy()
@@ -70,7 +85,9 @@ class Samples:
             name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
         }
         texts = None if self.texts is None else [self.texts[i] for i in indices.tolist()]
-        return self.replace(**fields, parts={name: part[indices] for name, part in self.parts.items()}, texts=texts)
+        parts = {name: part[indices] for name, part in self.parts.items()}
+        counts = {name: count[indices] for name, count in self.counts.items()}
+        return self.replace(**fields, parts=parts, counts=counts, texts=texts)
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """The samples of these rows, in the order that they have here."""
@@ -101,7 +118,8 @@ class Samples:
         }
         texts = None if self.texts is None else [*chain(*world.all_gather_json(self.texts))]
         parts = {name: gathered(part, "B") for name, part in self.parts.items()}
-        return self.replace(**fields, parts=parts, texts=texts)
+        counts = {name: gathered(count, "B") for name, count in self.counts.items()}
+        return self.replace(**fields, parts=parts, counts=counts, texts=texts)
 
     def _as_wide(self, world: World) -> Self:
         """With a support as wide as the widest of all ranks."""
@@ -142,5 +160,6 @@ def cat_samples(parts: Sequence[Samples]) -> Samples:
         columns = [getattr(samples, name) for samples in parts]
         fields[name] = cat_supports(columns) if name == "support_TK" else torch.cat(columns)
     by_name = {name: torch.cat([samples.parts[name] for samples in parts]) for name in first.parts}
+    counts = {name: torch.cat([samples.counts[name] for samples in parts]) for name in first.counts}
     texts = None if first.texts is None else [text for samples in parts for text in samples.texts or ()]
-    return first.replace(**fields, parts=by_name, texts=texts)
+    return first.replace(**fields, parts=by_name, counts=counts, texts=texts)

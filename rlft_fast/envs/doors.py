@@ -178,8 +178,7 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
     parameters = [*signature.parameters.values()][1:]
     tool.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    hints = inspect.get_annotations(method, eval_str=True)
-    tool.__annotations__ = {name: hint for name, hint in hints.items()}
+    tool.__annotations__ = inspect.get_annotations(method, eval_str=True)
     return tool
 
 

@@ -61,11 +61,9 @@ def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_charac
             asked.sendall(PID.pack(pid))
 
 
-def _load(
-    spec: str, options: Mapping[str, Any], columns: list[str]
-) -> tuple[Callable[[], Door], list[dict[str, Any]]]:
+def _load(spec: str, options: Mapping[str, Any], columns: list[str]) -> tuple[Callable[[], Door], list[dict[str, Any]]]:
     """What makes the door of an episode, and the schemas of the tools."""
-    kind = load_function("environment", spec)
+    kind: Any = load_function("environment", spec)
     door = find_door(kind)
 
     def make() -> Door:

@@ -27,7 +27,7 @@ with needing_train():
     )
     from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
     from rlft_fast.models.checksum import model_checksum
-    from rlft_fast.models.ends import end_token_ids, split_stop
+    from rlft_fast.models.ends import end_token_ids, generation_defaults, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
     from rlft_fast.models.loading import (
         build_critic,
@@ -85,6 +85,7 @@ __all__ = [
     "disabled_lora",
     "end_token_ids",
     "folder_dtype",
+    "generation_defaults",
     "has_vision",
     "head_parameters",
     "load",

@@ -1,15 +1,25 @@
 """End tokens and stop texts, which end a completion."""
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from pathlib import Path
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The end tokens of the model's generation defaults, and the end token of the tokenizer.
+def generation_defaults(path: str) -> GenerationConfig:
+    """The generation defaults of the model in a folder, as its loaded model has them."""
+    if (Path(path) / GENERATION_CONFIG_NAME).is_file():
+        return GenerationConfig.from_pretrained(path)
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+
+
+def end_token_ids(defaults: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The end tokens of a model's generation defaults, and the end token of the tokenizer.
 
     Raises:
         ValueError: neither names an end token.
     """
-    configured = getattr(model.generation_config, "eos_token_id", None)
+    configured = getattr(defaults, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     if other := [i for i in ids if i is not None and not isinstance(i, int)]:
         raise ValueError(

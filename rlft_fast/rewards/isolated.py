@@ -24,6 +24,7 @@ from rlft_fast.isolation import GUARD, end_worker, environment_of_worker, outliv
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import FAILED, RewardError, Text, compute_rewards, is_reward
 
+_END_S = 10.0  # between the end of a worker's pipe and its own
 _START_S = 120.0  # imports at the start of a worker do not count as time of the function
 _LONGEST_ERROR = 1000  # characters
 _LONGEST_ANSWER = 100_000  # bytes; a character takes at most 12 in JSON
@@ -146,7 +147,7 @@ class _Worker:
         except (ValueError, RecursionError):
             failure = _NO_ANSWER
         except (EOFError, OSError):  # the pipe has ended, or the message is too long
-            self.process.join(1.0)
+            self.process.join(_END_S)
             exit_code = self.process.exitcode
             failure = _NO_ANSWER if exit_code is None else f"its process ended with exit code {exit_code}"
         self.kill()

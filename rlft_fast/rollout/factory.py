@@ -129,5 +129,5 @@ def _sampled_model(engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Sa
         dtype=getattr(torch, engine.config.compute_dtype),
         device=engine.device,
         vocab_size=engine.model.model.config.get_text_config().vocab_size,
-        eos_token_ids=end_token_ids(engine.model.model, tokenizer),
+        eos_token_ids=end_token_ids(engine.model.model.generation_config, tokenizer),
     )

@@ -39,7 +39,7 @@ class HFGenerator:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.weight_version = 0
-        self.eos_token_ids = end_token_ids(model.model, tokenizer)
+        self.eos_token_ids = end_token_ids(model.model.generation_config, tokenizer)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:

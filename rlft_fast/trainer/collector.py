@@ -10,6 +10,7 @@ from rlft_fast.data import Samples, cat_samples
 from rlft_fast.rollout import NonFiniteLogitsError, SamplingParams, Seeds, sample_seeds
 from rlft_fast.run import Phases
 from rlft_fast.trainer.curriculum import Curriculum
+from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.evaluation import own_rows, own_samples
 from rlft_fast.trainer.experience import early_stop_metrics, penalize_length, rows_with_signal
 from rlft_fast.trainer.judge import Judge
@@ -39,12 +40,14 @@ class Collector:
         judge: scores the answers.
         models: their rollout answers.
         phases: are told of generation and scoring.
+        player: plays an episode per answer; None: an answer is one message.
     """
 
     def __init__(
         self, config: Config, world: World, prompts: Prompts, curriculum: Curriculum, judge: Judge, models: Models,
-        phases: Phases,
+        phases: Phases, player: EpisodePlayer | None = None,
     ) -> None:  # fmt: skip
+        self.player = player
         self.config, self.world, self.prompts, self.judge = config, world, prompts, judge
         self.curriculum = curriculum
         self.models, self.phases = models, phases
@@ -113,8 +116,8 @@ class Collector:
         rollout = self.models.rollout
         try:
             with self.phases.timed("generate"):
-                answers = own_samples(rollout, self.world, prompts, params, seeds)
-            self.phases.busy("generate", rollout.seconds)
+                answers = own_samples(rollout, self.world, prompts, params, seeds, self.player)
+            self.phases.busy("generate", rollout.seconds if self.player is None else self.player.generate_seconds)
             return answers
         except NonFiniteLogitsError as error:
             if steps := rollout.weight_version - 1:

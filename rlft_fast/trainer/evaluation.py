@@ -14,8 +14,9 @@ from rlft_fast.engine import Engine, FSDPEngine, role_engine
 from rlft_fast.models import load_tokenizer, name_some
 from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sample_seeds
 from rlft_fast.run import dotted
+from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.experience import merge_metrics, sample_records
-from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, require_agreement
+from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, open_environment, require_agreement
 from rlft_fast.trainer.judge import Judge
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
@@ -113,6 +114,11 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         stack.callback(judge.close)
         held_out = load_held_out(config, tokenizer)
         check_held_out(held_out, judge)
+        player = None
+        if config.environment is not None:
+            first = next(iter(held_out.values()))
+            player, _, held_out = open_environment(config, tokenizer, first, held_out)
+            stack.callback(player.close)
         require_agreement(world, "held-out data", *held_out.values())
         if judge.reader is not None:
             judge.use_model(role_engine(judge.config, "reward", world))
@@ -124,7 +130,7 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         rollout = build_rollout(engine, tokenizer, config.rollout, longest)
         stack.callback(rollout.close)
         rollout.sync()
-        answer = _Batches(rollout, world, config.rollout, sum(map(len, held_out.values())), progress)
+        answer = _Batches(rollout, world, config.rollout, sum(map(len, held_out.values())), progress, player)
         metrics, samples = evaluate_sets(config, held_out, judge, answer)
         answers: list[dict[str, Any]] = []
         for name, found in samples.items():
@@ -143,11 +149,14 @@ class _Batches:
         config: of the rollout.
         total: number of prompts of all sets.
         progress: see `evaluate`.
+        player: see `own_samples`.
     """
 
     def __init__(
-        self, rollout: Rollout, world: World, config: RolloutConfig, total: int, progress: Callable[[int, int], object]
-    ) -> None:
+        self, rollout: Rollout, world: World, config: RolloutConfig, total: int,
+        progress: Callable[[int, int], object], player: EpisodePlayer | None,
+    ) -> None:  # fmt: skip
+        self.player = player
         self.rollout, self.world, self.config, self.total, self.progress = rollout, world, config, total, progress
         self.done = 0
         progress(0, total)
@@ -159,7 +168,7 @@ class _Batches:
         for start in range(0, len(prompts), at_once * size):
             rows = range(start, min(start + at_once * size, len(prompts)))
             own = None if seeds is None else seeds[start // size : start // size + at_once]
-            samples = own_samples(self.rollout, self.world, prompts.select(rows), params, own)
+            samples = own_samples(self.rollout, self.world, prompts.select(rows), params, own, self.player)
             parts.append(samples.replace(row_B=samples.row_B + start))
             self.done += len(rows)
             self.progress(self.done, self.total)
@@ -175,8 +184,9 @@ def check_finite(key: str, engine: Engine) -> None:
 
 
 def own_samples(
-    rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
-) -> Samples:
+    rollout: Rollout | RemoteRollout, world: World, prompts: Prompts, params: SamplingParams,
+    seeds: Seeds | None = None, player: EpisodePlayer | None = None,
+) -> Samples:  # fmt: skip
     """This rank's answers to its share of the prompts. All ranks must call it together.
 
     Args:
@@ -185,9 +195,15 @@ def own_samples(
         prompts: of all ranks.
         params: how to sample.
         seeds: of this rank's answers; None: torch's random state gives them.
+        player: plays an episode per answer; None: an answer is one message.
     """
     rows = own_rows(world, prompts)
-    samples = rollout.samples(prompts.select(rows).token_ids, params, seeds)
+    own = prompts.select(rows)
+    if player is None:
+        samples = rollout.samples(own.token_ids, params, seeds)
+    else:
+        assert isinstance(rollout, Rollout)  # the configuration refuses an environment on a cluster
+        samples = player.samples(rollout, world, own, params, seeds)
     return samples.replace(row_B=samples.row_B * rows.step + rows.start)
 
 

@@ -65,7 +65,7 @@ class Experience:
 def with_rewards(
     samples: Samples, rewards: Sequence[float | None], parts: Sequence[Parts] = (), names: Sequence[str] = ()
 ) -> Samples:
-    """The samples with their rewards.
+    """The samples with their rewards; the parts that they have already are added.
 
     Args:
         samples: of this process.
@@ -74,7 +74,8 @@ def with_rewards(
         names: names of the parts, the same on every rank, also where a rank has no completion.
     """
     columns = {name: _numbers([own[name] for own in parts]) for name in names}
-    return samples.replace(reward_B=_numbers(rewards), parts=columns)
+    reward_B = sum(samples.parts.values(), start=_numbers(rewards))  # NaN where one of them is
+    return samples.replace(reward_B=reward_B, parts={**samples.parts, **columns})
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:
@@ -88,7 +89,9 @@ def penalize_length(samples: Samples, config: RewardConfig, max_new_tokens: int)
     """
     if not (config.truncation_penalty or config.overlong_buffer):
         return samples
-    near = [overlong_penalty(length, max_new_tokens, config.overlong_buffer) for length in samples.length_B.tolist()]
+    near = [
+        overlong_penalty(length, max_new_tokens, config.overlong_buffer) for length in samples.sampled_length_B.tolist()
+    ]
     cost_B = config.truncation_penalty * (~samples.stopped_B).double() + config.overlong_penalty * _numbers(near)
     reward_B = samples.reward_B - cost_B
     length_B = (0.0 - cost_B).where(samples.has_reward_B, math.nan)
@@ -193,12 +196,13 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
     metrics = {
         "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,  # null in the log, and no point of a curve
         "reward_std": float(rewards.std()) if len(rewards) else math.nan,
-        "completion_length_mean": float(samples.length_B.numpy().mean()),
+        "completion_length_mean": float(samples.sampled_length_B.numpy().mean()),
         "truncated_share": float((~samples.stopped_B).numpy().mean()),
         "left_out_share": 1.0 - len(rewards) / len(samples),
         "zero_std_group_share": 1.0 - num_with_signal / num_groups if num_groups else math.nan,
     }
     metrics |= _part_means(samples)
+    metrics |= {f"{name}_mean": float(count_B.mean()) for name, count_B in samples.counts.items()}
     metrics |= mismatch(batch)
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
@@ -229,12 +233,15 @@ def _part_means(samples: Samples) -> dict[str, float]:
     return {f"reward_mean_{name}": part_B.nanmean().item() for name, part_B in samples.parts.items()}
 
 
-def sample_records(samples: Samples, prompts: Prompts) -> Iterator[dict[str, Any]]:
+def sample_records(
+    samples: Samples, prompts: Prompts, turns: Sequence[list[dict[str, Any]]] | None = None
+) -> Iterator[dict[str, Any]]:
     """What ``samples.jsonl`` holds of each sample, beside its step.
 
     Args:
         samples: scored, of all ranks.
         prompts: that they answer.
+        turns: of each sample, if it is an episode.
     """
     assert samples.texts is not None
     parts = {name: _nullable(part) for name, part in samples.parts.items()}
@@ -244,6 +251,7 @@ def sample_records(samples: Samples, prompts: Prompts) -> Iterator[dict[str, Any
             "prompt": prompts.texts[row], "completion": samples.texts[i], "reward": rewards[i],
             "parts": {name: values[i] for name, values in parts.items()},
             "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
+            **({} if turns is None else {"turns": turns[i]}),
         }  # fmt: skip
 
 

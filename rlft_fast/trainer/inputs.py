@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.cluster import require_own_machine, require_sendable
 from rlft_fast.config import Config, fixed_settings
 from rlft_fast.errors import Checks
-from rlft_fast.models import load_tokenizer, model_checksum
+from rlft_fast.models import end_token_ids, generation_defaults, load_tokenizer, model_checksum, split_stop
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
+from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
 from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
@@ -32,6 +33,7 @@ class Inputs:
         evaluation_judge: scores the held-out answers; None: `judge` does.
         prompts: to learn from.
         held_out: the held-out prompts by the name of their set.
+        player: plays the episodes of an environment; None: an answer is one message.
     """
 
     objective: Objective
@@ -40,6 +42,7 @@ class Inputs:
     evaluation_judge: Judge | None
     prompts: Prompts
     held_out: dict[str, Prompts]
+    player: EpisodePlayer | None
 
 
 def load_inputs(config: Config, world: World) -> Inputs:
@@ -72,6 +75,14 @@ def load_inputs(config: Config, world: World) -> Inputs:
         checks.run(lambda: judge.check(prompts, "the training data"))
     if held_out is not None and (own := evaluation_judge or judge) is not None:
         checks.run(lambda: check_held_out(held_out, own))
+    player = None
+    if config.environment is not None and not checks.found:
+        assert tokenizer is not None
+        assert prompts is not None
+        assert held_out is not None
+        given = tokenizer, prompts, held_out
+        found = checks.run(lambda: open_environment(config, *given))
+        player, prompts, held_out = found or (None, *given[1:])
     checks.raise_found()
     assert objective is not None
     assert tokenizer is not None
@@ -82,8 +93,32 @@ def load_inputs(config: Config, world: World) -> Inputs:
     require_agreement(world, "held-out data", *held_out.values())
     return Inputs(
         objective=objective, tokenizer=tokenizer, judge=judge, evaluation_judge=evaluation_judge, prompts=prompts,
-        held_out=held_out,
+        held_out=held_out, player=player,
     )  # fmt: skip
+
+
+def open_environment(
+    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: dict[str, Prompts]
+) -> tuple[EpisodePlayer, Prompts, dict[str, Prompts]]:
+    """The player of the configuration's environment, and the prompts as its episodes begin.
+
+    Raises:
+        ValueError: the environment cannot be used, or a prompt cannot begin an episode.
+    """
+    assert config.environment is not None
+    columns = sorted({"prompt", *prompts.columns})
+    ends = [
+        *end_token_ids(generation_defaults(config.model), tokenizer),
+        *split_stop(config.rollout.stop, tokenizer)[0],
+    ]
+    player = EpisodePlayer(config.environment, columns, tokenizer, ends)
+    most = config.rollout.max_prompt_tokens
+    try:
+        begun = {name: player.prepare(found, most) for name, found in held_out.items()}
+        return player, player.prepare(prompts, most), begun
+    except BaseException:
+        player.close()
+        raise
 
 
 def make_objective(config: Config) -> Objective:

@@ -99,8 +99,8 @@ class Judge:
             raise
         STOP.leave_together(self.world)
         weights = self.functions.weights
-        # The model scores every sample: without a function's part, its score is the reward.
-        nothing = None if self.model is None else 0.0
+        # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
+        nothing = None if self.model is None and not own.parts else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
         samples = with_rewards(own, rewards, scored, [*weights]).replace(texts=texts).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)
@@ -142,11 +142,11 @@ class Judge:
             return [], []
         asked, texts = prompts.select(own.row_B.tolist()), self._decode(own)
         pairs = asked.answered_messages(texts) if self.config.reward.conversational else asked.answered(texts)
-        return texts, self.functions.score(*pairs, own.token_ids(), asked.columns)
+        return texts, self.functions.score(*pairs, own.sampled_ids(), asked.columns)
 
     def _decode(self, samples: Samples) -> list[str]:
         """What the policy has written, as functions, other models and the log read it."""
-        ids = samples.token_ids()
+        ids = samples.sampled_ids()
         if not self.config.reward.keep_special_tokens:
             return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         ends = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}

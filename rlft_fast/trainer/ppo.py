@@ -59,6 +59,7 @@ class PPOTrainer:
         self.objective, self.tokenizer = inputs.objective, inputs.tokenizer
         self.judge, self.evaluation_judge = inputs.judge, inputs.evaluation_judge
         self.prompts, self.held_out = inputs.prompts, inputs.held_out
+        self.player = inputs.player
         self.curriculum = Curriculum(inputs.prompts, config)
         elsewhere = None if config.cluster is None else lambda: self.models.take_usage()  # of the models of now
         self.phases = Phases(world, elsewhere=elsewhere)  # of the current step
@@ -82,7 +83,7 @@ class PPOTrainer:
         if "reward" in models.engines:
             self.judge.use_model(models.engines["reward"])
         self.collector = Collector(
-            self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases
+            self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases, self.player
         )
         self.learner = Learner(self.config, models, self.objective)
 
@@ -160,7 +161,10 @@ class PPOTrainer:
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
         return StepResult(
             metrics=metrics, num_prompts=experience.num_streamed, warnings=experience.warnings,
-            records=sample_records(experience.samples, experience.prompts),
+            records=sample_records(
+                experience.samples, experience.prompts,
+                None if self.player is None else self.player.turns(experience.samples),
+            ),
             tokens=self._token_columns(experience, update.outputs),
         )  # fmt: skip
 
@@ -225,7 +229,7 @@ class PPOTrainer:
         self.curriculum.load_state(state.get("curriculum", {}))
 
     def close(self) -> None:
-        """Ends the reward functions' worker processes and the generator."""
+        """Ends the worker processes of reward functions and environments, and the generator."""
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
-            for part in filter(None, (self.models, self.evaluation_judge, self.judge)):
+            for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player)):
                 stack.callback(part.close)

@@ -115,7 +115,11 @@ def _by_step(lines: list[bytes]) -> tuple[dict[int, list[tuple[int, dict[str, An
         num_damaged += sample is None
         step = step if sample is None else sample["step"]
         if step is not None:  # a damaged line keeps its place, since the files of tokens count samples
-            fields = dict.fromkeys(_FIELDS) if sample is None else {name: sample[name] for name in _FIELDS}
+            fields = (
+                dict.fromkeys(_FIELDS)
+                if sample is None
+                else {name: sample[name] for name in (*_FIELDS, "turns") if name in sample}
+            )
             steps.setdefault(step, []).append((len(line), fields))
     return steps, num_damaged
 
@@ -160,7 +164,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(sample, dict) or not is_exact_integer(sample.get("step")):
         return None
-    parts = sample.get("parts")
+    parts, turns = sample.get("parts"), sample.get("turns")
     texts = {name: sample.get(name) for name in ("prompt", "completion", "finish_reason")}
     return {
         "step": sample["step"],
@@ -168,7 +172,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         "reward": drawable(sample.get("reward")),
         "parts": {name: drawable(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
         "weight_version": sample["weight_version"] if is_exact_integer(sample.get("weight_version")) else None,
+        **({"turns": [*map(_turn, turns)]} if isinstance(turns, list) else {}),
     }
+
+
+def _turn(turn: Any) -> dict[str, Any]:
+    """A turn of an episode with fields of the right types."""
+    turn = turn if isinstance(turn, dict) else {}
+    text = turn.get("text")
+    return {"sampled": turn.get("sampled") is True, "text": text if isinstance(text, str) else ""}
 
 
 def _read_tokens(run: Path, counts: Mapping[int, int], max_bytes: int, notes: list[str]) -> Tokens:

@@ -298,6 +298,7 @@ function drawSample(run, sample, index, low, high) {
   else {
     const tokens = scale && tokensOf(run, state.step), span = tokens && tokens.spans.get(index);
     if (span) drawTokens(text, tokens, span);
+    else if (sample.turns) text.append(...sample.turns.map((turn) => node("span", { className: turn.sampled ? "said" : "given" }, visible(turn.text))));
     else text.append(visible(sample.completion));
   }
   return node("div", { className: `sample run${run}` }, facts, text);

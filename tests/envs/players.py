@@ -66,8 +66,6 @@ class Shop:
 class Strange:
     """Does what the policy says: hang, die, print, fork, raise."""
 
-    tools: list[dict[str, Any]] = []
-
     def reset(self, **row: Any) -> None: ...
 
     def step(self, message: dict[str, Any]) -> Any:
@@ -114,5 +112,5 @@ class NoTools:
 class NoHints:
     def reset(self, **row: Any) -> None: ...
 
-    def look(self, where):  # noqa: ANN001, ANN201
+    def look(self, where):
         return where

@@ -65,7 +65,7 @@ HARMS = {
 def test_an_environment_costs_its_episode_alone(pool):
     strange = pool("Strange", timeout_s=3.0)
     numbers = strange.open(len(HARMS) + 3)
-    strange.reset(dict.fromkeys(numbers, {}))
+    strange.reset({number: {} for number in numbers})
     words = [*HARMS, "print", "long", "hello"]
     started = time.monotonic()
     answers = strange.step({n: says(word) for n, word in zip(numbers, words, strict=True)})
@@ -83,7 +83,7 @@ def test_an_environment_costs_its_episode_alone(pool):
 def test_many_wait_at_once(pool):
     strange = pool("Strange")
     numbers = strange.open(24)
-    strange.reset(dict.fromkeys(numbers, {}))
+    strange.reset({number: {} for number in numbers})
     started = time.monotonic()
     assert all(answer["reward"] == 0.5 for answer in strange.step(dict.fromkeys(numbers, says("wait"))).values())
     assert time.monotonic() - started < 6  # one after the other would take 12 seconds

@@ -137,14 +137,14 @@ def test_penalty_takes_from_what_was_cut_off():
 
 
 def test_coming_near_the_limit_costs_in_proportion():
-    # Lengths 3, 1, 2, 1 and 2 of 3, the last two of which are the buffer.
+    # Lengths 3, of which the policy sampled 2, then 1, 2, 1 and 2 of 3, the last two of which are the buffer.
     config = RewardConfig(overlong_buffer=2, overlong_penalty=0.5)
     samples = penalize_length(
         with_rewards(to_samples(ANSWERS), REWARDS, [{"own": x} for x in REWARDS], ["own"]), config, 3
     )
-    assert rewards_of(samples) == [0.5, None, -0.25, 0.5, 0.25]
+    assert rewards_of(samples) == [0.75, None, -0.25, 0.5, 0.25]
     assert str(samples.parts["own"].tolist()) == "[1.0, nan, 0.0, 0.5, 0.5]"
-    assert str(samples.parts["length"].tolist()) == "[-0.5, nan, -0.25, 0.0, -0.25]"
+    assert str(samples.parts["length"].tolist()) == "[-0.25, nan, -0.25, 0.0, -0.25]"
 
 
 def test_rows_with_signal():

@@ -206,7 +206,7 @@ def _write_end_tokens(folder: Path, model: PolicyModel, source: Path, stop: Sequ
         return
     try:
         tokenizer = load_tokenizer(source)
-        ids = end_token_ids(model.model, tokenizer)
+        ids = end_token_ids(model.model.generation_config, tokenizer)
     except ValueError as error:
         warnings.warn(f"generation_config.json of the exported model names no end tokens: {error}", stacklevel=2)
         return

@@ -3,7 +3,7 @@
 from rlft_fast.trainer.prompts.chat import Conversation, Tokenizer, conversation_of, without_nulls
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
-from rlft_fast.trainer.prompts.messages import Message, find_mistake, render
+from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
 from rlft_fast.trainer.prompts.rows import Row, read_data, read_rows, shuffled_rows
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "shuffled_rows",
     "start_of_texts",
     "without_nulls",
+    "words_of",
 ]

@@ -1,0 +1,24 @@
+"""What answers the policy, turn by turn."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlft_fast.config.base import Section
+from rlft_fast.config.paths import FunctionName
+from rlft_fast.config.resume import MayChange
+
+
+class EnvironmentConfig(Section):
+    """An environment, which answers the policy's messages until an episode ends."""
+
+    name: FunctionName
+    """module:Class or file.py:Class, with reset and step, or with tools as TRL's environment_factory takes it."""
+    options: dict[str, Any] = Field(default={})
+    """Arguments of the class."""
+    max_turns: PositiveInt = 8
+    """Most messages of the policy in an episode."""
+    timeout_s: MayChange[Annotated[PositiveFloat, Field(le=31_536_000)]] = 60.0
+    """Seconds for one call of the environment. An episode over time or crashed is left out."""
+    max_result_characters: PositiveInt = 4000
+    """Most characters of a message of the environment's; the rest is left out."""

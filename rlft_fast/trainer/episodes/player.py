@@ -1,0 +1,368 @@
+"""Plays episodes: the policy and an environment in turn, many episodes at once."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.config import EnvironmentConfig
+from rlft_fast.data import Samples, cat_supports
+from rlft_fast.envs import EnvironmentPool, Failed
+from rlft_fast.errors import brief
+from rlft_fast.rollout import (
+    Answers,
+    Completion,
+    Request,
+    RequestError,
+    Rollout,
+    SamplingParams,
+    Seeds,
+    Span,
+    draw_seeds,
+    to_samples,
+)
+from rlft_fast.trainer.episodes.calls import Parsed, parse
+from rlft_fast.trainer.episodes.styles import choose_style
+from rlft_fast.trainer.episodes.suffix import Suffixes
+from rlft_fast.trainer.prompts import Conversation, Message, Prompts, name_rows
+from rlft_fast.world import World
+
+PART = "environment"
+"""Name of the environment's reward among the parts of a reward."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One episode. Its completion has the tokens of the policy and of the environment, in turn."""
+
+    row: int
+    number: int  # of the environment
+    prompt: list[int]
+    conversation: Conversation  # all messages so far
+    seed: int
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    supports: list[torch.Tensor] = field(default_factory=list)
+    reward: float | None = 0.0
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    stopped: bool = False  # by itself, not by a limit of tokens
+    running: bool = True
+    failure: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens that the completion may still have."""
+        return self.max_tokens - len(self.token_ids)
+
+    def request(self) -> Request:
+        """For the next turn, whose draws depend on the episode's seed and the number of the turn alone."""
+        seed = self.seed
+        if self.turns:
+            (word,) = np.random.SeedSequence((self.seed, self.turns)).generate_state(1, np.uint64)
+            seed = int(word) >> 1
+        return Request(row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left)
+
+    def add_sampled(self, reply: Completion) -> None:
+        """Appends a reply of the policy's."""
+        self._add(reply.token_ids, reply.logprobs, is_sampled=True)
+        self.spans += reply.spans or [Span(len(reply.token_ids), 0)]
+        if reply.support is not None:
+            self.supports.append(reply.support)
+        self.turns += 1
+
+    def add_given(self, token_ids: Sequence[int], like: torch.Tensor | None) -> None:
+        """Appends tokens that the policy has not sampled.
+
+        Args:
+            token_ids: of the environment or the template.
+            like: a support of sampled tokens; None: tokens are sampled among the whole vocabulary.
+        """
+        self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
+        version = self.spans[-1].weight_version if self.spans else 0
+        self.spans.append(Span(len(token_ids), version))
+        if like is not None:
+            self.supports.append(like.new_full((len(token_ids), like.shape[1]), -1))
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.is_sampled += [is_sampled] * len(token_ids)
+
+    def fail(self, reason: str) -> None:
+        """The episode has no reward, and is left out of the learning."""
+        self.running, self.reward, self.failure = False, None, reason
+
+    def completion(self) -> Completion:
+        """All tokens."""
+        support = cat_supports(self.supports) if self.supports else None
+        reason = "stop" if self.stopped else "length"
+        return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
+
+
+class EpisodePlayer:
+    """Plays the episodes of a run.
+
+    Args:
+        config: the environment.
+        columns: names of the columns of a row, the prompt's included.
+        tokenizer: of the policy.
+        end_token_ids: tokens that end a reply of the policy's.
+
+    Attributes:
+        style: how tools stand in conversations.
+        seconds: time in the environments in the last call of `samples` [s].
+        generate_seconds: time in which this rank's generator worked in it [s].
+
+    Raises:
+        ValueError: the environment cannot be used, or the chat template does not tell what follows a reply.
+    """
+
+    def __init__(
+        self, config: EnvironmentConfig, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer = config, tokenizer
+        self._ends = frozenset(end_token_ids)
+        self.pool = EnvironmentPool(
+            config.name, config.options, columns, config.timeout_s, config.max_result_characters
+        )
+        try:
+            self.style = choose_style(tokenizer, self.pool.tools)
+            self._suffixes = Suffixes(tokenizer, self.style, end_token_ids)
+        except BaseException:
+            self.pool.close()
+            raise
+        self.seconds = self.generate_seconds = 0.0
+
+    def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
+        """The prompts with the tools, up to the end of their last words: an episode begins with what follows them.
+
+        Args:
+            prompts: of conversations.
+            max_prompt_tokens: tokens of the longest prompt allowed.
+
+        Raises:
+            ValueError: a prompt is no conversation or ends with the assistant's words, its template does not show where
+                its words end, or it is too long with the tools; rows are named.
+        """
+        if missing := [i for i in range(len(prompts)) if i not in prompts.conversations]:
+            raise ValueError(
+                f"{name_rows(missing)} have no chat template, which an environment needs: set data.chat to true"
+            )
+        if begun := [i for i, conversation in prompts.conversations.items() if conversation.is_begun]:
+            raise ValueError(
+                f"{name_rows(begun)} end with words of the assistant's, but an environment begins an episode: end them "
+                "with a message of the user's"
+            )
+        conversations, texts, token_ids = {}, [], []
+        for i, conversation in sorted(prompts.conversations.items()):
+            conversations[i] = self.style.with_tools(conversation)
+            try:
+                texts.append(self._suffixes.split_prompt(conversations[i]))
+            except Exception as error:  # a template is code of the model's
+                raise ValueError(f"row {i} (counted from 0) cannot begin an episode: {brief(error)}") from error
+            token_ids.append(self.tokenizer.encode(texts[-1], add_special_tokens=False))
+        if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
+            raise ValueError(
+                f"{name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} with the tools of "
+                "the environment: raise it, or leave these rows out"
+            )
+        return replace(prompts, texts=texts, token_ids=token_ids, conversations=conversations)
+
+    def samples(
+        self, rollout: Rollout, world: World, prompts: Prompts, params: SamplingParams, seeds: Seeds | None = None
+    ) -> Samples:
+        """This rank's episodes. All ranks must call it together.
+
+        Args:
+            rollout: of the policy.
+            world: the ranks that call the method together.
+            prompts: of this rank, see `prepare`.
+            params: how to sample. `SamplingParams.max_new_tokens` is the limit of an episode's tokens after its prompt.
+            seeds: of each episode; None: torch's random state gives them.
+
+        Returns:
+            One sample per episode, with the environment's reward as a part. An episode whose environment has failed has
+            no reward.
+
+        Raises:
+            RequestError: the generator refuses a request.
+            RolloutError: the generator failed.
+        """
+        self.pool.seconds = self.generate_seconds = 0.0
+        seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
+        episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
+        while world.any_rank(any(episode.running for episode in episodes)):
+            running = [episode for episode in episodes if episode.running]
+            answers = rollout.answer([episode.request() for episode in running], params)
+            self.generate_seconds += rollout.seconds
+            replies = world.together(partial(_completed, answers), RequestError)
+            world.together(partial(self._turn, running, replies), Exception)
+        world.together(partial(self._end, episodes), Exception)
+        self.seconds = self.pool.seconds
+        return _to_samples(episodes)
+
+    def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
+        """What was said in each sample: in turn what the policy sampled (``sampled``), and what followed, as texts."""
+        columns = zip(
+            samples.token_ids_T.split(samples.length_B.tolist()),
+            samples.is_sampled_T.split(samples.length_B.tolist()),
+            strict=True,
+        )
+        return [
+            [{"sampled": bool(own[0][1]), "text": self.tokenizer.decode([int(i) for i, _ in own])} for own in runs]
+            for runs in (
+                [[*run] for _, run in groupby(zip(ids, mask, strict=True), key=lambda x: bool(x[1]))]
+                for ids, mask in columns
+            )
+        ]
+
+    def close(self) -> None:
+        """Ends all environments."""
+        self.pool.close()
+
+    def _begin(self, prompts: Prompts, params: SamplingParams, seeds: Seeds) -> list[_Episode]:
+        rows = [(row, seed) for row, own in enumerate(seeds) for seed in own]
+        numbers = self.pool.open(len(rows))
+        episodes = [
+            _Episode(
+                row=row, number=number, prompt=prompts.token_ids[row], conversation=prompts.conversations[row],
+                seed=seed, max_tokens=params.max_new_tokens,
+            )
+            for number, (row, seed) in zip(numbers, rows, strict=True)
+        ]  # fmt: skip
+        columns = [{name: values[row] for name, values in prompts.columns.items()} for row in range(len(prompts))]
+        for row, own in enumerate(columns):
+            own["prompt"] = prompts.conversations[row].messages
+        begun = self.pool.reset({episode.number: columns[episode.row] for episode in episodes})
+        like = None if params.support_size is None else torch.empty(0, 1, dtype=torch.int32)
+        for episode in episodes:
+            answer = begun[episode.number]
+            if isinstance(answer, Failed):
+                episode.fail(answer)
+                continue
+            messages = answer["messages"]
+            given = self._tokens(episode, partial(self._suffixes.opening, episode.conversation, messages))
+            if given is not None:
+                episode.add_given(given, like)
+                episode.conversation = _opened(episode.conversation, messages)
+        return episodes
+
+    def _turn(self, episodes: Sequence[_Episode], replies: Sequence[Completion]) -> None:
+        """Takes a reply in each episode, asks the environments, and adds what they answer."""
+        said: dict[int, tuple[str, Parsed]] = {}
+        for episode, reply in zip(episodes, replies, strict=True):
+            episode.add_sampled(reply)
+            text = self._text(reply)
+            read = parse(text)
+            episode.calls += len(read.calls) + len(read.mistakes)
+            episode.failed_calls += len(read.mistakes)
+            if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
+                episode.running = False
+            else:
+                said[episode.number] = text, read
+        asked = {number: read.message for number, (_, read) in said.items() if not read.mistakes}
+        answers = self.pool.step(asked)
+        for episode in episodes:
+            if episode.number in said:
+                self._answer(episode, *said[episode.number], answers.get(episode.number))
+
+    def _answer(self, episode: _Episode, text: str, reply: Parsed, answer: Mapping[str, Any] | Failed | None) -> None:
+        """Adds the environment's answer to an episode; None: the reply had a call that cannot be read."""
+        if isinstance(answer, Failed):
+            episode.fail(answer)
+            return
+        if answer is None:
+            messages: list[Message] = [{"role": "tool", "content": mistake} for mistake in reply.mistakes]
+        else:
+            messages = answer["messages"]
+            assert episode.reward is not None
+            episode.reward += answer["reward"] or 0.0
+        is_done = answer is not None and answer["done"]
+        if is_done or episode.turns == self.config.max_turns or not messages:
+            episode.running, episode.stopped = False, True
+            return
+        ended = episode.token_ids[-1] in self._ends
+        conversation = episode.conversation
+        make = partial(self._suffixes.after_reply, conversation, reply, messages, ended=ended)
+        given = self._tokens(episode, make)
+        if given is not None:
+            episode.add_given(given, episode.supports[-1] if episode.supports else None)
+            turns = [*conversation.messages, self.style.said(reply, text), *self.style.results(messages)]
+            episode.conversation = replace(conversation, messages=turns)
+
+    def _tokens(self, episode: _Episode, make: Callable[[], list[int]]) -> list[int] | None:
+        """The tokens that follow; None, and the episode has ended, where they cannot be made or have no room."""
+        try:
+            given = make()
+        except Exception as error:  # a template is code of the model's
+            episode.fail(f"the chat template cannot be applied to its messages: {brief(error)}")
+            return None
+        if len(given) >= episode.left:
+            episode.running = False
+            return None
+        return given
+
+    def _end(self, episodes: Sequence[_Episode]) -> None:
+        """Ends the environments, and takes the rewards of whole episodes."""
+        ended = self.pool.end([episode.number for episode in episodes])
+        for episode in episodes:
+            self._take_end(episode, ended.get(episode.number))
+        if failures := [episode.failure for episode in episodes if episode.failure is not None]:
+            warnings.warn(
+                f"{len(failures)} of {len(episodes)} episodes have no reward, because the environment "
+                f"{self.config.name} failed: {failures[0]}",
+                stacklevel=2,
+            )
+
+    def _take_end(self, episode: _Episode, answer: Mapping[str, Any] | Failed | None) -> None:
+        if isinstance(answer, Failed):
+            episode.fail(answer)
+        elif answer is not None and episode.reward is not None:
+            episode.reward += answer["reward"] or 0.0
+
+    def _text(self, reply: Completion) -> str:
+        ids = reply.token_ids
+        return str(self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
+
+
+def _completed(answers: Answers) -> list[Completion]:
+    for answer in answers:
+        if isinstance(answer, RequestError):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Completion)]
+
+
+def _opened(conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+    """The conversation after what an environment begins with."""
+    added = "".join(message["content"] for message in messages if "role" not in message)
+    *before, last = conversation.messages
+    if added:
+        last = last | {"content": f"{last['content']}{added}"}
+    return replace(conversation, messages=[*before, last, *(m for m in messages if "role" in m)])
+
+
+def _to_samples(episodes: Sequence[_Episode]) -> Samples:
+    samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
+    rewards = [torch.nan if episode.reward is None else episode.reward for episode in episodes]
+    counts = {
+        "turns": [e.turns for e in episodes],
+        "tool_calls": [e.calls for e in episodes],
+        "failed_tool_calls": [e.failed_calls for e in episodes],
+        "environment_failed": [e.failure is not None for e in episodes],
+    }
+    return samples.replace(
+        parts={PART: torch.tensor(rewards, dtype=torch.float64)},
+        counts={name: torch.tensor(own, dtype=torch.float64) for name, own in counts.items()},
+    )

@@ -1,0 +1,147 @@
+"""The tokens between two replies of a policy: what a chat template has behind a reply, up to where the next begins.
+
+No token of a reply is ever made again from text. The conversation is rendered with a mark in place of the policy's last
+words. What follows the mark, without the end token that the policy has sampled itself, is tokenized alone. At the start
+it is proved, for the template at hand, that this text depends neither on the words nor on the turns before them, and
+that it becomes the same tokens alone as behind an end token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlft_fast.errors import brief
+from rlft_fast.trainer.episodes.calls import Parsed, parse
+from rlft_fast.trainer.episodes.styles import MARK, Style
+from rlft_fast.trainer.prompts import Conversation, Limits, Message, words_of
+
+_PROBES = ("Yes.", "One, two.\nThree: four", "<think>\nWell.\n</think>\n\n5")
+
+
+class Suffixes:
+    """Makes the tokens behind a prompt's last message, and behind a reply.
+
+    Args:
+        tokenizer: of the policy.
+        style: of tools, calls and results.
+        end_token_ids: tokens that end a reply.
+
+    Raises:
+        ValueError: the chat template does not tell what follows a reply.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, style: Style, end_token_ids: Sequence[int]) -> None:
+        self.tokenizer, self.style, self.limits = tokenizer, style, Limits(memory=False)
+        texts = {i: str(tokenizer.decode([i])) for i in end_token_ids}
+        # An end token that text can become, too, tells nothing in a text.
+        self._ends = {i: text for i, text in texts.items() if i in tokenizer.added_tokens_decoder}
+        try:
+            self._prove()
+        except Exception as error:  # a template is code of the model's and may raise any error
+            raise ValueError(
+                f"the chat template does not tell what follows a reply, so an environment cannot answer it: "
+                f"{brief(error)}"
+            ) from error
+
+    def split_prompt(self, conversation: Conversation) -> str:
+        """The text of a conversation up to the end of its last message's words; `opening` has the rest.
+
+        Raises:
+            ValueError: the template does not show where the words end.
+        """
+        return self._render_opening(conversation, [])[0]
+
+    def opening(self, conversation: Conversation, messages: Sequence[Message]) -> list[int]:
+        """Tokens from the end of the prompt's last words to where the first reply begins.
+
+        Args:
+            conversation: the prompt.
+            messages: what the environment begins with. A message without a role is added to the prompt's last words.
+        """
+        return self._encode(self._render_opening(conversation, messages)[1])
+
+    def after_reply(
+        self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool
+    ) -> list[int]:
+        """Tokens from the end of a reply to where the next reply begins.
+
+        Args:
+            conversation: all before the reply.
+            reply: what the policy has written.
+            messages: the environment's.
+            ended: whether an end token was sampled, not only a stop text.
+        """
+        return self._encode(self._after(conversation, reply, messages, ended=ended))
+
+    def _render_opening(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, str]:
+        added = "".join(message["content"] for message in messages if "role" not in message)
+        others = self.style.results([message for message in messages if "role" in message])
+        *before, last = conversation.messages
+        content = last["content"]
+        marked = last | {"content": f"{words_of(content)}{MARK}{added}"}
+        text = self._render(replace(conversation, messages=[*before, marked, *others]))
+        prompt, *rest = text.split(MARK)
+        if len(rest) != 1:
+            raise ValueError(f"the chat template shows the last message of the prompt {len(rest)} times")
+        return prompt, rest[0]
+
+    def _after(self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool) -> str:
+        messages = [{"role": "user"} | message for message in messages]
+        turns = [*conversation.messages, self.style.marked(reply), *self.style.results(messages)]
+        text = self._render(replace(conversation, messages=turns))
+        _, found, after = text.rpartition(MARK)
+        if not found:
+            raise ValueError("the chat template does not show a reply")
+        places = [(place, end) for end in self._ends.values() if (place := after.find(end)) >= 0]
+        if not places:
+            return after
+        place, end = min(places, key=lambda found: (found[0], -len(found[1])))
+        return after[place + len(end) if ended else place :]
+
+    def _render(self, conversation: Conversation) -> str:
+        return conversation.render(self.tokenizer, self.limits)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _prove(self) -> None:
+        asked = Conversation([{"role": "user", "content": "Is it so?"}])
+        answer: list[Message] = [{"role": "user", "content": "Why?"}]
+        earlier: list[Message] = [{"role": "assistant", "content": "No."}, {"role": "user", "content": "And now?"}]
+        longer = replace(asked, messages=[*asked.messages, *earlier])
+        texts = {
+            self._after(before, parse(words), answer, ended=True) for before in (asked, longer) for words in _PROBES
+        }
+        if len(texts) > 1:
+            first, second, *_ = sorted(texts)
+            raise ValueError(f"behind other words it is {first!r} and {second!r}")
+        (text,) = texts
+        if "Why?" not in text:
+            raise ValueError(f"the answer is not in {text!r}")
+        for i, end in self._ends.items():
+            if self._encode(end + text) != [i, *self._encode(text)]:
+                raise ValueError(f"{text!r} has other tokens behind {end!r} than alone")
+        self._prove_results()
+
+    def _prove_results(self) -> None:
+        """As `_prove`, of the results of tools: they may not depend on arguments, words, thoughts and earlier calls."""
+        if self.style.tools == []:
+            return
+        tools = [tool.get("function", tool)["name"] for tool in self.style.tools]
+        calls = [[{"name": tools[0], "arguments": arguments}] for arguments in ({}, {"x": [1, "two"]})]
+        result: list[Message] = [{"role": "tool", "name": tools[0], "content": "xqresultxq"}]
+        asked = self.style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
+        cycle = [self.style.said(Parsed("", calls[0], []), "?"), *self.style.results(result)]
+        longer = replace(asked, messages=[*asked.messages, *cycle])
+        texts = {
+            self._after(before, Parsed(words, own, []), result, ended=True)
+            for before in (asked, longer)
+            for words in ("", "Let me see.")
+            for own in calls
+        }
+        if len(texts) > 1:
+            first, second, *_ = sorted(texts)
+            raise ValueError(f"behind other calls of tools it is {first!r} and {second!r}")
+        if "xqresultxq" not in next(iter(texts)):
+            raise ValueError(f"the result of a tool is not in {next(iter(texts))!r}")

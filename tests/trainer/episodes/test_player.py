@@ -1,0 +1,211 @@
+"""Episodes hold the tokens that were sampled, and between them what the chat template has there."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from transformers import AutoTokenizer
+
+from rlft_fast.config import DataConfig, EnvironmentConfig
+from rlft_fast.rollout import Answers, Completion, Request, Rollout, SamplingParams, Span
+from rlft_fast.trainer.episodes import EpisodePlayer
+from rlft_fast.trainer.prompts import load_prompts
+from rlft_fast.world import World
+from tests.support.tiny_models import save_tokenizer
+from tests.trainer.toy import write_rows
+
+PLAYERS = Path(__file__).parents[2] / "envs" / "players.py"
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+IM_END, EOT = "<|im_end|>", "<|eot_id|>"
+SPECIAL = ["<|im_start|>", IM_END, EOT, "<|start_header_id|>", "<|end_header_id|>", "<end_of_turn>", "<|end|>",
+           "<|return|>", "<|user|>", "<|observation|>", "<turn|>", "<|END_OF_TURN_TOKEN|>"]  # fmt: skip
+
+
+class Scripted:
+    """A generator whose replies a function gives. It records every request."""
+
+    name = "scripted"
+
+    def __init__(self, reply: Callable[[Request], list[int]]) -> None:
+        self.reply, self.seen = reply, []
+
+    def load(self, weights, version) -> None: ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
+        answers: Answers = []
+        for request in requests:
+            ids = self.reply(request)[: request.max_new_tokens]
+            self.seen.append(([*request.token_ids], ids, request.seed))
+            reason = "stop" if ids and ids[-1] >= 256 else "length"
+            answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),)))
+        return answers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    found = AutoTokenizer.from_pretrained(folder, bos_token="<|begin_of_text|>")
+    found.add_special_tokens({"additional_special_tokens": SPECIAL})
+    return found
+
+
+@pytest.fixture
+def play(tmp_path, tokenizer):
+    """Plays one episode per row of an environment of `players`; returns samples, prompts, player and generator."""
+    players = []
+
+    def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, **options):
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+        data = DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows)))
+        prompts = load_prompts(data, tokenizer, 4000)
+        columns = sorted({"prompt", *prompts.columns})
+        config = EnvironmentConfig(name=f"{PLAYERS}:{name}", timeout_s=20.0, **options)
+        player = EpisodePlayer(config, columns, tokenizer, tokenizer.convert_tokens_to_ids([*ends]))
+        players.append(player)
+        prompts = player.prepare(prompts, 4000)
+        generator = Scripted(reply)
+        params = SamplingParams(n=n, max_new_tokens=max_new_tokens)
+        seeds = [[10 * row + number for number in range(n)] for row in range(len(prompts))]
+        samples = player.samples(Rollout(lambda: generator, World.current()), World.current(), prompts, params, seeds)
+        return samples, prompts, player, generator
+
+    yield run
+    for player in players:
+        player.close()
+
+
+def in_turn(tokenizer, *replies: str, end: str = IM_END) -> Callable[[Request], list[int]]:
+    left = [tokenizer.encode(reply + end, add_special_tokens=False) for reply in replies]
+    return lambda request: left.pop(0)
+
+
+def test_a_game_has_the_tokens_of_its_conversation(play, tokenizer):
+    guesses = ["5", "Hm, 8", "7"]
+    samples, prompts, _, generator = play(
+        [{"prompt": "1 to 9?", "answer": 7}], "GuessNumber", in_turn(tokenizer, *guesses)
+    )
+    talk = [{"role": "user", "content": "1 to 9? Guess."}]
+    for guess, answer in zip(guesses, ["too low", "too high", None], strict=True):
+        talk += [{"role": "assistant", "content": guess}, {"role": "user", "content": answer}]
+    text = tokenizer.apply_chat_template(talk[:-1], tokenize=False).removesuffix("\n")
+    (ids,), (sampled,) = samples.token_ids(), samples.sampled_ids()
+    assert prompts.token_ids[0] + ids == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(sampled) == "5<|im_end|>Hm, 8<|im_end|>7<|im_end|>"
+    assert samples.logprob_T[samples.is_sampled_T].unique().tolist() == [-0.5]
+    assert not samples.logprob_T[~samples.is_sampled_T].any()
+    assert (samples.parts["environment"].tolist(), samples.counts["turns"].tolist()) == ([1.0], [3.0])
+    assert samples.stopped_B.all()
+    assert samples.sampled_length_B.tolist() == [len(sampled)]
+    assert set(samples.weight_version_T[samples.is_sampled_T].tolist()) == {3}
+    assert len({seed for *_, seed in generator.seen}) == 3  # each turn has draws of its own
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"item": "egg", "count": 2}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3"])  # one has tools, the other gets them in the system prompt
+def test_tools(play, tokenizer, template):
+    ends = (IM_END,) if template == "qwen2_5" else (EOT,)
+    replies = [CALL, "<think>\n" + CALL + "</think>" + CALL.replace("add", "pay"), "<tool_call>pay</tool_call>", "Two."]
+    samples, _, player, generator = play(
+        [{"prompt": "Buy two eggs."}], "Shop", in_turn(tokenizer, *replies, end=ends[0]), template, ends
+    )
+    first = tokenizer.decode(generator.seen[0][0])
+    assert '"add"' in first
+    assert "name of the item" in first
+    given = [
+        tokenizer.decode(later[0][len(now[0]) + len(now[1]) :])
+        for now, later in zip(generator.seen, generator.seen[1:], strict=False)
+    ]
+    assert all("<tool_response>" in text for text in given)
+    assert "egg, egg" in given[0]
+    assert "unexpected keyword argument" in given[1]  # pay takes no arguments; the call in the thought was not made
+    assert "the call is not JSON" in given[2]
+    assert samples.parts["environment"].tolist() == [2.0]
+    assert {name: count.tolist() for name, count in samples.counts.items()} == {
+        "turns": [4.0], "tool_calls": [3.0], "failed_tool_calls": [1.0], "environment_failed": [0.0],
+    }  # fmt: skip
+    if template == "qwen2_5":  # what transformers renders of the same conversation
+        call = {"name": "add", "arguments": {"item": "egg", "count": 2}}
+        talk = [
+            {"role": "user", "content": "Buy two eggs."},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "name": "add", "content": "egg, egg"},
+        ]
+        text = tokenizer.apply_chat_template(talk, tools=player.pool.tools, tokenize=False, add_generation_prompt=True)
+        assert generator.seen[1][0] == tokenizer.encode(text, add_special_tokens=False)
+
+
+FAMILIES = {
+    "qwen2_5": (IM_END,), "qwen3": (IM_END,), "qwen3_8": (IM_END,), "llama3_2": (EOT,), "gemma3": ("<end_of_turn>",),
+    "phi3_5": ("<|end|>",), "gptoss": ("<|return|>", "<|end|>"), "glm4moe": ("<|user|>", "<|observation|>"),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>",), "lfm2": (IM_END,), "smolvlm": ("<|end|>",), "gemma4": ("<turn|>",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_is_made_again(family, play, tokenizer):
+    """Replies of random bytes, most of which no tokenizer would make of their text."""
+    draw = random.Random(family)
+    ends = tokenizer.convert_tokens_to_ids([*FAMILIES[family]])
+
+    def reply(request: Request) -> list[int]:
+        body = [draw.randrange(256) for _ in range(draw.randrange(12))]
+        return [*body, draw.choice(ends)] if draw.random() < 0.95 else body
+
+    rows = [{"prompt": f"Say {i}."} for i in range(4)]
+    samples, prompts, _, generator = play(
+        rows, "Strange", reply, family, FAMILIES[family], n=2, max_turns=8, max_new_tokens=500
+    )
+    ids, masks = samples.token_ids(), samples.is_sampled_T.split(samples.length_B.tolist())
+    seen = [*generator.seen]
+    for row, own, mask in zip(samples.row_B.tolist(), ids, masks, strict=True):
+        whole = prompts.token_ids[row] + own
+        sampled = [False] * len(prompts.token_ids[row]) + mask.tolist()
+        expected, mine = [False] * len(whole), [x for x in seen if whole[: len(x[0]) + len(x[1])] == x[0] + x[1]]
+        for before, reply_ids, _ in mine:
+            expected[len(before) : len(before) + len(reply_ids)] = [True] * len(reply_ids)
+        assert sampled == expected
+    assert sum(len(reply_ids) for _, reply_ids, _ in seen) == int(samples.is_sampled_T.sum())
+    assert samples.counts["turns"].sum() == len(seen) > 20
+
+
+def test_limits_end_an_episode(play, tokenizer):
+    rows = [{"prompt": "1 to 9?", "answer": 7}]
+    samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_turns=2)
+    assert (samples.counts["turns"].tolist(), samples.stopped_B.tolist()) == ([2.0], [True])
+    samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, *"123"), max_new_tokens=60)
+    assert samples.length_B.tolist() < [60]  # the second answer of the environment has no room
+    assert not samples.stopped_B.any()
+    samples, *_ = play(rows, "GuessNumber", in_turn(tokenizer, "1" * 100), max_new_tokens=60)
+    assert (samples.length_B.tolist(), samples.stopped_B.tolist()) == ([60], [False])
+
+
+def test_a_failed_environment_costs_its_episode(play, tokenizer):
+    words = iter(["die", "hello", "hello", "hello"])
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    reply = lambda request: tokenizer.encode(next(words) + IM_END, add_special_tokens=False)  # noqa: E731
+    with pytest.warns(UserWarning, match="1 of 2 episodes have no reward, .* its process ended"):
+        samples, *_ = play(rows, "Strange", reply, max_turns=3)
+    assert torch.equal(samples.parts["environment"].isnan(), torch.tensor([True, False]))
+    assert samples.parts["environment"][1] == 1.5
+    assert samples.counts["environment_failed"].tolist() == [1.0, 0.0]
+
+
+def test_prompts_that_cannot_begin_are_refused(play, tokenizer):
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match=r"rows 0 \(counted from 0\) end with words of the assistant's"):
+        play([{"prompt": begun}], "Strange", in_turn(tokenizer))
+
+
+def test_a_template_that_hides_the_answer_is_refused(play, tokenizer, tmp_path):
+    blind = tmp_path / "blind.jinja"
+    blind.write_text(
+        "{{ messages[0].content }}{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="an environment cannot answer it: the answer is not in"):
+        play([{"prompt": "a"}], "Strange", in_turn(tokenizer), str(blind).removesuffix(".jinja"))

@@ -1,0 +1,75 @@
+"""Runs whose policy talks with an environment."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft_fast.trainer import train
+from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
+
+HERE = Path(__file__)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+class Letters:
+    """Rewards each reply by its share of even bytes, and answers with a letter; three replies."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.draw, self.turns = random.Random(seed), 0
+        return " Go."
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        self.turns += 1
+        said = message["content"].encode()
+        answer = {"role": "user", "content": self.draw.choice("xyz")}
+        return [answer], sum(byte % 2 == 0 for byte in said) / max(len(said), 1) / 3, self.turns == 3
+
+
+@pytest.fixture
+def config(tiny_model, tmp_path):
+    """A configuration whose model ends a reply by any of a third of all tokens."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model("llama").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 3)]}))
+    rows = [{"prompt": word, "seed": i} for i, word in enumerate(["sun", "moon", "star", "rain"])]
+    write_rows(tmp_path / "rows.jsonl", rows)
+
+    def make(run: str = "run", **changes: Any):
+        changes = {"algorithm__kl_coef": 0.01} | changes
+        values = {
+            "output_dir": str(tmp_path / run), "data__path": str(tmp_path / "rows.jsonl"), "data__chat": True,
+            "reward": {}, "environment": {"name": f"{HERE}:Letters"}, "rollout__max_prompt_tokens": 24,
+            "rollout__max_new_tokens": 48, "actor__max_tokens": 400, "checkpoint__every": 1,
+        }  # fmt: skip
+        return toy_config(model, tmp_path, **values, **changes)
+
+    return make
+
+
+def test_a_policy_learns_in_episodes(config, tmp_path):
+    train(config(evaluation={"path": str(tmp_path / "rows.jsonl"), "temperature": 1.0}))
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward_mean" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert 1 < line["turns_mean"] <= 3
+        assert line["environment_failed_mean"] == 0
+        assert line["ratio_max"] == 1.0  # the tokens of the environment are not sampled, and have no ratio
+        assert line["mismatch_max"] < 1e-4
+        assert 0 < line["reward_mean"] < 1
+    assert lines[-1]["reward_mean"] > lines[0]["reward_mean"]
+    assert lines[0]["completion_length_mean"] < 40
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
+    train(config("whole"))
+    train(config("cut", steps=1))
+    train(config("cut"), resume=True)
+    assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
