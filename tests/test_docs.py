@@ -108,6 +108,10 @@ def test_rollout(tiny_model):
     run_examples(ROOT / "docs" / "rollout.md", {"MODEL": str(tiny_model("llama"))})
 
 
+def test_environments():
+    run_examples(ROOT / "docs" / "environments.md", {})
+
+
 @pytest.mark.ray
 @pytest.mark.skipif(find_spec("ray") is None, reason="no Ray: make test-ray")
 def test_cluster(tmp_path, tiny_model):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlft_fast.config import Config
 from rlft_fast.trainer import train
+from tests.support.distributed import run_distributed
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
 HERE = Path(__file__)
@@ -73,3 +75,21 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
     train(config("cut", steps=1))
     train(config("cut"), resume=True)
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
+
+
+def on_two_processes(rank: int, values: dict[str, Any]) -> None:
+    train(Config.parse(values))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(config, tmp_path):
+    train(config("one"))
+    run_distributed(on_two_processes, 2, config("two").model_dump(mode="json"))
+    one, two = (comparable(tmp_path / name) for name in ("one", "two"))
+    assert [line["turns_mean"] for line in two] == [line["turns_mean"] for line in one]
+    for name in ("reward_mean", "loss", "grad_norm"):
+        expected = [line[name] for line in one]
+        assert [line[name] for line in two] == pytest.approx(expected, rel=1e-3)
+    samples = [[line["turns"] for line in read_lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
+    assert samples[0] == samples[1]
