@@ -9,6 +9,7 @@ ends             end tokens and stop texts
 packed           the inputs of a packed forward
 row_cache        keys and values of a rollout, written in place
 attention        attention over packed sequences, and for generation
+sinks            attention sinks, around any flash attention
 architectures    which models can be packed
 probe            finds what a model does between its backbone and its logits
 vision           images of vision-language models
@@ -25,7 +26,12 @@ with needing_train():
         require_fixed_rope,
         require_packed_attention,
     )
-    from rlft_fast.models.attention import PACKED_ATTENTION, all_rows_of_own_heads, packed_attention
+    from rlft_fast.models.attention import (
+        PACKED_ATTENTION,
+        all_rows_of_own_heads,
+        packed_attention,
+        sinks_of_own_heads,
+    )
     from rlft_fast.models.checksum import model_checksum
     from rlft_fast.models.ends import end_token_ids, generation_defaults, split_stop
     from rlft_fast.models.heads import LogprobHead, PolicyModel, RewardModel, RLModel, ValueModel
@@ -106,6 +112,7 @@ __all__ = [
     "require_fixed_rope",
     "require_packed_attention",
     "rotary_positions",
+    "sinks_of_own_heads",
     "split_stop",
     "stored_head",
     "token_classifier",

@@ -38,12 +38,13 @@ def packed_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
     return _except_in_towers(PACKED_ATTENTION, config)
 
 
-def padded_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
+def padded_implementation(model: PreTrainedModel) -> str | dict[str, str]:
     """The ``attn_implementation`` of a model that can be packed for padded batches and generation.
 
-    It is SDPA, or "eager" if scores are soft-capped.
+    It is SDPA, or "eager" if scores are soft-capped or have sinks.
     """
-    return "eager" if _is_softcapped(config) else _except_in_towers(GROUPED_ATTENTION, config)
+    is_eager = _is_softcapped(model.config) or _has_sinks(model)
+    return "eager" if is_eager else _except_in_towers(GROUPED_ATTENTION, model.config)
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
@@ -57,7 +58,7 @@ def padded_attention(model: PreTrainedModel) -> Iterator[None]:
     if model.config._attn_implementation != PACKED_ATTENTION:
         yield
         return
-    model.set_attn_implementation(padded_implementation(model.config))
+    model.set_attn_implementation(padded_implementation(model))
     try:
         yield
     finally:
@@ -66,6 +67,10 @@ def padded_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _is_softcapped(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def _has_sinks(model: PreTrainedModel) -> bool:
+    return any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def _except_in_towers(name: str, config: PreTrainedConfig) -> str | dict[str, str]:
@@ -112,7 +117,6 @@ def why_not_packed(model: PreTrainedModel) -> str:
         "counts positions from its padding token": any(
             hasattr(x, "create_position_ids_from_input_ids") for x in modules
         ),
-        "has attention sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
     }
     found = [reason for reason, holds in reasons.items() if holds]
     return " and ".join(found + [_EXCEPTIONS[x] for x in (model.config.model_type,) if x in _EXCEPTIONS])

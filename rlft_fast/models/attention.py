@@ -7,7 +7,9 @@ attention function. It builds no mask for an attention without a mask function, 
 - On the CPU, one causal SDPA call runs per segment, in float32 or wider. One call runs per segment also on a GPU for
   inputs that the kernel does not take: float32, GPUs before Ampere, heads wider than 256. There the host waits for the
   device in every layer.
-- Soft-capped scores (Gemma 2) are written out segment by segment. A segment of n tokens takes (heads, n, n) memory.
+- Attention sinks (gpt-oss) are terms of the softmax that the same kernels do not know (`rlft_fast.models.sinks`).
+- Soft-capped scores (Gemma 2) are written out segment by segment. So are attention sinks on a GPU where the kernel does
+  not run. A segment of n tokens takes (heads, n, n) memory.
 
 A segment is a sequence or a completion. The prompt of such a completion is another segment, to which several
 completions attend.
@@ -32,13 +34,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlft_fast.models.sinks import AllSegments, OneSegment, attention_with_sinks
 from rlft_fast.ops import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlft_fast.ops.packing import RowIndex, take_rows
 
 PACKED_ATTENTION, GROUPED_ATTENTION = "rlft_packed", "rlft_grouped"
 
 # Keywords by which models of transformers 5 ask for scores that are not computed here.
-_OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")
+_OTHER_SCORES = ("s_aux", "position_bias", "block_indices", "indices")  # s_aux are attention sinks
 
 _WIDEST_HEAD = 256  # of flash attention's kernels
 
@@ -60,6 +63,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention of each packed segment to its keys: query i of m sees the first n - m + i + 1 of n keys.
@@ -82,6 +86,8 @@ def packed_attention(
         dropout: must be 0, as in eval mode, because flash attention over packed rows has no dropout.
         sliding_window: number of positions that a token sees, its own included; None: its own and all before it.
         softcap: c in c * tanh(scores / c), before the softmax (Gemma 2).
+        s_aux: (heads,) attention sinks of all heads, also with a sequence_group: each is a score in the softmax that
+            has no value (gpt-oss).
         **others: ignored, unless a keyword asks for scores of another form.
 
     Returns:
@@ -100,6 +106,7 @@ def packed_attention(
         )
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
+        s_aux = None if s_aux is None else sinks_of_own_heads(s_aux, sequence_group)
     if key_index is not None:
         key, value = (take_rows(x.squeeze(0).transpose(0, 1), key_index).transpose(0, 1)[None] for x in (key, value))
     if cu_seq_lens_k is None or max_length_k is None:
@@ -109,12 +116,12 @@ def packed_attention(
         query, key, value = (x.float() for x in (query, key, value))
     if softcap is None and _has_varlen_kernel(query):
         boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        output = _varlen(query, key, value, boundaries, scaling, sliding_window)
+        output = _varlen(query, key, value, boundaries, scaling, sliding_window, s_aux)
     else:
         queries = query.split(cu_seq_lens_q.diff().tolist(), dim=2)  # split's backward is one cat
         keys, values = (x.split(cu_seq_lens_k.diff().tolist(), dim=2) for x in (key, value))
         segments = zip(queries, keys, values, strict=True)
-        outputs = [_causal(q, k, v, scaling, sliding_window, softcap) for q, k, v in segments]
+        outputs = [_causal(q, k, v, scaling, sliding_window, softcap, s_aux) for q, k, v in segments]
         output = torch.cat(outputs, dim=2).transpose(1, 2).to(dtype).contiguous()  # some models call view() on it
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)
@@ -176,27 +183,54 @@ def all_rows_of_own_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) 
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in heads)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
+def sinks_of_own_heads(sinks_H: Tensor, group: ProcessGroup) -> Tensor:
+    """(heads,) -> (heads / N,), of the heads that `all_rows_of_own_heads` gives this rank."""
+    return sinks_H.chunk(group.size())[group.rank()]
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     num_queries, num_keys = q.shape[2], k.shape[2]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    is_written_out = softcap is not None or (sinks is not None and q.is_cuda)
     mask = None
-    if softcap is not None or num_queries != num_keys or (window is not None and num_keys > window):
+    if is_written_out or num_queries != num_keys or (window is not None and num_keys > window):
         rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
         distance = rows[:, None] - torch.arange(num_keys, device=q.device)
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    if softcap is not None:
+    if is_written_out:
         assert mask is not None
-        return _softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        return _written_out(q, k, v, mask, factor, softcap, sinks)
+    if sinks is not None:
+        width = max(q.shape[-1], v.shape[-1])
+        wide_q, wide_k, wide_v = (_widened(x, width) for x in (q, k, v))
+        out = attention_with_sinks(wide_q, wide_k, wide_v, sinks, OneSegment(factor, mask))
+        return out[..., : v.shape[-1]]
     if q.is_cuda:  # with enable_gqa, only flash attention would run without (heads, m, n) scores in memory
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     grouped = q.unflatten(1, (k.shape[1], -1))  # (1, kv_heads, heads per kv head, m, d)
     scores = scale * grouped @ k.unsqueeze(2).transpose(-1, -2)
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
+        scores = torch.cat([scores, column], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+    return (weights[..., : k.shape[2]] @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
@@ -210,17 +244,24 @@ def _is_ampere_or_later(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _varlen(q, k, v, boundaries: tuple, scale: float | None, window: int | None) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: tuple, scale: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel takes heads of one width, a multiple of 8. DeepSeek's keys and values differ in width.
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = -(-max(head_dim, value_dim) // 8) * 8
+    scale = head_dim**-0.5 if scale is None else scale
+    if sinks is not None:
+        wide_q, wide_k, wide_v = (_widened(x, width) for x in (q, k, v))
+        out = attention_with_sinks(wide_q, wide_k, wide_v, sinks, AllSegments(scale, window, boundaries))
+        return out[..., :value_dim].transpose(1, 2)
     packed_q, packed_k, packed_v = (_widened(x.squeeze(0).transpose(0, 1), width) for x in (q, k, v))
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = boundaries
     out = varlen_attn(
         packed_q, packed_k, packed_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale=head_dim**-0.5 if scale is None else scale, window_size=(-1 if window is None else window - 1, 0),
+        scale=scale, window_size=(-1 if window is None else window - 1, 0),
         **_GROUPED_HEADS if q.shape[1] != k.shape[1] else {},
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -45,11 +45,11 @@ model. Names are those of `model_type` in config.json: {total}, of which {patche
 train: {packed} packed and {padded} padded.
 
 A *packed* model runs sequences one after the other, without padding, and equal prompts once. A *padded* model has
-layers that would mix packed sequences: a recurrent state, attention sinks, or masks of its own. It runs batches of
-similar lengths, and no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are
-those of packed models. It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a
-model is padded, and why. Rollouts by transformers then batch prompts of one length. They run without a cache, slowly,
-for the few models whose cache gives other numbers: {uncached}.
+layers that would mix packed sequences: a recurrent state, or masks of its own. It runs batches of similar lengths, and
+no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are those of packed models.
+It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a model is padded, and
+why. Rollouts by transformers then batch prompts of one length. They run without a cache, slowly, for the few models
+whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
 Qwen2-VL and Qwen2.5-VL learn from images, too. All other vision-language models learn from text: their towers are

@@ -32,9 +32,15 @@ def run(qkv: tuple[Tensor, ...], lengths: list[int], **options) -> Tensor:
     return output
 
 
+def random_sinks(heads: int) -> Tensor:
+    """Around the log-sum-exps of a few scores."""
+    return 2 * torch.randn(heads, generator=torch.Generator().manual_seed(heads), dtype=torch.float64)
+
+
 def expected(
-    qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int, softcap: float | None = None
-) -> Tensor:
+    qkv: tuple[Tensor, ...], lengths: list[int], scale: float, window: int, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     query, key, value = qkv
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -44,7 +50,10 @@ def expected(
     scores = scale * query @ key.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand_as(scores[..., :1])], -1)
+    return (scores.softmax(-1)[..., : len(sequence)] @ value).transpose(1, 2)
 
 
 @settings(max_examples=40)
@@ -55,20 +64,27 @@ def expected(
     window=st.sampled_from([None, 1, 4, 9]),  # itself only, shorter and longer than sequences, as long as the longest
     scaling=st.sampled_from([None, 0.3]),
     softcap=st.sampled_from([None, 0.7]),  # scores are around 1
+    has_sinks=st.booleans(),
 )
-def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window, scaling, softcap):
+def test_attends_causally_within_each_sequence(lengths, kv_heads, groups, window, scaling, softcap, has_sinks):
     qkv = random_qkv(lengths, kv_heads * groups, kv_heads, 4)
-    actual = run(qkv, lengths, scaling=scaling, sliding_window=window, softcap=softcap)
-    wanted = expected(qkv, lengths, scaling or 0.5, window or 100, softcap)
+    sinks = random_sinks(kv_heads * groups) if has_sinks else None
+    actual = run(qkv, lengths, scaling=scaling, sliding_window=window, softcap=softcap, s_aux=sinks)
+    wanted = expected(qkv, lengths, scaling or 0.5, window or 100, softcap, sinks)
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [2, None])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_gradient(softcap):
+def test_gradient(softcap, has_sinks, window):
     lengths = [3, 1, 4]
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
-    actual = torch.autograd.grad(run(qkv, lengths, sliding_window=2, softcap=softcap).square().sum(), qkv)
-    wanted = torch.autograd.grad(expected(qkv, lengths, 0.5, 2, softcap).square().sum(), qkv)
+    sinks = random_sinks(4).requires_grad_() if has_sinks else None
+    inputs = qkv if sinks is None else (*qkv, sinks)
+    found = run(qkv, lengths, sliding_window=window, softcap=softcap, s_aux=sinks)
+    exact = expected(qkv, lengths, 0.5, window or 100, softcap, sinks)
+    actual, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (found, exact))
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
@@ -85,8 +101,9 @@ def test_a_sequence_is_the_same_alone_and_packed():
     completions=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 3]),
     softcap=st.sampled_from([None, 0.7]),
+    has_sinks=st.booleans(),
 )
-def test_completions_attend_to_a_shared_prefix(prefix, completions, window, softcap):
+def test_completions_attend_to_a_shared_prefix(prefix, completions, window, softcap, has_sinks):
     """One copy of the prefix, as against one in front of every completion: same outputs, same gradients."""
     lengths = [prefix, *completions]
     qkv = tuple(x.requires_grad_() for x in random_qkv(lengths, 4, 2, 4))
@@ -94,12 +111,12 @@ def test_completions_attend_to_a_shared_prefix(prefix, completions, window, soft
     repeated = torch.cat([torch.cat([tokens[0], completion]) for completion in tokens[1:]])
     key_index = row_index(torch.cat([tokens[0], repeated]), sum(lengths))
     key_lengths = torch.tensor([prefix, *(prefix + length for length in completions)])
+    scores = {"sliding_window": window, "softcap": softcap, "s_aux": random_sinks(4) if has_sinks else None}
     shared = run(
-        qkv, lengths, key_index=key_index, max_length_k=int(key_lengths.max()), sliding_window=window,
-        softcap=softcap,
+        qkv, lengths, key_index=key_index, max_length_k=int(key_lengths.max()), **scores,
         cu_seq_lens_k=torch.cat([torch.zeros(1, dtype=torch.int64), key_lengths.cumsum(0)]).int(),
     )  # fmt: skip
-    plain = run(tuple(x[:, :, repeated] for x in qkv), key_lengths[1:].tolist(), sliding_window=window, softcap=softcap)
+    plain = run(tuple(x[:, :, repeated] for x in qkv), key_lengths[1:].tolist(), **scores)
     behind = torch.cat([torch.arange(n) >= prefix for n in key_lengths[1:].tolist()])
     torch.testing.assert_close(shared[:, prefix:], plain[:, behind], rtol=0, atol=1e-12)
     actual, wanted = (torch.autograd.grad(x.square().sum(), qkv) for x in (shared[:, prefix:], plain[:, behind]))
@@ -185,6 +202,64 @@ def test_widths_that_flash_attention_does_not_have_are_padded(head_dim, value_di
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
+def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window) -> tuple:
+    """In place of aten's operator, which only GPUs have."""
+    assert (dropout, debug, is_causal) == (0.0, False, window["window_size_left"] == -1)
+    size = (window["window_size_left"], window["window_size_right"])
+    fewer = grouped_heads(signature(varlen_attn).parameters) if q.shape[1] != k.shape[1] else {}
+    out = flash_attention(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=size, **fewer)
+    lse = torch.cat([scores.logsumexp(-1) for *_, scores in flash_scores(q, k, cu_q, cu_k, scale, size[0])], 1)
+    return out, lse, None, None, None
+
+
+def flash_backward(
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng_state, unused, *, scale, **window
+) -> tuple:
+    """In place of aten's operator: its equations, from the given output and log-sum-exp."""
+    assert (dropout, is_causal) == (0.0, window["window_size_left"] == -1)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    for rows, keys, scores in flash_scores(q, k, cu_q, cu_k, scale, window["window_size_left"]):
+        weights = (scores - lse[:, rows, None]).exp()
+        k_b, v_b = (x[keys].repeat_interleave(groups, 1) for x in (k, v))
+        delta = (dout[rows] * out[rows]).sum(-1).T.unsqueeze(-1)
+        dscores = scale * weights * (torch.einsum("qhd,khd->hqk", dout[rows], v_b) - delta)
+        dq[rows] = torch.einsum("hqk,khd->qhd", dscores, k_b)
+        dk[keys] += torch.einsum("hqk,qhd->khd", dscores, q[rows]).unflatten(1, (-1, groups)).sum(2)
+        dv[keys] += torch.einsum("hqk,qhd->khd", weights, dout[rows]).unflatten(1, (-1, groups)).sum(2)
+    return dq, dk, dv
+
+
+def flash_scores(q, k, cu_q, cu_k, scale: float, left: int) -> list[tuple[slice, slice, Tensor]]:
+    found = []
+    for b in range(len(cu_q) - 1):
+        rows, keys = slice(int(cu_q[b]), int(cu_q[b + 1])), slice(int(cu_k[b]), int(cu_k[b + 1]))
+        m, n = rows.stop - rows.start, keys.stop - keys.start
+        distance = torch.arange(n - m, n)[:, None] - torch.arange(n)
+        seen = (distance >= 0) & (distance <= (left if left >= 0 else n))
+        scores = scale * torch.einsum("qhd,khd->hqk", q[rows], k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1))
+        found.append((rows, keys, scores.masked_fill(~seen, -math.inf)))
+    return found
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (12, 6)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_around_flash_attention(head_dim, value_dim, window, monkeypatch):
+    """The scaled output and the log-sum-exp with the sink make flash attention's backward that of the sinks."""
+    lengths = [3, 1, 5]
+    query, key, _ = random_qkv(lengths, 4, 2, head_dim)
+    value, sinks = random_qkv(lengths, 4, 2, value_dim)[2], random_sinks(4)
+    inputs = [x.requires_grad_() for x in (query, key, value, sinks)]
+    wanted = expected(inputs[:3], lengths, head_dim**-0.5, window or 100, sinks=sinks)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda query: True)
+    actual = run(inputs[:3], lengths, sliding_window=window, s_aux=sinks)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(x.square().sum(), inputs) for x in (actual, wanted)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
 def test_flash_attention_runs_where_it_can(monkeypatch):
     """Not in float32; not for wide heads, on older GPUs, or on CPUs."""
     capability = {0: (8, 0), 1: (7, 5)}
@@ -210,9 +285,11 @@ def test_refuses_what_it_cannot_do():
             packed_attention(nn.Identity(), *qkv, None, **missing)
     with pytest.raises(ValueError, match=r"no dropout, got 0.1: train in model.eval\(\) mode"):
         packed_attention(nn.Identity(), *qkv, None, cu_seq_lens_q=boundaries, max_length_q=3, dropout=0.1)
-    with pytest.raises(ValueError, match="rlft_packed does not support the attention_mask, s_aux that Identity passes"):
-        packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), s_aux=torch.zeros(2))
-    assert torch.equal(run(qkv, [3], s_aux=None), run(qkv, [3]))  # not asked for
+    with pytest.raises(
+        ValueError, match="rlft_packed does not support the attention_mask, indices that Identity passes"
+    ):
+        packed_attention(nn.Identity(), *qkv, torch.ones(1, 1, 3, 3), indices=torch.zeros(2))
+    assert torch.equal(run(qkv, [3], indices=None), run(qkv, [3]))  # not asked for
     with pytest.raises(ValueError, match="rlft_grouped does not support the s_aux that Identity passes"):
         grouped_attention(nn.Identity(), *qkv, None, s_aux=torch.zeros(2))
 

@@ -82,6 +82,9 @@ MORE_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_mtp_layers": 0,
     }),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {  # attention sinks
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": SLIDING_WINDOW,
+    }),
 }  # fmt: skip
 
 # Packed sequences would be wrong for these.
@@ -94,9 +97,6 @@ PADDED_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {
         "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }),
-    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {  # attention sinks
-        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": SLIDING_WINDOW,
     }),
     "llama4": (Llama4ForCausalLM, Llama4TextConfig, {  # attention within chunks
         "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": SLIDING_WINDOW,

@@ -38,6 +38,7 @@ from rlft_fast.models import (
     has_vision,
     materialize,
     require_divisible_heads,
+    sinks_of_own_heads,
 )
 from rlft_fast.ops import gather_heads_scatter_tokens
 from rlft_fast.rl import PolicyLoss, ValueLoss
@@ -386,15 +387,19 @@ def _image_features(tower: Any, pixel_values: Tensor, _grids: Tensor) -> SimpleN
 
 def whole_sequence_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float | None = None, sequence_group: dist.ProcessGroup | None = None, **_: object,
+    scaling: float | None = None, sequence_group: dist.ProcessGroup | None = None, s_aux: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Stands for packed attention and needs as much memory. It reads no boundaries, which a fake tensor lacks."""
     if sequence_group is not None:
         query, key, value = all_rows_of_own_heads(query, key, value, sequence_group)
+        s_aux = None if s_aux is None else sinks_of_own_heads(s_aux, sequence_group)
     width = value.shape[-1]
     if width < query.shape[-1]:  # the kernels of packed attention take values as wide as queries
         value = pad(value, (0, query.shape[-1] - width))
     output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    if s_aux is not None:
+        output = output * s_aux.to(output.dtype).view(1, -1, 1, 1)
     output = torch.cat([output[..., :width]], dim=2).transpose(1, 2)
     if sequence_group is not None:
         output = gather_heads_scatter_tokens(output[0], sequence_group).unsqueeze(0)

@@ -20,9 +20,9 @@ from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 
-# The tied one has a parameter that two modules of the root share; padded are a recurrent model and one with sinks.
-PADDED = ["qwen3.5", "gpt-oss"]
-NAMES = ["llama", "qwen2-tied", *PADDED]
+# The tied one has a parameter that two modules of the root share; a recurrent model runs padded; gpt-oss has sinks.
+PADDED = ["qwen3.5"]
+NAMES = ["llama", "qwen2-tied", "gpt-oss", *PADDED]
 # One micro-batch per rank, several, and a batch of one sequence, of which the second rank gets none.
 ONE, SEVERAL, EMPTY = (1000, 7), (24, 7), (1000, 1)
 EVERY = [*product(NAMES, ("logprob", "value"), ("token-mean", "sequence-mean"), (ONE, SEVERAL, EMPTY))]

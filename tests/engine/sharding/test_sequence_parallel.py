@@ -26,7 +26,7 @@ from tests.support.tiny_models import VISION_MODELS
 pytestmark = pytest.mark.dist
 
 # Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; images.
-NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "qwen2-vl", "qwen2.5-vl"]
+NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2-vl", "qwen2.5-vl"]
 # Many micro-batches, most with an odd number of rows; one with all; one sequence, so that other ranks have none.
 CASES = {"llama": [(24, 7), (1000, 7), (1000, 1)], "qwen2.5-vl": [(80, 6), (1000, 2)]}
 

@@ -81,7 +81,7 @@ def check_export(run: Path, output: Path) -> None:
         "cpu_offload",
         "offload_between_phases",
         "padded_recurrent",
-        "padded_sinks",
+        "sinks",
     ],
 )
 def test_killed_resumed_and_exported(name, options, world_size, tiny_model, tmp_path):
