@@ -252,7 +252,7 @@ class EpisodePlayer:
             if isinstance(answer, Failed):
                 episode.fail(answer)
                 continue
-            messages = answer["messages"]
+            messages = self._suffixes.without_special_tokens(answer["messages"])
             given = self._tokens(episode, partial(self._suffixes.opening, episode.conversation, messages))
             if given is not None:
                 episode.add_given(given, like)
@@ -293,6 +293,7 @@ class EpisodePlayer:
         if is_done or episode.turns == self.config.max_turns or not messages:
             episode.running, episode.stopped = False, True
             return
+        messages = self._suffixes.without_special_tokens(messages)
         ended = episode.token_ids[-1] in self._ends
         conversation = episode.conversation
         make = partial(self._suffixes.after_reply, conversation, reply, messages, ended=ended)

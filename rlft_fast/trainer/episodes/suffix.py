@@ -6,6 +6,7 @@ it is proved, for the template at hand, that this text depends neither on the wo
 that it becomes the same tokens alone as behind an end token.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,6 +37,8 @@ class Suffixes:
         texts = {i: str(tokenizer.decode([i])) for i in end_token_ids}
         # An end token that text can become, too, tells nothing in a text.
         self._ends = {i: text for i, text in texts.items() if i in tokenizer.added_tokens_decoder}
+        special = sorted((x.content for x in tokenizer.added_tokens_decoder.values() if x.special), key=len)
+        self._special = re.compile("|".join(map(re.escape, reversed(special))) or "(?!)")
         try:
             self._prove()
         except Exception as error:  # a template is code of the model's and may raise any error
@@ -73,6 +76,17 @@ class Suffixes:
             ended: whether an end token was sampled, not only a stop text.
         """
         return self._encode(self._after(conversation, reply, messages, ended=ended))
+
+    def without_special_tokens(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages whose texts become no special token: a web page could end the turn, and speak as the policy.
+
+        A space goes behind the first character of a special token's name.
+        """
+
+        def plain(content: str) -> str:
+            return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+
+        return [message | {"content": plain(message["content"])} for message in messages]
 
     def _render_opening(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, str]:
         added = "".join(message["content"] for message in messages if "role" not in message)
