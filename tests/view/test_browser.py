@@ -117,6 +117,16 @@ def test_hostile_texts_are_shown_as_texts(run, tmp_path):
     assert len(page.all("script")) == len(re.findall("<script", (tmp_path / "page.html").read_text()))
 
 
+def test_turns_of_an_episode_are_told_apart(tmp_path):
+    texts = ["Is it?", "<b>yes</b>", "No."]
+    turns = [{"sampled": i == 1, "text": text} for i, text in enumerate(texts)]
+    folder = write_run(tmp_path / "run", [sample(1) | {"turns": [*turns, "odd", {"sampled": 1, "text": 3}]}])
+    write_view([folder], tmp_path / "page.html")
+    (text,) = opened(tmp_path / "page.html", "", tmp_path).one("#groups").all(".text")
+    assert [part.text for part in text.all(".said")] == ["<b>yes</b>"]
+    assert [part.text for part in text.all(".given")] == ["Is it?", "No.", "", ""]
+
+
 # What is coloured: all that is known; the tokens that are learned from; the larger numbers alone, 0 being white.
 @pytest.mark.parametrize(
     ("overlay", "is_colored"),
