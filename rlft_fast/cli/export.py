@@ -1,4 +1,4 @@
-"""``rlft-fast export RUN``: writes the newest complete checkpoint as a Hugging Face folder."""
+"""``rlft-fast export RUN``: writes the newest complete checkpoint as a Hugging Face folder, or its adapters alone."""
 
 from rlft_fast.cli.parser import Parser, path
 from rlft_fast.errors import printable
@@ -14,6 +14,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: of the run's model)"
     )
+    parser.add_argument(
+        "--adapter", action="store_true",
+        help="write the adapters of a run with actor.lora alone, as PEFT reads them (default folder: RUN/adapter)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         raise ValueError(f"there is no run in {options.run}: give the output_dir of a training run")
@@ -22,7 +26,7 @@ def run(arguments: list[str]) -> int:
 
     world = init_distributed()
     with leaving_process_group():
-        output = export_run(options.run, options.output, options.dtype, world)
+        output = export_run(options.run, options.output, options.dtype, world, adapter=options.adapter)
         if world.is_first:
             print(printable(output))
     return 0

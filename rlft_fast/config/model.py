@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.paths import ModelPath
+from rlft_fast.config.paths import LocalPath, ModelPath
 from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -123,6 +123,11 @@ class EngineConfig(ModelConfig):
     auto: where param_dtype is float32 and all gradients do not fit into memory."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
+    init_from: LocalPath | None = None
+    """Weights to start from in place of the model folder's: a run, a checkpoint in it, an export, or PEFT's adapter.
+
+    Weights alone are read: the optimizer and its schedule are new. A run means its newest checkpoint. The reference of
+    a run of rl stays the model folder's."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, clipping and schedule."""
 
@@ -147,3 +152,5 @@ class CriticConfig(EngineConfig):
     """Folder of the model that the critic starts from. A reward model keeps its head; null: the policy's folder."""
     value_clip: PositiveFloat = 0.2
     """How far a predicted value may move from its prediction at rollout before its loss is clipped."""
+    freeze_actor_steps: NonNegativeInt = 0
+    """Steps at the start of the run in which the critic alone learns: values of a new critic tell the policy little."""

@@ -71,6 +71,7 @@ _NAMES = {
     "critic.model": "critic_pretrain",
     "critic.optimizer.learning_rate": "critic_learning_rate",
     "critic.value_clip": "cliprange_value",
+    "critic.freeze_actor_steps": "critic_warmup freezing_actor_steps",
     "evaluation.path": "eval_dataset val_files",
     "evaluation.every": "eval_steps test_freq",
     "evaluation.samples_per_prompt": "num_generations_eval eval_n_samples_per_prompt",

@@ -337,11 +337,12 @@ class Config(RunConfig):
         roles = {"actor": policy}
         if self.algorithm.kl_coef and actor.lora is None:
             frozen = actor if self.reference is None else EngineConfig(**self.reference.model_dump())
+            frozen = frozen.model_copy(update={"init_from": None})
             roles["reference"] = replace(policy, config=frozen, trains=False, phases=("infer",))
         if critic is not None:
             path = critic.model or self.model
             roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
         if reward is not None:  # it runs as the policy does
-            plain = actor.model_copy(update={"lora": None})
+            plain = actor.model_copy(update={"lora": None, "init_from": None})
             roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
         return roles

@@ -146,6 +146,12 @@ class RunConfig(Section):
         return {"model": self.model}
 
     @property
+    def start_folders(self) -> dict[str, str]:
+        """Folders of weights to start from in place of the models', by key."""
+        starts = {f"{name}.init_from": role.config.init_from for name, role in self.roles.items()}
+        return {key: path for key, path in starts.items() if path is not None}
+
+    @property
     def data_files(self) -> dict[str, str | None]:
         """Files and folders of the data by key."""
         sets = {} if self.evaluation is None else self.evaluation.sets

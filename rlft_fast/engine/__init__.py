@@ -6,10 +6,13 @@ with needing_train():
     from rlft_fast.engine.checkpoint import (
         CheckpointError,
         CheckpointManager,
+        Loaded,
         export_hf,
         export_run,
+        find_start,
         remove_export,
         require_exportable,
+        start_checksum,
     )
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
@@ -28,6 +31,7 @@ __all__ = [
     "EngineFacts",
     "FSDPEngine",
     "Future",
+    "Loaded",
     "Loss",
     "ModelFlops",
     "Output",
@@ -38,11 +42,13 @@ __all__ = [
     "checksum",
     "export_hf",
     "export_run",
+    "find_start",
     "model_flops",
     "peak_flops",
     "remove_export",
     "require_exportable",
     "results",
     "role_engine",
+    "start_checksum",
     "weighted",
 ]

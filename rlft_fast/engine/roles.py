@@ -1,6 +1,7 @@
 """The engines of a run by their roles."""
 
 from rlft_fast.config import RunConfig, run_roles
+from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.world import World
 
@@ -15,10 +16,15 @@ def role_engine(config: RunConfig, name: str, world: World, num_training_steps: 
         num_training_steps: optimizer steps of the whole run, for the schedule of a role that trains.
 
     Raises:
-        ValueError: see `FSDPEngine.initialize`.
+        ValueError: see `FSDPEngine.initialize`, or the weights of ``init_from`` cannot be used.
     """
     role = run_roles(config)[name]
-    return FSDPEngine(
+    if (start := role.config.init_from) is not None:
+        world.together(lambda: find_start(start), ValueError)
+    engine = FSDPEngine(
         role.path, role.config, head=role.head, num_training_steps=num_training_steps if role.trains else None,
         temperature=role.temperature, world=world,
     ).initialize()  # fmt: skip
+    if start is not None:
+        load_start(engine, name, start)
+    return engine

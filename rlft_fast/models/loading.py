@@ -261,9 +261,10 @@ def _refuse_adapter(path: str | Path) -> None:
     """Refuses a folder that transformers loads as a base model with an adapter of PEFT."""
     if (Path(path) / "adapter_config.json").is_file():
         raise ValueError(
-            f"{path} holds an adapter of PEFT (adapter_config.json), and adapters are not read. If base weights lie "
-            "beside it, move adapter_config.json and adapter_model.safetensors to a folder of their own. To keep the "
-            "adapter, give a folder with merged weights: PeftModel.from_pretrained("
+            f"{path} holds an adapter of PEFT (adapter_config.json), and an adapter is no model. If base weights lie "
+            "beside it, move adapter_config.json and adapter_model.safetensors to a folder of their own. To go on with "
+            "the adapter, name its folder in actor.init_from, beside actor.lora. Or give a folder with merged weights: "
+            "PeftModel.from_pretrained("
             "AutoModelForCausalLM.from_pretrained(BASE), ADAPTER).merge_and_unload().save_pretrained(MERGED)"
         )
 

@@ -39,7 +39,7 @@ def require_usable(config: RunConfig, *, config_path: str | Path | None = None, 
             in it that cannot be written.
     """
     output = Path(config.output_dir)
-    for name, path in config.model_folders.items():
+    for name, path in {**config.model_folders, **config.start_folders}.items():
         if path is not None and _place(path, output) is not None:
             raise ValueError(
                 f"{name} {path} lies in output_dir {output}, where the run writes its own model: name another "

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.cluster import require_own_machine, require_sendable
-from rlft_fast.config import Config, fixed_settings
+from rlft_fast.config import Config, RunConfig, fixed_settings
+from rlft_fast.engine import start_checksum
 from rlft_fast.errors import Checks
 from rlft_fast.models import end_token_ids, generation_defaults, load_tokenizer, model_checksum, split_stop
 from rlft_fast.ops.logprob import gathered_bytes
@@ -217,6 +218,10 @@ def identity_of(config: Config, prompts: Prompts, held_out: dict[str, Prompts]) 
     """What a run has to have in common with the one that it continues."""
     sets = {f"held_out{'_' * bool(name)}{name}": found.description for name, found in held_out.items()}
     data = {"training": prompts.description} | sets
-    folders = config.model_folders
-    checksums = {name: None if folder is None else model_checksum(folder) for name, folder in folders.items()}
-    return {"data": data, "checksum": checksums, "settings": fixed_settings(config)}
+    return {"data": data, "checksum": model_checksums(config), "settings": fixed_settings(config)}
+
+
+def model_checksums(config: RunConfig) -> dict[str, str | None]:
+    """What tells the weights that a run starts from from others, by key."""
+    models = {key: None if path is None else model_checksum(path) for key, path in config.model_folders.items()}
+    return models | {key: start_checksum(path) for key, path in config.start_folders.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,12 +124,19 @@ class Learner:
         if critic is not None:
             with critic.train_mode():
                 begun = {f"critic, step {n}": self._submit_critic_step(critic, part, n) for n, part in mini_batches()}
-        with self.models.actor.train_mode():
-            found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
+        if self.freezes_actor(experience.step):
+            found: dict[str, Any] = {"actor": Update({}, {}), **results(begun)}
+        else:
+            with self.models.actor.train_mode():
+                found = results({"actor": Future(lambda: self._actor_steps(mini_batches())), **begun})
         self.is_torn = False
         update: Update = found.pop("actor")
         metrics = merge_metrics([*map(_critic_metrics, found.values())]) if found else {}
         return Update(metrics | update.metrics, update.outputs)
+
+    def freezes_actor(self, step: int) -> bool:
+        """Whether the critic alone learns in a step."""
+        return self.config.critic is not None and step < self.config.critic.freeze_actor_steps
 
     def _actor_steps(self, mini_batches: list[tuple[int, Batch]]) -> Update:
         """The policy's optimizer steps, with the mismatch where no pass over the rollout gave it.

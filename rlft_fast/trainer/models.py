@@ -222,5 +222,10 @@ def _with_absolute_paths(config: Config) -> Config:
         return None if path is None else str(Path(path).absolute())
 
     reward = config.reward.model_copy(update={"model": absolute(config.reward.model)})
-    critic = config.critic and config.critic.model_copy(update={"model": absolute(config.critic.model)})
-    return config.model_copy(update={"model": absolute(config.model), "reward": reward, "critic": critic})
+    actor = config.actor.model_copy(update={"init_from": absolute(config.actor.init_from)})
+    critic = config.critic
+    if critic is not None:
+        own = {"model": absolute(critic.model), "init_from": absolute(critic.init_from)}
+        critic = critic.model_copy(update=own)
+    own = {"model": absolute(config.model), "actor": actor, "reward": reward, "critic": critic}
+    return config.model_copy(update=own)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig
-from rlft_fast.engine import CheckpointManager
+from rlft_fast.engine import CheckpointManager, find_start
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
@@ -59,6 +59,8 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, for
     Returns:
         A line on each part that can be used.
     """
+    for path in config.start_folders.values():
+        checks.run(partial(find_start, path))
     if isinstance(config, TaughtConfig):
         return _check_rows(config, checks, resume=resume and not force)
     assert isinstance(config, Config)

@@ -339,6 +339,25 @@ def test_aggregation(aggregation, uneven, tmp_path):
     assert row["completion_length_mean"] == pytest.approx(length_B.mean())
 
 
+def test_the_critic_learns_alone_at_first(model, tmp_path):
+    """The policy keeps its bits, then learns."""
+    critic = GAE["critic"] | {"freeze_actor_steps": 1}
+    trainer = PPOTrainer(toy_config(model, tmp_path, **GAE | {"critic": critic}))
+    weights = {name: [p.detach().clone() for p in x.model.parameters()] for name, x in trainer.models.trained.items()}
+
+    def changed(name: str) -> bool:
+        now = trainer.models.trained[name].model.parameters()
+        return not all(torch.equal(*pair) for pair in zip(now, weights[name], strict=True))
+
+    metrics = trainer.train_step(0).metrics
+    assert (changed("actor"), changed("critic")) == (False, True)
+    assert "critic_value_loss" in metrics
+    assert "grad_norm" not in metrics
+    assert "grad_norm" in trainer.train_step(1).metrics
+    assert changed("actor")
+    trainer.close()
+
+
 def test_a_new_critic_expects_nothing(model, tmp_path):
     row = short_run(model, tmp_path, steps=1, **GAE, algorithm__lam=1.0)[0]
     reward_B = np.array([sample["reward"] for sample in read_lines(tmp_path / "run" / "samples.jsonl")])

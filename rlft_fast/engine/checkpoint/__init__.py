@@ -4,10 +4,26 @@ manager     saves, loads and removes the checkpoints of a run
 content     the tensors and counters that a checkpoint takes from engines and puts back
 manifest    the description of a checkpoint: files with checksums, models with shapes
 storage     tensors on disk: each process writes its own parts, any number of processes reads them
+partial     a part of a checkpoint, such as its weights alone
 export      a Hugging Face folder of a policy or critic
+adapter     the files of an adapter of PEFT
+start       weights to start from, whichever of these has them
 """
 
 from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
+from rlft_fast.engine.checkpoint.partial import Loaded
+from rlft_fast.engine.checkpoint.start import find_start, load_start, start_checksum
 
-__all__ = ["CheckpointError", "CheckpointManager", "export_hf", "export_run", "remove_export", "require_exportable"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "Loaded",
+    "export_hf",
+    "export_run",
+    "find_start",
+    "load_start",
+    "remove_export",
+    "require_exportable",
+    "start_checksum",
+]

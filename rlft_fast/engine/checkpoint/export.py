@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import Config, load_config, run_roles
+from rlft_fast.engine.checkpoint.adapter import CONFIG, WEIGHTS, adapter_config, adapter_weights
 from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
 from rlft_fast.engine.checkpoint.storage import save_weights
 from rlft_fast.engine.fsdp import FSDPEngine
@@ -58,6 +60,7 @@ def export_hf(
     stop: Sequence[str] = (),
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    adapter: bool = False,
 ) -> None:
     """Writes a folder that plain transformers (and vLLM) load: weights, configuration and tokenizer.
 
@@ -77,22 +80,31 @@ def export_hf(
         stop: ``rollout.stop`` of the run. Its texts are not exported, because a configuration has no place for them.
         max_shard_bytes: most bytes of a file of weights; a weight that is larger has a file of its own.
         overwrite: replace the files of an earlier export in the folder, and keep all other files in it.
+        adapter: write the adapters alone, as PEFT reads them, in place of a model with the adapters merged.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: the folder exists and is not empty; or there are no adapters, or they are a critic's.
         CheckpointError: the folder could not be written, or ``<output>.incomplete`` is not an export's.
     """
     output = _place(Path(output))
     if not overwrite and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists: choose another folder, or delete it")
+    config = adapter_config(engine) if adapter else None
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
-    shards = _ShardWriter(temporary, max_shard_bytes)
+    shards = _ShardWriter(
+        temporary, max_shard_bytes if config is None else sys.maxsize, WEIGHTS if adapter else "model"
+    )
     attempt = partial(_attempt, engine.world)
     with contextlib.ExitStack() as stack:
         failure = attempt(stack.enter_context, one_at_a_time(output.with_name(output.name + _LOCK)))
-        failure = failure or attempt(_begin, engine, shards, dtype, stop)
-        for name, tensor in engine.named_weights():  # after a failure, too: all ranks gather together
+        if config is None:
+            failure = failure or attempt(_begin, engine, shards, dtype, stop)
+        else:
+            failure = failure or attempt(_begin_adapter, config, shards, dtype)
+        for name, tensor in (
+            adapter_weights(engine) if adapter else engine.named_weights()
+        ):  # after a failure, too: all ranks gather together
             failure = failure or attempt(shards.add, name, tensor)
         failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
         failure = failure or attempt(publish, temporary, output, replaced)
@@ -129,11 +141,21 @@ def _begin(engine: FSDPEngine, shards: "_ShardWriter", dtype: Dtype | None, stop
         _write_end_tokens(shards.folder, model, source, stop)
 
 
+def _begin_adapter(config: dict[str, Any], shards: "_ShardWriter", dtype: Dtype | None) -> None:
+    """As `_begin`, for adapters alone, which are kept in float32."""
+    _clear(shards.folder)
+    shards.folder.mkdir(parents=True)
+    write_text(shards.folder / _OWN_FILES, "{}\n")
+    shards.dtype = getattr(torch, dtype or "float32")
+    write_text(shards.folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
 class _ShardWriter:
     """Writes safetensors files of bounded size, and an index if there are several, under transformers' names."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
         self.folder = folder
+        self.stem = stem
         self.max_bytes = max_bytes
         self.dtype = torch.float32
         self.pending: dict[str, Tensor] = {}
@@ -160,7 +182,7 @@ class _ShardWriter:
         self._flush()
         total = len(self.shards)
         if total == 1:
-            os.rename(self._path(0), self.folder / "model.safetensors")
+            os.rename(self._path(0), self.folder / f"{self.stem}.safetensors")
             return
         weight_map = {}
         for i, names in enumerate(self.shards):
@@ -277,21 +299,24 @@ def remove_export(folder: Path) -> None:
 
 
 def export_run(
-    run: str | Path, output: str | Path | None = None, dtype: Dtype | None = None, world: World | None = None
-) -> Path:
+    run: str | Path, output: str | Path | None = None, dtype: Dtype | None = None, world: World | None = None, *,
+    adapter: bool = False,
+) -> Path:  # fmt: skip
     """Exports the policy of a run's newest complete checkpoint, without its optimizer.
 
     Args:
         run: output folder of the run.
-        output: folder to write, which must not exist; None: ``hf/`` in the run's folder, which is replaced.
+        output: folder to write, which must not exist; None: ``hf/`` in the run's folder, or ``adapter/`` for adapters
+            alone, which is replaced.
         dtype: dtype of the exported weights, as in `export_hf`.
         world: the processes that export together; None: `World.current()`.
+        adapter: see `export_hf`.
 
     Returns:
         The folder written.
 
     Raises:
-        ValueError: the folder is no run, holds no complete checkpoint, or the output exists.
+        ValueError: the folder is no run, holds no complete checkpoint or no adapters, or the output exists.
         CheckpointError: the checkpoint cannot be read, or the output cannot be written.
     """
     run = Path(run)
@@ -306,12 +331,14 @@ def export_run(
     alone = {"sequence_parallel": 1, "shard_size": -1}  # the run may have had more processes than the export
     actor = config.actor.model_copy(update=alone)
     head, stop = run_roles(config)["actor"].head, config.rollout.stop if isinstance(config, Config) else ()
+    if adapter and actor.lora is None:
+        raise ValueError(f"the run in {run} has no adapters, because it has no actor.lora: export its whole model")
     engine = FSDPEngine(config.model, actor, head=head, num_training_steps=num_training_steps, world=manager.world)
     engine.initialize()
     with forked_rng():  # loading a checkpoint would set the caller's random states
         _load_newest(manager, engine)
-    target = Path(output) if output else run / "hf"
-    export_hf(engine, target, dtype=dtype, stop=stop, overwrite=output is None)
+    target = Path(output) if output else run / ("adapter" if adapter else "hf")
+    export_hf(engine, target, dtype=dtype, stop=stop, overwrite=output is None, adapter=adapter)
     return target
 
 

@@ -14,9 +14,9 @@ a process group of their own, which does not disturb training. Nothing in a chec
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlft_fast.engine.checkpoint.content import Content, check_models, collect, restore
 from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_manifest, read_state, write_manifest
+from rlft_fast.engine.checkpoint.partial import Loaded, restore_part
 from rlft_fast.engine.checkpoint.storage import Snapshot
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, publish, remove
@@ -222,6 +223,42 @@ class CheckpointManager:
             ValueError: the checkpoint is of other models; the message names the differences. The engines are unchanged.
             CheckpointError: all checkpoints are damaged, or reading failed.
         """
+        return self._load_first_intact(step, lambda folder: self._load(folder, engines))
+
+    def load_part(
+        self, engines: Mapping[str, FSDPEngine], step: int | None = None, *, strict: bool = True,
+        optimizer: bool = True, scheduler: bool = True,
+    ) -> Loaded | None:  # fmt: skip
+        """Loads a part of a checkpoint, such as its weights alone, in place. Random states stay as they are.
+
+        Every rank must call it. Weights with and without float32 masters fit each other.
+
+        Args:
+            engines: engines by the names of the save; a subset is enough.
+            step: look at the checkpoint of this step alone; None: the newest.
+            strict: refuse a checkpoint that lacks a tensor, or whose tensors have no place. False: fill the tensors
+                that an engine and the checkpoint both have in one shape.
+            optimizer: load the optimizers' state.
+            scheduler: load the numbers of optimizer steps, with which the schedules go on.
+
+        Returns:
+            What was loaded, and what was not; None if there is no checkpoint.
+
+        Raises:
+            ValueError: strict, and a model differs. The engines are unchanged.
+            CheckpointError: see `load`.
+        """
+
+        def load(folder: Path) -> Loaded:
+            manifest = read_manifest(folder, _step(folder))
+            with _naming(folder):
+                return restore_part(
+                    manifest, engines, folder, self.world, strict=strict, optimizer=optimizer, scheduler=scheduler
+                )
+
+        return self._load_first_intact(step, load)
+
+    def _load_first_intact(self, step: int | None, load: Callable[[Path], T]) -> T | None:
         self.wait()
         self._connect()
         problems = []
@@ -230,7 +267,7 @@ class CheckpointManager:
             folder = self.directory / name
             problem = self._find_damage(folder)
             if problem is None:
-                return self._load(folder, engines)
+                return load(folder)
             if problem == _REMOVED:
                 problems.append(f"checkpoint {folder} {_REMOVED}")
                 continue
@@ -269,10 +306,8 @@ class CheckpointManager:
     def _load(self, folder: Path, engines: Mapping[str, FSDPEngine]) -> dict[str, Any]:
         manifest = read_manifest(folder, _step(folder))
         check_models(manifest, engines, folder)
-        try:
+        with _naming(folder):
             return restore(manifest, engines, folder, self.world)
-        except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
-            raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
 
     def folders(self) -> list[Path]:
         """All folders with the name of a checkpoint, oldest first."""
@@ -304,6 +339,27 @@ class CheckpointManager:
             if failure is not None:
                 raise CheckpointError(failure)
         return [result for result, _ in outcomes]
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        raise
+    except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
+        raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error
+
+
+def checkpoint_of(folder: Path, world: World) -> tuple[CheckpointManager, int]:
+    """The manager of a checkpoint's folder, and the checkpoint's step.
+
+    Raises:
+        ValueError: the folder does not have the name of a checkpoint.
+    """
+    if _NAME.fullmatch(folder.name) is None:
+        raise ValueError(f"{folder} is no checkpoint of a run, whose folders are named step_00000020")
+    return CheckpointManager(folder.parent, world=world), _step(folder)
 
 
 def _step(folder: Path) -> int:

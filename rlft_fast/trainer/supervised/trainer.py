@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import DPOConfig, PairConfig, RunConfig, SFTConfig, TaughtConfig, fixed_settings
 from rlft_fast.engine import TRAINED, CheckpointManager, FSDPEngine, export_hf, role_engine, weighted
 from rlft_fast.errors import Checks
-from rlft_fast.models import load_tokenizer, model_checksum
+from rlft_fast.models import load_tokenizer
 from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceLoss
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
+from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import divergence, notes_on
 from rlft_fast.trainer.prompts import shuffled_rows
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
@@ -59,10 +60,7 @@ class RowsData:
 
     def identity(self, config: RunConfig) -> dict[str, Any]:
         """What a run has to have in common with the run that it continues."""
-        checksums = {
-            name: None if path is None else model_checksum(path) for name, path in config.model_folders.items()
-        }
-        return {"data": self.descriptions, "checksum": checksums, "settings": fixed_settings(config)}
+        return {"data": self.descriptions, "checksum": model_checksums(config), "settings": fixed_settings(config)}
 
 
 def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> Rows:

@@ -70,6 +70,27 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(lora, tiny_model, tmp
     assert (run / "best" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("start", ["run", "run/checkpoints/step_00000002", "run/hf"])
+def test_a_run_starts_from_the_weights_of_another(start, tiny_model, tmp_path):
+    train(sft_config(tiny_model("llama"), tmp_path, steps=2))
+    config = sft_config(tiny_model("llama"), tmp_path / "next", actor__init_from=str(tmp_path / start))
+    metrics = RowsTrainer(config).train_step(0).metrics
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", dtype=torch.float64)
+    rows = [texts(20)[i] for i in RowsTrainer(config)._rows(0, 6)]
+    losses, sizes = zip(*(plain_loss(model, **row) for row in rows), strict=True)
+    assert metrics["train_loss"] == pytest.approx((sum(losses) / sum(sizes)).item(), rel=1e-5)
+    train(config)
+    train(sft_config(tiny_model("llama"), tmp_path, steps=3), resume=True)  # whose newest checkpoint is another now
+    if start == "run":
+        with pytest.raises(ValueError, match=r"checksum\.actor\.init_from was 'step_00000002"):
+            train(
+                sft_config(tiny_model("llama"), tmp_path / "next", steps=5, actor__init_from=str(tmp_path / start)),
+                resume=True,
+            )
+        with pytest.raises(ValueError, match=r"actor\.init_from .* lies in output_dir"):
+            train(sft_config(tiny_model("llama"), tmp_path, actor__init_from=str(tmp_path / start)))
+
+
 def test_commands(tiny_model, tmp_path, capsys):
     values = sft_values(tiny_model("llama"), tmp_path, steps=1, evaluation__path=str(held_out(tmp_path)))
     path = tmp_path / "sft.yaml"
