@@ -5,12 +5,14 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.engine.checkpoint import find_start, load_start
 from rlft_fast.models import low_rank_factors
 from tests.engine.reference import make_engine, policy_loss, random_batch
+from tests.support.distributed import run_distributed
 
 NARROW = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 LORA = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj", "lm_head"]}}
@@ -69,6 +71,33 @@ def test_an_adapter_goes_to_peft_and_comes_back(tiny_model, tmp_path):
         tmp_path / "theirs", save_embedding_layers=False
     )  # PEFT's own file has the same names and values
     load_start(own, "actor", tmp_path / "theirs")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in masters(own).items())
+
+
+def start_sharded(rank, path, folder):
+    for name, config in (("adapter", LORA), ("narrow/step_00000007", NARROW)):
+        engine = make_engine(path, config=dict(config))
+        load_start(engine, "actor", folder / name)
+        if name == "adapter":
+            export_hf(engine, folder / "again", adapter=True)
+        else:
+            CheckpointManager(folder / "two").save(7, {"actor": engine}, {})
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_processes_start_from_the_same_bits(tiny_model, tmp_path):
+    path = tiny_model("llama")
+    export_hf(trained(path, LORA), tmp_path / "adapter", adapter=True)
+    source = trained(path, NARROW)
+    CheckpointManager(tmp_path / "narrow").save(7, {"actor": source}, {})
+    run_distributed(start_sharded, 2, path, tmp_path)
+    first, again = (load_file(tmp_path / x / "adapter_model.safetensors") for x in ("adapter", "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    own = make_engine(path, config=dict(NARROW))
+    load_start(own, "actor", tmp_path / "two" / "step_00000007")
+    expected = masters(source)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in masters(own).items())
 
 
