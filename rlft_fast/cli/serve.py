@@ -24,7 +24,10 @@ def run(arguments: list[str]) -> int:
     _require_free(options.host, options.port)
     load_tokenizer(config.model)  # vLLM would fail at a damaged one after it has loaded the model, or end without words
     on_gpu = torch.cuda.is_available()
-    actor = config.actor.for_device("cuda" if on_gpu else "cpu")
+    from rlft_fast.trainer import settle_compute_dtype
+    from rlft_fast.world import World
+
+    actor = settle_compute_dtype(config, World.current()).actor.for_device("cuda" if on_gpu else "cpu")
     command = server_command(
         config.model, actor.compute_dtype, config.rollout, config.longest_sequence,
         host=options.host, port=options.port, on_cpu=not on_gpu,

@@ -35,20 +35,23 @@ def run(arguments: list[str], objective: str | None = None) -> int:
         config = _fitted(config)
     checks, output = Checks(), Path(config.output_dir)
     is_writable = checks.passes(lambda: require_writable(output))
-    from rlft_fast.trainer import check_folder, check_inputs, require_unlocked, train
-    from rlft_fast.world import leaving_process_group
+    from rlft_fast.engine.memory import changed
+    from rlft_fast.trainer import check_folder, check_inputs, require_unlocked, settle_compute_dtype, train
+    from rlft_fast.world import World, leaving_process_group
 
     is_free = is_writable and checks.passes(lambda: require_unlocked(output))
     folder = memory = None
+    here = settle_compute_dtype(config, World.current(), resume=options.resume)  # `train` asks the other ranks, too
     if is_free:
         folder = check_folder(config, checks, options.config, resume=options.resume)
     if is_free or not is_writable:  # a run in the same folder occupies memory
-        found = checks.run(lambda: _check_memory(config, refuse=options.memory_check))
-        config, memory = found or (config, None)
+        found = checks.run(lambda: _check_memory(here, refuse=options.memory_check))
+        values, memory = found or ({}, None)
+        config, here = changed(config, values), changed(here, values)
     if options.dry_run or checks.found:
-        inputs = check_inputs(config, checks, resume=options.resume, force=options.force)
+        inputs = check_inputs(here, checks, resume=options.resume, force=options.force)
         checks.raise_found()
-        _print_first(config.to_yaml(), f"output_dir: {folder}", *inputs, f"memory: {memory}")
+        _print_first(here.to_yaml(), f"output_dir: {folder}", *inputs, f"memory: {memory}")
         return 0
     with leaving_process_group():
         train(config, resume=options.resume, force=options.force)
@@ -111,11 +114,11 @@ def _print_first(resolved: str, *lines: str) -> None:
         print(f"{resolved}\n# checked, without reading weights:\n{printable(checked)}", end="")
 
 
-def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
+def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[dict[str, Any], str]:
     """Compares the memory plan with the machine before the run starts; a run that does not fit is refused or warned of.
 
     Returns:
-        The configuration with what memory decides, which is printed, and what was found.
+        What memory decides by dotted key, which is printed, and what was found.
 
     Raises:
         ValueError: the run does not fit, and `refuse` is set.
@@ -124,7 +127,6 @@ def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
         DoesNotFitError,
         MemoryPlanError,
         as_options,
-        changed,
         check_run,
         check_samples,
     )
@@ -134,7 +136,7 @@ def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
     try:
         check_samples(config, host_memory())
         if config.cluster is not None and config.cluster.address is not None:
-            return config, "not known, because this process does not see the machines of the cluster"
+            return {}, "not known, because this process does not see the machines of the cluster"
         choice = check_run(config, world_size, memory_bytes, device_type, host_bytes)
     except DoesNotFitError as error:
         if refuse:
@@ -143,17 +145,16 @@ def _check_memory(config: RunConfig, *, refuse: bool) -> tuple[RunConfig, str]:
     except MemoryPlanError as error:
         warning = f"it is not known whether the run fits into memory: {error}"
     else:
-        config = changed(config, choice.values)
         if choice.plan is None:
-            return config, f"a rough estimate fits easily into {memory_bytes / 1e9:.1f} GB"
+            return choice.values, f"a rough estimate fits easily into {memory_bytes / 1e9:.1f} GB"
         if choice.values and os.environ.get("RANK", "0") == "0":
             print(f"# chosen by memory: {as_options(choice.values)}")  # a comment of what --dry-run prints
         worst = choice.plan.worst(memory_bytes)
         text = f"{worst.total_bytes / 1e9:.1f} of {worst.limit(memory_bytes) / 1e9:.1f} GB at most ({worst.name})"
-        return config, text
+        return choice.values, text
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {printable(warning)}", file=sys.stderr)
-    return config, "see the warning"
+    return {}, "see the warning"
 
 
 def _parser(objective: str | None) -> Parser:

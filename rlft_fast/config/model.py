@@ -59,10 +59,11 @@ class ModelConfig(Section):
     max_tokens: MayChange[PositiveInt] = 16384
     """Most tokens of a micro-batch. The longest sequence must fit."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, float32 on a CPU.
+    """Dtype of the forward and backward pass and of gathered weights; auto: bfloat16 on a GPU, and where a CPU has AMX.
 
-    Optimizer state does not follow it. On a CPU auto follows param_dtype. GPUs before Ampere have no fast bfloat16:
-    name float32 there."""
+    Optimizer state does not follow it. On a CPU auto is float32, unless param_dtype is bfloat16, or a measurement says
+    that bfloat16 is faster and the hidden size is at least 256; not with a cluster. A resumed run keeps its dtype. GPUs
+    before Ampere have no fast bfloat16: name float32 there."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between steps. With bfloat16, the optimizer keeps float32 copies of trained weights."""
     shard_size: MayChange[Literal["auto"] | int] = -1

@@ -224,6 +224,11 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
     return model
 
 
+def hidden_size(path: str | Path) -> int:
+    """The width of the hidden states of the model in a folder. Raises ValueError for a folder that cannot be used."""
+    return getattr(_read_config(path).get_text_config(), "hidden_size", 0)
+
+
 def _read_config(path: str | Path):
     _require_folder(path)
     _refuse_adapter(path)

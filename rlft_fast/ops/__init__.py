@@ -19,6 +19,7 @@ from rlft_fast.ops.packing import (
     segment_sum,
     unpad,
 )
+from rlft_fast.ops.precision import has_fast_bfloat16
 from rlft_fast.ops.ulysses import (
     gather_heads_scatter_tokens,
     gather_tokens,
@@ -38,6 +39,7 @@ __all__ = [
     "gather_tokens",
     "gather_tokens_scatter_heads",
     "grad_norm",
+    "has_fast_bfloat16",
     "linear_logprob",
     "linear_logprob_loss",
     "masked_tokens",

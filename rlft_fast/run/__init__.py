@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlft_fast.errors import names_on_first_use
 
 if TYPE_CHECKING:
-    from rlft_fast.run.folder import claim, dotted, naming_start, require_same, require_usable
+    from rlft_fast.run.folder import claim, dotted, is_run, naming_start, require_same, require_usable, settings_of
     from rlft_fast.run.lock import require_unlocked
     from rlft_fast.run.log import RunLog
     from rlft_fast.run.phases import Phases
@@ -44,6 +44,7 @@ __all__ = [
     "dotted",
     "drawable",
     "is_exact_integer",
+    "is_run",
     "naming_start",
     "parse_json",
     "plot_runs",
@@ -53,6 +54,7 @@ __all__ = [
     "require_trackers",
     "require_unlocked",
     "require_usable",
+    "settings_of",
     "token_columns",
 ]
 

@@ -173,6 +173,14 @@ def naming_start(output: Path) -> Iterator[None]:
         ) from error
 
 
+def settings_of(output: Path) -> Mapping[str, Any]:
+    """The `fixed_settings` of the run in the folder, nested by section. Empty if the folder has no `MARKER`."""
+    found = _identity(output)
+    found = found if isinstance(found, Mapping) else {}
+    settings = found.get("settings", found)  # early versions had them beside the rest
+    return settings if isinstance(settings, Mapping) else {}
+
+
 def require_same(output: Path, identity: Mapping[str, Any]) -> None:
     """Raises ValueError if the folder belongs to another run. The message names the settings that differ.
 
@@ -182,10 +190,9 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
             others, nested under names of its own.
     """
     found = _identity(output)
-    found = found if isinstance(found, Mapping) else {}
-    settings = found.get("settings", found)  # early versions had them beside the rest
+    found, settings = found if isinstance(found, Mapping) else {}, settings_of(output)
     own = OBJECTIVES[identity["settings"].get("objective", "rl")]
-    different = [*changed_settings(settings, identity["settings"], own)] if isinstance(settings, Mapping) else []
+    different = [*changed_settings(settings, identity["settings"], own)]
     before, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))
     different += [(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
     if different:

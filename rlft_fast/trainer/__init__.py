@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         require_unlocked,
         require_usable,
     )
+    from rlft_fast.trainer.dtypes import settle_compute_dtype
     from rlft_fast.trainer.evaluation import evaluate
     from rlft_fast.trainer.launch import train
     from rlft_fast.trainer.ppo import PPOTrainer
@@ -44,6 +45,7 @@ __all__ = [
     "read_tokens",
     "require_unlocked",
     "require_usable",
+    "settle_compute_dtype",
     "train",
 ]
 

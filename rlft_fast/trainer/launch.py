@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlft_fast.config import Config, RunConfig, TaughtConfig
+from rlft_fast.config import Config, RunConfig, TaughtConfig, run_roles
 from rlft_fast.models import load_tokenizer
 from rlft_fast.run import Run, RunLog, Trainer, by_first, require_same, require_trackers, require_usable
+from rlft_fast.trainer.dtypes import settle_compute_dtype
 from rlft_fast.trainer.inputs import identity_of, load_data
 from rlft_fast.trainer.ppo import PPOTrainer
 from rlft_fast.trainer.supervised import RowsData, RowsTrainer
@@ -46,9 +47,20 @@ def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> di
     with naming_lost_ranks(world):
         require_usable(config, resume=resume)
         require_trackers(config.log)
+        config = _settled(config, world, resume=resume)
         if resume and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
         return Run(_trainer(config, world)).run(resume, force=force)
+
+
+def _settled(config: RunConfig, world: World, *, resume: bool) -> RunConfig:
+    """The configuration with the dtypes that the CPUs decide, which are logged."""
+    settled = settle_compute_dtype(config, world, resume=resume)
+    if settled != config:
+        names = [name for name in run_roles(config) if getattr(settled, name) != getattr(config, name)]
+        log = RunLog(Path(config.output_dir), config.steps, world.rank)
+        log.message(f"computes in bfloat16, as {', '.join(f'{name}.compute_dtype' for name in names)} is auto")
+    return settled
 
 
 def _trainer(config: RunConfig, world: World) -> Trainer:

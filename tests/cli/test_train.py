@@ -14,6 +14,7 @@ from rlft_fast.cli.train import _memory
 from rlft_fast.config import Config, ConfigError, sections
 from rlft_fast.engine.memory import changed, plan_memory
 from rlft_fast.engine.sharding import host_memory
+from tests.support.tiny_models import save_tiny_model
 from tests.trainer.toy import HERE, even_share, toy_values, write_rows
 
 MINIMAL = {"model": "models/policy", "output_dir": "runs/first", "steps": 3, "data": {"task": "chain_sum"}}
@@ -171,6 +172,14 @@ def test_what_memory_decides_is_said_and_recorded(tiny_model, tmp_path, capsys, 
     chosen = "--actor.activation_checkpointing full --actor.reduce_every_micro_batch false"
     assert out.splitlines()[0] == f"# chosen by memory: {chosen}"
     assert yaml.safe_load(out)["actor"]["activation_checkpointing"] == "full"
+
+
+def test_the_dtype_that_the_cpu_decides_is_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rlft_fast.trainer.dtypes.has_fast_bfloat16", lambda: True)  # on a CPU without AMX, too
+    values = toy_values(save_tiny_model("llama", tmp_path / "model", hidden_size=256), tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", str(tmp_path / "config.yaml"), "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["actor"]["compute_dtype"] == "bfloat16"
 
 
 def test_fit_needs_gpus(too_large, tmp_path, capsys):
