@@ -228,7 +228,7 @@ def _suggestion(key: str, known: list[str]) -> str | None:
     if (ours := KEYS.get(name.replace("-", "_"))) is not None:
         of_critic = ours.replace("actor.", "critic.", 1)
         return of_critic if key.startswith("critic.") and of_critic in known else ours
-    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), None)
 
 
 def _in_words_of_yaml(message: str) -> str:

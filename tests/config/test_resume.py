@@ -26,6 +26,7 @@ _MAY_CHANGE = {
     "critic.optimizer": "cpu_offload",
     "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
     "reference": _OF_MODELS,
+    "environment": "timeout_s",
     "evaluation": "path every",
     "checkpoint": "every max_num max_mem asynchronous best",
     "cluster": "address",
@@ -40,7 +41,7 @@ MAY_COME_AND_GO = {
 def with_every_section(section: type[Section]) -> Any:
     """The defaults with each section that is null by default, although some exclude each other."""
     fields = section.model_fields.items()
-    given = {"model": "m", "output_dir": "o", "steps": 3, "path": "data.jsonl"}
+    given = {"model": "m", "output_dir": "o", "steps": 3, "path": "data.jsonl", "name": "games:Guess"}
     values: dict[str, Any] = {name: given[name] for name, field in fields if field.is_required() and name in given}
     inner = {name: with_every_section(own) for name, field in fields if (own := section_of(field.annotation))}
     return section.model_construct(**values | inner)

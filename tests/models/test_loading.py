@@ -17,8 +17,6 @@ from transformers import (
     BertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Llama4ForCausalLM,
@@ -505,7 +503,6 @@ ROBERTA = {name: size for name, size in SMALL.items() if name != "num_key_value_
     [
         (MambaForCausalLM, MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1), "a recurrent state"),
         (Lfm2ForCausalLM, Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers of type conv"),
-        (GptOssForCausalLM, GptOssConfig(**SMALL, head_dim=8, num_local_experts=4), "attention sinks"),
         (NemotronForCausalLM, NemotronConfig(**SMALL), "hand boundaries on"),
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2), "builds masks of its own"),
     ],
