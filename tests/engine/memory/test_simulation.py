@@ -147,7 +147,7 @@ def test_latent_attention_grows_with_the_tokens(tmp_path):
 def test_a_padded_model_is_planned_from_short_sequences(tiny_model):
     """Its scores grow with the square of the length: in the longest of the short sequences they take a quarter."""
     config = EngineConfig(compute_dtype="bfloat16")
-    work = Workload(path=str(tiny_model("gpt-oss")), config=config, world_size=1, num_tokens=1600)
+    work = Workload(path=str(tiny_model("llama4")), config=config, world_size=1, num_tokens=1600)
     assert simulate(work) == all_blocks(work)
 
 
