@@ -17,12 +17,13 @@ from rlft_fast.trainer.objective import Objective
 from tests.support.configs import MINIMAL
 
 FULL = MINIMAL | {
-    "cluster": {"generators": {}, "critic": {}, "reference": {}, "reward": {}},
+    "cluster": {"generators": {}, "critic": {}, "reference": {}, "teacher": {}, "reward": {}},
     "rollout": {"backend": "vllm"},
     "data": {"path": "train.jsonl", "system_prompt": "Only the number: 1e5"},
     "reward": {"function": "rewards.py:score", "model": "models/reward"},
     "algorithm": {"advantage": "gae", "kl_in": "reward", "kl_coef": 0.05},
     "reference": {"max_tokens": 999},
+    "teacher": {"model": "models/teacher", "weight": 0.5},
     "critic": {"model": "models/critic", "optimizer": {"learning_rate": 1e-5}, "lora": {"rank": 4}},
     "evaluation": {"path": "test.jsonl", "every": 5},
 }

@@ -24,7 +24,7 @@ class RemoteEngine:
 
     Args:
         group: of workers that hold the engine.
-        name: "actor", "critic", "reference" or "reward".
+        name: "actor", "critic", "reference", "teacher" or "reward".
         config: of the engine.
         facts: of the engine.
     """

@@ -27,6 +27,7 @@ from rlft_fast.world import World
 _NO_ROLE = {
     "critic": "the configuration has no critic: set critic, {} for the policy's model",
     "reference": "there is no reference: set algorithm.kl_coef above 0, and train without adapters",
+    "teacher": "the configuration has no teacher: set teacher.model",
     "reward": "the configuration has no reward model: set reward.model",
 }
 
@@ -347,7 +348,25 @@ class ReferenceWorker(Worker):
         return _of_reference(self.infer(share, ("logprob",), engine="reference"))
 
 
-class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, RewardModelWorker):
+class TeacherWorker(Worker):
+    """The teacher of a distillation."""
+
+    @staticmethod
+    def engine_configs(config: Config) -> Mapping[str, ModelConfig]:
+        return _own_config(config, "teacher")
+
+    @register(ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model."""
+        self._load(["teacher"])
+
+    @register(DP_COMPUTE_PROTO, engine="teacher")
+    def compute_teacher_log_prob(self, share: Share) -> dict[str, Tensor]:
+        """``teacher_logprob_T`` of the teacher."""
+        return {"teacher_logprob_T": self.infer(share, ("logprob",), engine="teacher")["logprob"]}
+
+
+class ColocatedWorker(ActorRolloutRefWorker, CriticWorker, TeacherWorker, RewardModelWorker):
     """All roles of the configuration that have no workers of their own: what a rank under torchrun holds."""
 
     @staticmethod

@@ -17,7 +17,7 @@ from rlft_fast.config.base import Section, rule
 from rlft_fast.config.paths import FunctionName
 
 GROUP_ADVANTAGES = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "optimal-token")
-ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "reinforce++", "remax")
+ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "reinforce++", "remax", "none")
 POLICY_LOSSES = (
     "ppo", "dual-clip", "two-sided", "gspo", "gmpo", "cispo", "sapo", "dppo-tv", "reinforce", "clip-cov", "kl-cov",
 )  # fmt: skip

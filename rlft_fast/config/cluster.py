@@ -8,8 +8,8 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
 
-GroupName = Literal["actor", "critic", "reference", "reward"]
-GROUPS: tuple[GroupName, ...] = ("actor", "critic", "reference", "reward")
+GroupName = Literal["actor", "critic", "reference", "teacher", "reward"]
+GROUPS: tuple[GroupName, ...] = ("actor", "critic", "reference", "teacher", "reward")
 """The groups of workers that a run may have."""
 
 
@@ -52,6 +52,8 @@ class ClusterConfig(Section):
     """Workers of the critic; null: the actor's workers."""
     reference: MayChange[WorkersConfig | None] = None
     """Workers of the reference; null: the actor's workers."""
+    teacher: MayChange[WorkersConfig | None] = None
+    """Workers of the teacher; null: the actor's workers."""
     reward: MayChange[WorkersConfig | None] = None
     """Workers of the reward model; null: the actor's workers."""
     generators: MayChange[GeneratorsConfig | None] = None

@@ -146,6 +146,15 @@ class EngineConfig(ModelConfig):
             yield "cpu_offload keeps the optimizer's state on the CPU already: leave optimizer.cpu_offload out"
 
 
+class TeacherConfig(ModelConfig):
+    """A frozen model with the policy's tokens, which the policy learns to sample like."""
+
+    model: MayChange[ModelPath]
+    """Folder of the teacher. Its tokenizer has all of the policy's tokens, with the same ids."""
+    weight: PositiveFloat = 1.0
+    """Weight of log π_teacher - log π of a sampled token, which is added to the token's advantage."""
+
+
 class CriticConfig(EngineConfig):
     """The value model of PPO."""
 

@@ -10,7 +10,7 @@ from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.environment import EnvironmentConfig
-from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig
+from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
 from rlft_fast.config.paths import FunctionName, LocalPath, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
@@ -110,6 +110,8 @@ class Config(RunConfig):
     """The value model, as in actor. algorithm.advantage: gae needs it."""
     reference: MayChange[ModelConfig | None] = None
     """The frozen model of the KL penalty; null: settings of the actor. With actor.lora, the policy without adapters."""
+    teacher: TeacherConfig | None = None
+    """A model to distil into the policy, on the policy's own samples."""
     evaluation: MayChange[EvaluationConfig | None] = None
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -130,7 +132,9 @@ class Config(RunConfig):
         """
         if self.cluster is not None:
             device_type = "cuda" if self.cluster.actor.gpus else "cpu"
-        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        models = {
+            "actor": self.actor, "critic": self.critic, "reference": self.reference, "teacher": self.teacher,
+        }  # fmt: skip
         return self.model_copy(
             update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}
         )
@@ -138,7 +142,7 @@ class Config(RunConfig):
     @rule
     def _clusters_fit(self) -> Iterator[str]:
         if self.cluster is not None:
-            for name in ("critic", "reference", "reward"):
+            for name in ("critic", "reference", "teacher", "reward"):
                 if getattr(self.cluster, name) is not None and name not in self.roles:
                     what = {"reward": "reward model"}.get(name, name)
                     yield f"cluster.{name} is given, but the run has no {what} of its own: leave it out"
@@ -220,8 +224,12 @@ class Config(RunConfig):
     @rule
     def _reward_is_given(self) -> Iterator[str]:
         reward, filter_by = self.reward, self.algorithm.filter_by
-        if reward.function is None and reward.model is None and self.data.task is None and self.environment is None:
+        has_reward = reward.function is not None or reward.model is not None or self.data.task is not None
+        has_reward = has_reward or self.environment is not None
+        if not has_reward and self.algorithm.advantage != "none":
             yield "reward.function is needed: only reasoning-gym tasks and environments have their own scoring"
+        if not has_reward and self.evaluation is not None and self.evaluation.function is None:
+            yield "evaluation.function is needed, because the run has no reward"
         parts = [*self.function_weights, *(["model"] if reward.model is not None else [])]
         parts += ["environment"] if self.environment is not None else []
         if filter_by is not None and filter_by not in parts:
@@ -259,9 +267,17 @@ class Config(RunConfig):
             )
 
     @rule
+    def _something_teaches(self) -> Iterator[str]:
+        if self.algorithm.advantage == "none" and self.teacher is None:
+            yield "algorithm.advantage: none learns from a teacher alone: give a teacher section, or another advantage"
+
+    @rule
     def _longest_sequence_fits(self) -> Iterator[str]:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        for name, engine in (("actor", self.actor), ("critic", self.critic), ("reference", self.reference)):
+        engines = {
+            "actor": self.actor, "critic": self.critic, "reference": self.reference, "teacher": self.teacher,
+        }  # fmt: skip
+        for name, engine in engines.items():
             if engine is not None and engine.max_tokens < longest:
                 yield (
                     f"{name}.max_tokens is {engine.max_tokens}, but a sequence may have {longest} tokens "
@@ -293,9 +309,12 @@ class Config(RunConfig):
 
     @property
     def model_folders(self) -> dict[str, str | None]:
-        """Folders of policy, reward model and critic, by key."""
+        """Folders of policy, reward model, critic and teacher, by key."""
         critic = None if self.critic is None else self.critic.model or self.model
-        return {"model": self.model, "reward.model": self.reward.model, "critic.model": critic}
+        teacher = None if self.teacher is None else self.teacher.model
+        return {
+            "model": self.model, "reward.model": self.reward.model, "critic.model": critic, "teacher.model": teacher,
+        }  # fmt: skip
 
     @property
     def measured(self) -> dict[str, Any] | None:
@@ -339,6 +358,10 @@ class Config(RunConfig):
             frozen = actor if self.reference is None else EngineConfig(**self.reference.model_dump())
             frozen = frozen.model_copy(update={"init_from": None})
             roles["reference"] = replace(policy, config=frozen, trains=False, phases=("infer",))
+        if self.teacher is not None:
+            frozen = EngineConfig(**self.teacher.model_dump(exclude={"model", "weight"}))
+            path = self.teacher.model
+            roles["teacher"] = replace(policy, path=path, config=frozen, trains=False, phases=("infer",))
         if critic is not None:
             path = critic.model or self.model
             roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))

@@ -42,6 +42,7 @@ class Batch:
             sequence is always False.
         old_logprob_T: (T,) float32, log-probability of the next token under the policy that starts the update.
         ref_logprob_T: (T,) float32, the same under the reference model.
+        teacher_logprob_T: (T,) float32, the same under the teacher.
         rollout_logprob_T: (T,) float32, the same as the generator reported it.
         weight_version_T: (T,) int32, version of the weights that sampled the next token; 0 where none did.
         logprob_T: (T,) float32, the same under the current policy.
@@ -76,6 +77,7 @@ class Batch:
     loss_mask_T: Tensor
     old_logprob_T: Tensor | None = None
     ref_logprob_T: Tensor | None = None
+    teacher_logprob_T: Tensor | None = None
     rollout_logprob_T: Tensor | None = None
     weight_version_T: Tensor | None = None
     logprob_T: Tensor | None = None

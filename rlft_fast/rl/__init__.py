@@ -19,7 +19,7 @@ from rlft_fast.rl.methods import TokenSelection, arguments_of, call_method, need
 from rlft_fast.rl.policy_losses import POLICY_LOSSES, PolicyLossFunction, SequenceMean
 from rlft_fast.rl.preferences import BradleyTerryLoss, PairLoss, PreferenceLoss
 from rlft_fast.rl.supervised import LikelihoodLoss
-from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, gae
+from rlft_fast.rl.token_advantages import AdvantageReturn, discounted_returns, distillation_advantage, gae
 from rlft_fast.rl.token_choice import clip_cov_tokens, high_entropy_tokens, kl_cov_tokens
 from rlft_fast.rl.whitening import whiten
 
@@ -51,6 +51,7 @@ __all__ = [
     "compute_advantages",
     "correction_weights",
     "discounted_returns",
+    "distillation_advantage",
     "explained_variance",
     "gae",
     "grpo_advantage",

@@ -25,6 +25,7 @@ from rlft_fast.rl.group_advantages import (
 from rlft_fast.rl.methods import arguments_of, call_method
 from rlft_fast.rl.token_advantages import (
     AdvantageReturn,
+    no_advantage,
     optimal_token_advantage,
     reinforce_plus_plus,
     remax_advantage,
@@ -51,6 +52,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "opo": opo_advantage,
     "gpg": gpg_advantage,
     "optimal-token": optimal_token_advantage,
+    "none": no_advantage,
 }
 
 

@@ -126,6 +126,34 @@ def remax_advantage(reward_T: Tensor, baseline_B: Tensor, loss_mask_T: Tensor, c
     return (discounted_returns(reward_T, loss_mask_T, cu_seqlens) - baseline_T) * loss_mask_T
 
 
+def no_advantage(reward_B: Tensor) -> Tensor:
+    """0 for every sequence: rewards are measured, and teach nothing; (B,) as `reward_B`."""
+    return torch.zeros_like(reward_B)
+
+
+@torch.no_grad()
+def distillation_advantage(old_logprob_T: Tensor, teacher_logprob_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+    """Sampled reverse KL divergence from a teacher, as an advantage: A_t = log π_teacher(t) - log π_old(t).
+
+    The mean over tokens sampled by π_old is -KL(π_old ‖ π_teacher), and the policy gradient with A_t is the gradient of
+    the divergence of each token's distribution: the later tokens of a sequence do not count for a token (the
+    single-step term of MiniLLM, arXiv 2306.08543; on-policy distillation, arXiv 2306.13649).
+
+    Args:
+        old_logprob_T: (T,) log-probability of the sampled token under the policy that starts the update.
+        teacher_logprob_T: (T,) the same under the teacher.
+        loss_mask_T: (T,) bool, True at response tokens.
+
+    Returns:
+        (T,), zero outside the mask.
+
+    Raises:
+        ValueError: Shapes do not match.
+    """
+    check_shapes(loss_mask_T, old_logprob_T=old_logprob_T, teacher_logprob_T=teacher_logprob_T)
+    return (teacher_logprob_T - old_logprob_T).where(loss_mask_T, 0.0)
+
+
 @torch.no_grad()
 def optimal_token_advantage(
     reward_T: Tensor,

@@ -22,6 +22,7 @@ PANELS = {
     "pair_accuracy": "Pairs in the right order, training",
     "held_out_pair_accuracy": "Pairs in the right order, held-out",
     "ref_kl": "KL from the initial model",
+    "teacher_kl": "KL from the teacher",
     "approx_kl": "KL of an update",
     "entropy": "Entropy [nats/token]",
     "completion_length_mean": "Completion length [tokens]",

@@ -49,7 +49,7 @@ class Experience:
         """What users should know of rewards that tell no answer from another."""
         if not self.samples.has_reward_B.any():
             return ["the reward function left out every sample; nothing is learned"]
-        if self.metrics["reward_std"] == 0:
+        if self.metrics["reward_std"] == 0 and self.batch.teacher_logprob_T is None:
             return [
                 f"all rewards are {self.metrics['reward_mean']:g}, which tells no answer from another (is the task too "
                 "easy, too hard, or the reward function blind?)"
@@ -207,6 +207,9 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
     if batch.old_logprob_T is not None and batch.ref_logprob_T is not None and batch.loss_mask_T.any():
         ref_kl_T = kl_estimate(batch.old_logprob_T, batch.ref_logprob_T, "k3")
         metrics["ref_kl"] = ref_kl_T[batch.loss_mask_T].mean().item()
+    if batch.old_logprob_T is not None and batch.teacher_logprob_T is not None and batch.loss_mask_T.any():
+        teacher_kl_T = batch.old_logprob_T - batch.teacher_logprob_T
+        metrics["teacher_kl"] = teacher_kl_T[batch.loss_mask_T].mean().item()
     return metrics
 
 

@@ -68,6 +68,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
         prompts = checks.run(lambda: load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens))
         held_out = checks.run(lambda: load_held_out(config, tokenizer))
         checks.run(lambda: _check_same_tokens(config, tokenizer))
+        checks.run(lambda: _check_teacher(config, tokenizer))
     else:
         checks.run(lambda: load_functions(config))
         for path in (None, *([] if config.evaluation is None else config.evaluation.sets.values())):
@@ -131,6 +132,7 @@ def make_objective(config: Config) -> Objective:
     with naming_start(Path(config.output_dir)):
         return Objective(
             config.algorithm, config.rollout.max_new_tokens, has_critic=config.critic is not None,
+            teacher_weight=0.0 if config.teacher is None else config.teacher.weight,
             logs_tokens=config.log_tokens_mib is not None,
         )  # fmt: skip
 
@@ -177,6 +179,15 @@ def check_tokens(key: str, num_embeddings: int, *given: Prompts) -> None:
         )
 
 
+def check_embeddings(policy: int, teacher: int) -> None:
+    """Raises ValueError for a teacher with fewer embeddings than the policy, which may sample any of its tokens."""
+    if teacher < policy:
+        raise ValueError(
+            f"teacher.model has embeddings of {teacher} tokens, but the policy may sample {policy} tokens: take a "
+            "teacher with at least as many"
+        )
+
+
 def check_support(config: Config, hidden_size: int, device_type: str) -> None:
     """Refuses a support that exceeds the op's workspace; the op itself would refuse it after the first rollout."""
     top_k, workspace_mib = config.rollout.top_k, config.actor.workspace_mib or 64
@@ -211,6 +222,19 @@ def _check_same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
         raise ValueError(
             f"critic.model is {path}, whose tokenizer has other numbers for {len(others)} of the policy's tokens (such "
             f"as {others[0]!r}): take a model of the policy's family"
+        )
+
+
+def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a teacher in whose tokenizer a token of the policy has another id, or none."""
+    if config.teacher is None:
+        return
+    own, where = load_tokenizer(config.teacher.model).get_vocab(), f"teacher.model is {config.teacher.model}, whose"
+    others = [token for token, number in tokenizer.get_vocab().items() if own.get(token) != number]
+    if others:
+        raise ValueError(
+            f"{where} tokenizer has other ids, or none, for {len(others)} of the policy's {len(tokenizer)} tokens "
+            f"(such as {others[0]!r}): it would read them as other texts, so take a model with the policy's tokenizer"
         )
 
 

@@ -100,7 +100,8 @@ class Judge:
         STOP.leave_together(self.world)
         weights = self.functions.weights
         # A model scores every sample, and an environment its episodes: without a function's part, theirs is the reward.
-        nothing = None if self.model is None and not own.parts else 0.0
+        # A teacher needs no reward.
+        nothing = None if self.model is None and not own.parts and weights else 0.0
         rewards = [nothing if (total := weighted_sum(parts, weights)) is None else total for parts in scored]
         samples = with_rewards(own, rewards, scored, [*weights]).replace(texts=texts).gather(self.world)
         return samples if self.model is None else self._with_model(self.model, prompts, samples)

@@ -18,6 +18,7 @@ from rlft_fast.cluster import (
     RemoteRollout,
     ResourcePool,
     RewardModelWorker,
+    TeacherWorker,
     TotalUsage,
     Worker,
     WorkerGroup,
@@ -39,7 +40,8 @@ from rlft_fast.rollout import Rollout, build_rollout, token_from_environment
 from rlft_fast.world import World
 
 _WORKERS: dict[GroupName, type[Worker]] = {
-    "actor": ColocatedWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker,
+    "actor": ColocatedWorker, "critic": CriticWorker, "reference": ReferenceWorker, "teacher": TeacherWorker,
+    "reward": RewardModelWorker,
 }  # fmt: skip
 
 
@@ -223,9 +225,11 @@ def _with_absolute_paths(config: Config) -> Config:
 
     reward = config.reward.model_copy(update={"model": absolute(config.reward.model)})
     actor = config.actor.model_copy(update={"init_from": absolute(config.actor.init_from)})
-    critic = config.critic
+    critic, teacher = config.critic, config.teacher
     if critic is not None:
         own = {"model": absolute(critic.model), "init_from": absolute(critic.init_from)}
         critic = critic.model_copy(update=own)
-    own = {"model": absolute(config.model), "actor": actor, "reward": reward, "critic": critic}
+    if teacher is not None:
+        teacher = teacher.model_copy(update={"model": absolute(teacher.model)})
+    own = {"model": absolute(config.model), "actor": actor, "reward": reward, "critic": critic, "teacher": teacher}
     return config.model_copy(update=own)

@@ -24,6 +24,7 @@ from rlft_fast.rl import (
     check_correction,
     compute_advantages,
     correction_weights,
+    distillation_advantage,
     high_entropy_tokens,
     kl_estimate,
     needs_of,
@@ -40,6 +41,7 @@ class Objective:
         config: names and coefficients.
         max_new_tokens: most tokens of a completion.
         has_critic: whether batches have values.
+        teacher_weight: of the term of the teacher in the advantage; 0: there is no teacher.
         logs_tokens: whether log π_old of every token is logged.
 
     Attributes:
@@ -51,9 +53,11 @@ class Objective:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False, logs_tokens: bool = False
-    ) -> None:
+        self, config: AlgorithmConfig, max_new_tokens: int, *, has_critic: bool = False, teacher_weight: float = 0.0,
+        logs_tokens: bool = False,
+    ) -> None:  # fmt: skip
         self.config = config
+        self._teacher_weight = teacher_weight
         self._logs_tokens = logs_tokens
         self.advantage = find_function("advantage", ADVANTAGES, config.advantage)
         if self._corrects:
@@ -95,6 +99,7 @@ class Objective:
             config.rollout_correction != "none"
             or config.mask_truncated  # the metrics are of all samples, the update is not
             or (config.kl_coef != 0 and (config.kl_in == "reward" or config.kl_target is not None))
+            or self._teacher_weight != 0
             or "old_logprob_T" in self._reads
         )
         is_cut = config.mini_batches > 1
@@ -164,6 +169,8 @@ class Objective:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
         if not self.config.kl_coef:
             missing["ref_logprob_T"] = "it needs algorithm.kl_coef"
+        if not self._teacher_weight:
+            missing["teacher_logprob_T"] = "it needs a teacher section"
         return missing
 
     # ---- what it makes ------------------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ class Objective:
                 f"advantage {function_name(self.advantage)} returned no returns, which the critic is trained towards: "
                 "return an rlft_fast.rl.AdvantageReturn, or leave the critic section out"
             )
-        batch = self._with_selection(batch, seed)
+        batch = self._with_selection(self._with_teacher(batch), seed)
         assert batch.advantage_T is not None
         # A policy loss is proportional to |A|: a factor on A scales it, but not the entropy bonus, penalty or critic.
         return batch.replace(advantage_T=batch.advantage_T * self._weights(batch))
@@ -212,6 +219,16 @@ class Objective:
             return batch
         arguments = arguments_of("token selection", self._selection, batch, {"seed": seed})
         return batch.replace(selected_T=call_method("token selection", self._selection, arguments, AdvantageError))
+
+    def _with_teacher(self, batch: Batch) -> Batch:
+        """The advantages with the term of the teacher. Returns, which a critic learns, are of rewards alone."""
+        if not self._teacher_weight:
+            return batch
+        assert batch.advantage_T is not None
+        assert batch.old_logprob_T is not None
+        assert batch.teacher_logprob_T is not None
+        term_T = distillation_advantage(batch.old_logprob_T, batch.teacher_logprob_T, batch.loss_mask_T)
+        return batch.replace(advantage_T=batch.advantage_T + self._teacher_weight * term_T)
 
     def _weights(self, batch: Batch) -> Tensor:
         """(T,) factor on the policy loss of each token."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import Config
+from rlft_fast.data import Batch
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
@@ -30,7 +31,14 @@ from rlft_fast.trainer.experience import (
     sample_records,
     scored_samples,
 )
-from rlft_fast.trainer.inputs import check_support, check_tokens, identity_of, load_inputs, make_objective
+from rlft_fast.trainer.inputs import (
+    check_embeddings,
+    check_support,
+    check_tokens,
+    identity_of,
+    load_inputs,
+    make_objective,
+)
 from rlft_fast.trainer.learner import Learner
 from rlft_fast.trainer.models import build_models, notes_on
 from rlft_fast.world import World, init_distributed
@@ -72,6 +80,9 @@ class PPOTrainer:
             if self.critic is not None:
                 check_tokens("critic.model", self.critic.facts.num_embeddings, self.prompts)
                 check_finite("critic.model", self.critic)
+            if (teacher := self.models.engines.get("teacher")) is not None:
+                check_embeddings(self.actor.facts.num_embeddings, teacher.facts.num_embeddings)
+                check_finite("teacher.model", teacher)
             stack.pop_all()
 
     def _load_models(self) -> None:
@@ -131,8 +142,7 @@ class PPOTrainer:
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
-        with self.phases.timed("logprobs"):
-            batch = self.learner.infer(build_batch(taught, prompts.token_ids, greedy))
+        batch = self._infer(build_batch(taught, prompts.token_ids, greedy))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
         prepare = partial(self.objective.prepare, batch, self._seed(step))
         batch = self.world.together(prepare, AdvantageError)
@@ -145,6 +155,19 @@ class PPOTrainer:
             step=step, prompts=prompts, num_streamed=collected.num_streamed, samples=samples, taught=taught,
             batch=batch, metrics=metrics,
         )  # fmt: skip
+
+    def _infer(self, batch: Batch) -> Batch:
+        """The batch with what the models compute before the update. A teacher with workers of its own works beside."""
+        asked = None
+        if (teacher := self.models.engines.get("teacher")) is not None:
+            with self.phases.timed("teacher"):
+                asked = teacher.submit_infer(batch, ("logprob",))
+        with self.phases.timed("logprobs"):
+            batch = self.learner.infer(batch)
+        if asked is not None:
+            with self.phases.timed("teacher"):
+                batch = batch.replace(teacher_logprob_T=asked.result()["logprob"])
+        return batch
 
     def learn(self, experience: Experience) -> StepResult:
         """old log-probs, where `collect` left them out -> updates -> the rollout gets the new weights."""

@@ -19,7 +19,10 @@ from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.trainer.supervised import RowsData, check_row_tokens
 from rlft_fast.world import World
 
-_BUILDERS = {"model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model}
+_BUILDERS = {
+    "model": build_policy, "critic.model": build_critic, "reward.model": build_reward_model,
+    "teacher.model": build_policy,
+}  # fmt: skip
 
 
 def check_folder(config: RunConfig, checks: Checks, config_path: str | Path | None = None, *, resume: bool) -> str:

@@ -27,14 +27,19 @@ _MAY_CHANGE = {
     "critic": _OF_MODELS + "activation_checkpointing reduce_every_micro_batch model",
     "reference": _OF_MODELS,
     "environment": "timeout_s",
+    "teacher": _OF_MODELS + "model",
     "evaluation": "path every",
     "checkpoint": "every max_num max_mem asynchronous best",
     "cluster": "address",
-    **{f"cluster.{name}": "num_workers gpus cpus" for name in ("actor", "critic", "reference", "reward", "generators")},
+    **{
+        f"cluster.{name}": "num_workers gpus cpus"
+        for name in ("actor", "critic", "reference", "teacher", "reward", "generators")
+    },
 }
 MAY_CHANGE = {f"{section}.{key}".removeprefix(".") for section, keys in _MAY_CHANGE.items() for key in keys.split()}
 MAY_COME_AND_GO = {
-    "reference", "evaluation", "cluster", "cluster.critic", "cluster.reference", "cluster.reward", "cluster.generators",
+    "reference", "evaluation", "cluster", "cluster.critic", "cluster.reference", "cluster.teacher", "cluster.reward",
+    "cluster.generators",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlft_fast.data import Batch
 
 PER_TOKEN = [
-    "old_logprob_T", "ref_logprob_T", "rollout_logprob_T", "logprob_T", "entropy_T",
+    "old_logprob_T", "ref_logprob_T", "teacher_logprob_T", "rollout_logprob_T", "logprob_T", "entropy_T",
     "value_T", "advantage_T", "return_T", "loss_weight_T",
 ]  # fmt: skip
 

@@ -141,7 +141,7 @@ def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[st
     """Where a model's weights and moments are kept, and how wide the moments are: one of all ways for each model."""
     sections: dict[str, ModelConfig | None] = {"actor": config.actor}
     if isinstance(config, Config):
-        sections |= {"critic": config.critic, "reference": config.reference}
+        sections |= {"critic": config.critic, "reference": config.reference, "teacher": config.teacher}
     for name, section in sections.items():
         if section is None:
             continue

@@ -160,8 +160,8 @@ class Search:
             rows = self._rows_of_step(config, engine, trained.world_size)
             updates += trained.update_seconds(engine, num_micro_batches, rows)
             moves += trained.move_seconds(engine, num_micro_batches)
-        if "reference" in roles:
-            moves += self.trained["actor"].move_seconds(roles["reference"].config, 1)
+        for name in {"reference", "teacher"} & {*roles}:
+            moves += self.trained["actor"].move_seconds(roles[name].config, 1)  # as if a teacher had the policy's size
         if not isinstance(config, Config):
             return updates + moves
         generation = _SPLIT_GENERATION * config.rollout.vllm.tensor_parallel_size.bit_length()

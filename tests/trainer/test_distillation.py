@@ -1,0 +1,173 @@
+"""On-policy distillation: the teacher's log-probabilities, the advantage that they make, and what a run learns."""
+
+import contextlib
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlft_fast.config import ConfigError
+from rlft_fast.data import Batch
+from rlft_fast.rl import grpo_advantage
+from rlft_fast.trainer import PPOTrainer, train
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+from tests.trainer.toy import comparable, read_lines, toy_config
+
+ALONE = {"algorithm__advantage": "none", "reward": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    """A model of another architecture and size, with the policy's tokens, whose distributions are far from flat."""
+    folder = save_tiny_model("qwen2", tmp_path_factory.mktemp("teacher"), num_hidden_layers=1)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        plain.get_output_embeddings().weight.mul_(4)
+    plain.save_pretrained(folder)
+    return folder
+
+
+def config_of(model, folder, teacher, **changes):
+    changes = {"teacher__model": str(teacher), "teacher__max_tokens": 64} | changes
+    return toy_config(model, folder, **changes)
+
+
+def plain_logprob(model, batch: Batch, temperature: float) -> torch.Tensor:
+    """(T,) of the next token, by transformers in float64; 0 where none was sampled."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    logprob_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        ids_L = batch.input_ids_T[start:end]
+        with torch.no_grad():
+            logits_LV = plain(input_ids=ids_L[None]).logits[0] / temperature
+        logprob_T[start : end - 1] = logits_LV.log_softmax(-1)[:-1].gather(1, ids_L[1:, None]).squeeze(1)
+    return logprob_T * batch.loss_mask_T
+
+
+def collected(config):
+    with contextlib.closing(PPOTrainer(config)) as trainer:
+        trainer.start(0)
+        return trainer.collect(0)
+
+
+@pytest.mark.parametrize("advantage", ["none", "grpo"])
+def test_a_token_is_taught_by_the_teachers_log_ratio(model, teacher, tmp_path, advantage):
+    """Alone, and added to the advantage of the reward."""
+    config = config_of(
+        model, tmp_path, teacher, algorithm__advantage=advantage, teacher__weight=0.5, rollout__temperature=0.8
+    )
+    experience = collected(config)
+    batch, metrics = experience.batch, experience.metrics
+    ratio_T = plain_logprob(teacher, batch, 0.8) - plain_logprob(model, batch, 0.8)
+    expected_T = 0.5 * ratio_T
+    if advantage == "grpo":
+        reward_B = grpo_advantage(batch.reward_B, batch.group_B)
+        assert reward_B.abs().max() > 0.1
+        expected_T += reward_B.repeat_interleave(batch.cu_seqlens.diff()) * batch.loss_mask_T
+    torch.testing.assert_close(batch.advantage_T.double(), expected_T, rtol=1e-5, atol=1e-5)
+    kl = -ratio_T[batch.loss_mask_T].mean().item()
+    assert kl > 0.1
+    assert metrics["teacher_kl"] == pytest.approx(kl, rel=1e-5)
+
+
+def test_a_taught_policy_learns_what_its_teacher_has_learned(model, tmp_path):
+    """From the teacher alone: the rewards are measured, and one sample of a prompt is enough."""
+    train(toy_config(model, tmp_path / "teacher", steps=16, rollout__samples_per_prompt=8))
+    trained = tmp_path / "teacher" / "run" / "hf"
+    train(
+        config_of(
+            model, tmp_path, trained, steps=16, algorithm__advantage="none", rollout__prompts_per_step=32,
+            rollout__samples_per_prompt=1,
+        )
+    )  # fmt: skip
+    rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "teacher_kl" in row]
+    reward, kl = ([row[name] for row in rows] for name in ("reward_mean", "teacher_kl"))
+    print("REWARD", reward, "KL", kl)
+    assert sum(reward[-3:]) / 3 > 0.75 > 0.6 > sum(reward[:2]) / 2
+    assert sum(kl[-3:]) < 0.5 * sum(kl[:3])
+    assert all(row["ratio_max"] == 1.0 and row["seconds_teacher"] > 0 for row in rows)
+
+
+def test_a_resumed_distillation_repeats_the_uninterrupted_run(model, teacher, tmp_path):
+    for folder, stops in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in stops:
+            config = config_of(model, tmp_path / folder, teacher, steps=steps, checkpoint__every=2, **ALONE)
+            train(config, resume=steps == 4 and len(stops) == 2)
+    whole, parts = (tmp_path / folder / "run" for folder in ("whole", "parts"))
+    assert comparable(whole) == comparable(parts)
+    weights = [(run / "hf" / "model.safetensors").read_bytes() for run in (whole, parts)]
+    assert weights[0] == weights[1]
+
+
+def train_here(rank: int, config) -> None:
+    train(config)
+
+
+@pytest.mark.dist
+def test_one_process_and_two_distil_the_same(model, teacher, tmp_path):
+    for size in (1, 2):
+        run_distributed(train_here, size, config_of(model, tmp_path / str(size), teacher, steps=2, **ALONE))
+    one, two = (tmp_path / size / "run" for size in ("1", "2"))
+    assert read_lines(one / "samples.jsonl") == read_lines(two / "samples.jsonl")
+    for alone, shared in zip(comparable(one), comparable(two), strict=True):
+        assert shared == pytest.approx(alone, rel=1e-3, abs=1e-6)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__advantage": "none"}, "none learns from a teacher alone: give a teacher section"),
+        ({"teacher": {"weight": 1.0}}, r"teacher\.model"),
+        ({"teacher": {"model": "t", "max_tokens": 13}}, r"teacher\.max_tokens is 13, but a sequence may have 14"),
+        ({"teacher": {"model": "t"}, "reward": {}}, "reward.function is needed"),
+        ({"cluster": {"teacher": {}}}, r"cluster\.teacher is given, but the run has no teacher of its own"),
+    ],
+)
+def test_settings_that_do_not_go_together(model, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        toy_config(model, tmp_path, **changes)
+
+
+def swap(file: dict) -> None:
+    vocabulary = file["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def drop(file: dict) -> None:
+    """Its last two tokens get other ids, too."""
+    del file["model"]["vocab"]["a"]
+
+
+@pytest.mark.parametrize(("change", "number"), [(swap, 2), (drop, 3)])
+def test_a_teacher_of_another_tokenizer(model, tmp_path, change, number):
+    """Whatever its name: a token has another id, or none."""
+    folder = save_tiny_model("llama", tmp_path / "teacher")
+    file = json.loads((folder / "tokenizer.json").read_text())
+    change(file)
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=rf"teacher\.model is .*, or none, for {number} of the policy's .* tokens"):
+        PPOTrainer(config_of(model, tmp_path, folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_lacks_embeddings(model, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "teacher", vocab_size=60, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"teacher\.model has embeddings of 60 tokens, but the policy may sample"):
+        PPOTrainer(config_of(model, tmp_path, folder))
+
+
+def test_a_missing_teacher(model, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'nowhere'} does not exist"):
+        PPOTrainer(config_of(model, tmp_path, tmp_path / "nowhere"))
