@@ -1,6 +1,7 @@
 """The demo: its problems, and (slow) that a real model learns them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,8 @@ def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypa
 @pytest.mark.parametrize(("steps", "gain"), [(1, -0.1), pytest.param(8, 0.30, marks=pytest.mark.long)])
 def test_demo_learns_and_exports(steps, gain, tmp_path):
     command = [sys.executable, "-m", "rlft_fast", "demo", "--output", tmp_path / "run", "--steps", str(steps)]
-    subprocess.run(command, check=True)
+    # In bfloat16, which a CPU with AMX takes, the greedy answers to 3 of 128 problems differ from those in float32.
+    subprocess.run(command, check=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= gain
     left = {path.name for path in (tmp_path / "run").iterdir()}
