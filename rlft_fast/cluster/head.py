@@ -53,6 +53,22 @@ class Head:
         self.loss, self._lost_at, self._address, self._is_own = None, math.inf, address, is_own
         threading.Thread(target=self._watch, args=(address,), name="head of Ray", daemon=True).start()
 
+    def follow(self, *, is_own: bool = False) -> None:
+        """Watches the head of the cluster that this process is connected to, if it watches no head or another one.
+
+        A process may leave a cluster and join another one by Ray's own functions.
+
+        Args:
+            is_own: this process has started the cluster.
+        """
+        import ray
+
+        if ray.util.client.ray.is_connected():  # such a driver is a client of the cluster, not a part of it
+            return
+        address = ray.get_runtime_context().gcs_address
+        if address != self._address:
+            self.watch(address, is_own=is_own)
+
     @contextlib.contextmanager
     def listening(self, notify: Callable[[HeadLostError], None]) -> Iterator[None]:
         """Inside, the loss is told by `notify`, in the watching thread, instead of by a warning."""

@@ -105,6 +105,7 @@ def require_connected(parts: Mapping[str, Part]) -> None:
 
     if not ray.is_initialized():
         raise ValueError("there is no Ray cluster yet: call rlft_fast.cluster.connect() before making a group")
+    HEAD.follow()
     HEAD.require()
     require_room(parts, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 

@@ -29,6 +29,8 @@ def cluster():
     """Four GPUs that Ray counts, and that the machine need not have: without them, workers compute on the CPU."""
     import ray
 
+    connect()  # to a cluster that the process leaves: its head is gone, and is not asked later
+    ray.shutdown()
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
     connect()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests
