@@ -10,6 +10,8 @@ import pytest
 from rlft_fast.config import Config
 from rlft_fast.trainer import train
 from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+from tests.support.vllm_rollouts import HEADS, SMALL, needs_vllm
 from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
 
 HERE = Path(__file__)
@@ -33,12 +35,9 @@ class Letters:
 
 
 @pytest.fixture
-def config(tiny_model, tmp_path):
+def config(tmp_path):
     """A configuration whose model ends a reply by any of a third of all tokens."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny_model("llama").iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = save_tiny_model("llama", tmp_path / "model", **HEADS)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *range(0, 256, 3)]}))
     rows = [{"prompt": word, "seed": i} for i, word in enumerate(["sun", "moon", "star", "rain"])]
@@ -79,6 +78,15 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
 
 def on_two_processes(rank: int, values: dict[str, Any]) -> None:
     train(Config.parse(values))
+
+
+@needs_vllm
+def test_episodes_by_vllm(config, tmp_path):
+    """Its log-probabilities are as near to the policy's as those of single messages."""
+    train(config(rollout__backend="vllm", rollout__vllm=SMALL))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [1 < line["turns_mean"] <= 3 for line in lines] == [True] * 3
+    assert max(line["mismatch_max"] for line in lines) < 1e-3
 
 
 @pytest.mark.dist
