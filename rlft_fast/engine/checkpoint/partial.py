@@ -18,7 +18,7 @@ _WEIGHT, _STATE, _MASTER = "model.", "optimizer.", ".master"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was taken of a checkpoint.
+    """The part that was taken of a checkpoint.
 
     Args:
         folder: of the checkpoint.
