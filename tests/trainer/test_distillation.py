@@ -91,7 +91,6 @@ def test_a_taught_policy_learns_what_its_teacher_has_learned(model, tmp_path):
     )  # fmt: skip
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "teacher_kl" in row]
     reward, kl = ([row[name] for row in rows] for name in ("reward_mean", "teacher_kl"))
-    print("REWARD", reward, "KL", kl)
     assert sum(reward[-3:]) / 3 > 0.75 > 0.6 > sum(reward[:2]) / 2
     assert sum(kl[-3:]) < 0.5 * sum(kl[:3])
     assert all(row["ratio_max"] == 1.0 and row["seconds_teacher"] > 0 for row in rows)
