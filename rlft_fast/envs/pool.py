@@ -3,17 +3,14 @@
 import contextlib
 import json
 import math
-import multiprocessing
-import secrets
 import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
 from typing import Any
 
 from rlft_fast.envs.server import FORK, KILL, PID, serve
-from rlft_fast.isolation import GUARD, end_worker, environment_of_worker
+from rlft_fast.isolation import WorkerProcess
 
 _START_S = 120.0  # imports of the environment's module
 _LONGEST_ANSWER = 4_000_000  # bytes of a line; contents are cut to far less
@@ -221,26 +218,17 @@ def _is_message(message: Any) -> bool:
     )
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """The process that forks episodes."""
 
     def __init__(self, spec: str, options: dict[str, Any], columns: list[str], most_characters: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(spec, options, columns, most_characters, other))
-        self.mark = secrets.token_hex(16)
-        self.control: socket.socket | None = None
-        resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
-        with environment_of_worker(self.mark):
-            self.process.start()
-        other.close()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-        GUARD.watch(self.pid, self.mark)
+        super().__init__(serve, spec, options, columns, most_characters)
+        self.control = socket.socket(fileno=socket.dup(self.connection.fileno()))
+        self.control.settimeout(_CONTROL_S)
         try:
-            if not connection.poll(_START_S):
+            if not self.connection.poll(_START_S):
                 raise ValueError(f"the environment {spec} was not imported within {_START_S:g} s")
-            answer = json.loads(connection.recv_bytes(_LONGEST_ANSWER))
+            answer = json.loads(self.connection.recv_bytes(_LONGEST_ANSWER))
             if "failure" in answer:
                 raise ValueError(f"environment.name is {spec}, which cannot be used: {answer['failure']}")
         except EOFError:
@@ -250,13 +238,9 @@ class _Worker:
             self.kill()
             raise
         self.tools: list[dict[str, Any]] = answer["tools"]
-        self.control = socket.socket(fileno=socket.dup(connection.fileno()))
-        connection.close()
-        self.control.settimeout(_CONTROL_S)
 
     def fork(self) -> _Episode:
         """Starts the process of an episode; raises OSError if the worker has ended."""
-        assert self.control is not None
         own, other = socket.socketpair()
         with other:
             socket.send_fds(self.control, [FORK], [other.fileno()])
@@ -264,21 +248,15 @@ class _Worker:
 
     def end(self, pid: int) -> None:
         """Kills the process of an episode; raises OSError if the worker has ended."""
-        assert self.control is not None
         self.control.sendall(KILL + PID.pack(pid))
         self._receive()
 
     def _receive(self) -> int:
-        assert self.control is not None
         data = self.control.recv(PID.size)
         if len(data) != PID.size:
             raise ConnectionResetError("the worker has ended")
         return PID.unpack(data)[0]
 
     def kill(self) -> None:
-        """Kills the process, its episodes, and the processes that they have started."""
-        end_worker(self.pid, self.mark)
-        GUARD.forget(self.pid, self.mark)
-        self.process.join()
-        if self.control is not None:
-            self.control.close()
+        super().kill()
+        self.control.close()

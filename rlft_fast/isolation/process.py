@@ -1,20 +1,63 @@
-"""What a worker process has of its own: an environment, and a way with signals that ask a job to stop."""
+"""Worker processes: how they start, how they end with all that they have started, and what signals do to them."""
 
 import contextlib
 import functools
+import multiprocessing
 import os
+import secrets
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Any
 
 from rlft_fast.config import TOKEN_VARIABLE
-from rlft_fast.isolation.guard import MARK
+from rlft_fast.isolation.guard import GUARD, MARK, end_worker
 
 _STARTING = threading.Lock()
 
 
+class WorkerProcess:
+    """A new process, whose end the guard of this process sees to.
+
+    Args:
+        target: main function of the process.
+        args: its arguments. One end of a pipe follows them.
+
+    Attributes:
+        connection: the other end of the pipe.
+        process: as multiprocessing has it.
+        pid: of the process.
+    """
+
+    def __init__(self, target: Callable[..., object], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=target, args=(*args, other))
+        self._mark = secrets.token_hex(16)
+        resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
+        with _environment_of_worker(self._mark):
+            self.process.start()
+        other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        # Daemons may start no processes of their own. At the end of the trainer, the guard kills the workers first.
+        GUARD.watch(self.pid, self._mark)
+
+    def strike(self) -> None:
+        """Kills the process, and the processes that it has started. `kill` must follow."""
+        end_worker(self.pid, self._mark)
+
+    def kill(self) -> None:
+        """Kills the process, and the processes that it has started, and waits for its end."""
+        self.strike()
+        GUARD.forget(self.pid, self._mark)
+        self.process.join()
+        self.connection.close()
+
+
 @contextlib.contextmanager
-def environment_of_worker(mark: str) -> Iterator[None]:
+def _environment_of_worker(mark: str) -> Iterator[None]:
     """A process that is started here has a mark, and not the token of the run's servers: it may run a model's code."""
     with _STARTING:  # threads start workers
         token = os.environ.pop(TOKEN_VARIABLE, None)

@@ -8,19 +8,16 @@ bounded length.
 import contextlib
 import inspect
 import json
-import multiprocessing
 import os
 import queue
-import secrets
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlft_fast.isolation import GUARD, end_worker, environment_of_worker, outlive_requests_to_stop
+from rlft_fast.isolation import WorkerProcess, outlive_requests_to_stop
 from rlft_fast.rewards.loading import load_reward
 from rlft_fast.rewards.scoring import FAILED, RewardError, Text, compute_rewards, is_reward
 
@@ -78,7 +75,7 @@ class IsolatedReward:
     def close(self) -> None:
         """Kills the workers, also in the middle of a sample. The next call starts new workers."""
         for worker in list(self._busy):
-            end_worker(worker.pid, worker.mark)  # the thread that waits for its answer cleans up
+            worker.strike()  # the thread that waits for its answer cleans up
         for _ in range(self._idle.qsize()):
             if (worker := self._idle.get()) is not None:
                 worker.kill()
@@ -102,22 +99,11 @@ class IsolatedReward:
 _NO_ANSWER = "it wrote something that is no answer"
 
 
-class _Worker:
+class _Worker(WorkerProcess):
     """One worker process. It scores one sample after the other, and is killed after its first failure to answer."""
 
     def __init__(self, spec: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(spec, other))
-        self.mark = secrets.token_hex(16)
-        resource_tracker.ensure_running()  # otherwise the first worker starts it, and it inherits the mark
-        with environment_of_worker(self.mark):
-            self.process.start()
-        other.close()  # the worker then holds the only other end: when it ends, reading raises EOFError
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-        # Daemons may start no processes of their own. At the end of the trainer, the guard kills the workers first.
-        GUARD.watch(self.pid, self.mark)
+        super().__init__(_serve, spec)
         self.is_usable = True
         self.is_ready = False
 
@@ -155,7 +141,7 @@ class _Worker:
 
     def _read(self, timeout_s: float) -> bytes:
         """Reads one message. The worker is killed if the message has begun but is not complete in time."""
-        timer = threading.Timer(timeout_s, end_worker, (self.pid, self.mark))
+        timer = threading.Timer(timeout_s, self.strike)
         timer.start()
         try:
             return self.connection.recv_bytes(_LONGEST_ANSWER)
@@ -166,10 +152,7 @@ class _Worker:
     def kill(self) -> None:
         """Kills the process, and the processes that the function started."""
         self.is_usable = False
-        end_worker(self.pid, self.mark)
-        GUARD.forget(self.pid, self.mark)
-        self.process.join()
-        self.connection.close()
+        super().kill()
 
 
 def _is_answer(answer: Any) -> bool:
