@@ -2,8 +2,10 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
+
+from rlft_fast.errors import brief
 
 Message = dict[str, Any]
 """A role, with a content, or with calls of tools as transformers' chat templates take them."""
@@ -21,7 +23,7 @@ class Reply(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode. A class of one's own needs ``reset`` and ``step``; methods may be async.
+    """One episode. A class needs ``reset`` and ``step``; its methods may be async.
 
     The class is called with the configuration's ``environment.options``, once per episode.
 
@@ -57,8 +59,6 @@ class Environment(Protocol):
 class Door(Protocol):
     """An environment as the worker process calls it."""
 
-    tools: list[dict[str, Any]]
-
     async def reset(self, row: Mapping[str, Any]) -> list[Message]: ...
 
     async def step(self, message: Message) -> Reply: ...
@@ -68,37 +68,55 @@ class Door(Protocol):
         ...
 
 
-def find_door(kind: Callable[..., Any]) -> Callable[[Any], Door]:
-    """The door for instances of a class.
+class Doors(NamedTuple):
+    """A class of environments."""
+
+    open: Callable[[], Door]
+    """Makes the environment of an episode."""
+    tools: list[dict[str, Any]]
+    """JSON schemas of the tools that the policy may call."""
+
+
+def find_doors(spec: str, kind: Any, options: Mapping[str, Any], columns: Sequence[str]) -> Doors:
+    """How a class of environments is used.
+
+    Args:
+        spec: name of the class, for messages.
+        kind: the class.
+        options: its arguments.
+        columns: names of the columns that ``reset`` gets.
 
     Raises:
-        ValueError: the class has no ``reset``, or neither ``step`` nor a public method with hints and a docstring.
+        ValueError: the class cannot be called with these arguments, or has no ``reset`` that takes these columns, or
+            neither ``step`` nor a public method with hints and a docstring.
     """
     name = getattr(kind, "__qualname__", repr(kind))
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"the environment {name} has no method reset: see docs/environments.md for the two kinds")
-    if callable(getattr(kind, "step", None)):
-        return MessageDoor
-    _tools_of(kind)  # refuses what cannot be described to the policy
-    return ToolDoor
+    described = None if callable(getattr(kind, "step", None)) else _tools_of(kind)
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{spec} cannot be called with environment.options {dict(options)}: {error}") from None
+    try:
+        inspect.signature(kind.reset).bind(None, **dict.fromkeys(columns))
+    except TypeError as error:
+        raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
+    if described is not None:
+        names = {tool["function"]["name"] for tool in described}
+        return Doors(lambda: ToolDoor(kind(**options), names), described)
+    tools = getattr(kind, "tools", None)
+    if not isinstance(tools, (list, tuple)):  # its instances may have them
+        tools = getattr(kind(**options), "tools", None) or ()
+    return Doors(lambda: MessageDoor(kind(**options)), [*tools])
 
 
-class MessageDoor:
-    """An environment with ``reset`` and ``step``."""
-
+class _OwnDoor:
     def __init__(self, own: Any) -> None:
         self.own = own
-        self.tools = list(getattr(own, "tools", None) or ())
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message]:
         return _messages(await _called(self.own.reset, **row))
-
-    async def step(self, message: Message) -> Reply:
-        answer = await _called(self.own.step, message)
-        if not isinstance(answer, tuple) or len(answer) != 3:
-            raise TypeError(f"step returned {_short(answer)}, expected (messages, reward, done)")
-        messages, reward, done = answer
-        return Reply(_messages(messages), reward, bool(done))
 
     async def end(self) -> float | None:
         if callable(close := getattr(self.own, "close", None)):
@@ -106,19 +124,30 @@ class MessageDoor:
         return None
 
 
-class ToolDoor:
+class MessageDoor(_OwnDoor):
+    """An environment with ``reset`` and ``step``."""
+
+    async def step(self, message: Message) -> Reply:
+        answer = await _called(self.own.step, message)
+        if not isinstance(answer, tuple) or len(answer) != 3:
+            raise TypeError(f"step returned {brief(repr(answer), _SHOWN)}, expected (messages, reward, done)")
+        messages, reward, done = answer
+        return Reply(_messages(messages), reward, bool(done))
+
+
+class ToolDoor(_OwnDoor):
     """A class of TRL's ``environment_factory``: public methods are tools, and a reply without a call is the last one.
 
     Its methods are used as TRL 1.16 does, but ``close`` is no tool, and is called at the end of an episode.
+
+    Args:
+        own: the environment.
+        names: of its tools.
     """
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
-        self.tools = _tools_of(type(own))
-        self._names = {tool["function"]["name"] for tool in self.tools}
-
-    async def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        return _messages(await _called(self.own.reset, **row))
+    def __init__(self, own: Any, names: Set[str]) -> None:
+        super().__init__(own)
+        self._names = names
 
     async def step(self, message: Message) -> Reply:
         calls = message.get("tool_calls") or []
@@ -140,12 +169,12 @@ class ToolDoor:
 
     async def end(self) -> float | None:
         reward = await _called(self.own.get_reward) if callable(getattr(self.own, "get_reward", None)) else None
-        if callable(close := getattr(self.own, "close", None)):
-            await _called(close)
+        await super().end()
         return reward
 
 
 _NO_TOOLS = ("reset", "get_reward", "close")
+_SHOWN = 200  # characters of a value in a message
 
 
 def _tools_of(kind: Any) -> list[dict[str, Any]]:
@@ -196,14 +225,11 @@ def _messages(value: Any) -> list[Message]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, Sequence) or not all(isinstance(message, dict) for message in value):
-        raise TypeError(f"got {_short(value)}, expected messages such as {{'role': 'user', 'content': '...'}}")
+        raise TypeError(
+            f"got {brief(repr(value), _SHOWN)}, expected messages such as {{'role': 'user', 'content': '...'}}"
+        )
     return [*value]
 
 
 def _error(text: str) -> str:
     return json.dumps({"error": text})
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

@@ -6,7 +6,6 @@ of imports, and takes milliseconds.
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from rlft_fast.envs.doors import Door, Message, find_door
+from rlft_fast.envs.doors import Door, Message, find_doors
 from rlft_fast.isolation import outlive_requests_to_stop
 from rlft_fast.plugins import load_function
 
@@ -26,7 +25,10 @@ PID = struct.Struct("!q")
 
 
 def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_characters: int, control: Connection) -> None:
-    """Main loop of the worker. It runs no code of the environment's but the import of its module.
+    """Main loop of the worker.
+
+    Of the environment's code it runs the import of its module, and the constructor where a class with ``step`` has no
+    list ``tools``.
 
     Args:
         spec: module:Class or file.py:Class.
@@ -38,11 +40,11 @@ def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_charac
     os.setsid()  # the terminal's signals do not reach it
     outlive_requests_to_stop()
     try:
-        make, tools = _load(spec, options, columns)
+        doors = find_doors(spec, load_function("environment", spec), options, columns)
     except BaseException as error:  # the module's code may also raise SystemExit
         control.send_bytes(json.dumps({"failure": f"{type(error).__name__}: {error}"[:2000]}).encode())
         return
-    control.send_bytes(json.dumps({"tools": tools}).encode())
+    control.send_bytes(json.dumps({"tools": doors.tools}).encode())
     with socket.socket(fileno=os.dup(control.fileno())) as asked:
         control.close()
         while True:
@@ -56,29 +58,9 @@ def serve(spec: str, options: Mapping[str, Any], columns: list[str], most_charac
             pid = os.fork()
             if pid == 0:
                 asked.close()
-                _run(files[0], make, most_characters)
+                _run(files[0], doors.open, most_characters)
             os.close(files[0])
             asked.sendall(PID.pack(pid))
-
-
-def _load(spec: str, options: Mapping[str, Any], columns: list[str]) -> tuple[Callable[[], Door], list[dict[str, Any]]]:
-    """What makes the door of an episode, and the schemas of the tools."""
-    kind: Any = load_function("environment", spec)
-    door = find_door(kind)
-
-    def make() -> Door:
-        return door(kind(**options))
-
-    try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        raise ValueError(f"{spec} cannot be called with environment.options {dict(options)}: {error}") from None
-    try:
-        inspect.signature(kind.reset).bind(None, **dict.fromkeys(columns))
-    except TypeError as error:
-        raise ValueError(f"reset of {spec} cannot be called with the columns {columns} of a row: {error}") from None
-    tools = getattr(kind, "tools", None) if door.__name__ == "MessageDoor" else None
-    return make, [*tools] if isinstance(tools, (list, tuple)) else make().tools
 
 
 def _kill(pid: int) -> None:
@@ -90,7 +72,7 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _run(file: int, make: Callable[[], Door], most_characters: int) -> NoReturn:
+def _run(file: int, open_door: Callable[[], Door], most_characters: int) -> NoReturn:
     """Main loop of an episode's process: a line of JSON in, a line of JSON out."""
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
@@ -101,7 +83,7 @@ def _run(file: int, make: Callable[[], Door], most_characters: int) -> NoReturn:
     own: list[Door] = []
     with os.fdopen(file, "rb", closefd=False) as lines:
         for line in lines:
-            answer = loop.run_until_complete(_answer(json.loads(line), make, own, most_characters))
+            answer = loop.run_until_complete(_answer(json.loads(line), open_door, own, most_characters))
             if os.getpid() != pid:  # the environment forked: the answer would be read as the next message's
                 break
             data = json.dumps(answer).encode() + b"\n"
@@ -111,11 +93,11 @@ def _run(file: int, make: Callable[[], Door], most_characters: int) -> NoReturn:
 
 
 async def _answer(
-    asked: dict[str, Any], make: Callable[[], Door], own: list[Door], most_characters: int
+    asked: dict[str, Any], open_door: Callable[[], Door], own: list[Door], most_characters: int
 ) -> dict[str, Any]:
     try:
         if "row" in asked:
-            own.append(make())
+            own.append(open_door())
             return {"messages": _cut(await own[0].reset(asked["row"]), most_characters)}
         if "message" in asked:
             reply = await own[0].step(asked["message"])
