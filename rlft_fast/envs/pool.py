@@ -36,7 +36,6 @@ class EnvironmentPool:
 
     Attributes:
         tools: JSON schemas of the tools that the policy may call.
-        seconds: time in calls [s].
 
     Raises:
         ValueError: the class cannot be loaded, or is no environment.
@@ -50,18 +49,15 @@ class EnvironmentPool:
         self._worker: _Worker | None = None
         self._episodes: dict[int, _Episode] = {}
         self._next = 0
-        self.seconds = 0.0
         self._worker = _Worker(*self._arguments)
         self.tools = self._worker.tools
 
     def open(self, count: int) -> list[int]:
         """Starts the processes of so many episodes; returns their numbers."""
-        started = time.perf_counter()
         numbers = [*range(self._next, self._next + count)]
         self._next += count
         for number in numbers:
             self._episodes[number] = self._fork()
-        self.seconds += time.perf_counter() - started
         return numbers
 
     def reset(self, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
@@ -128,7 +124,6 @@ class EnvironmentPool:
                 self._worker = None
 
     def _call(self, asked: Mapping[int, dict[str, Any]], keys: tuple[str, ...]) -> dict[int, Answer]:
-        started = time.perf_counter()
         deadline = time.monotonic() + self.timeout_s
         answers: dict[int, Answer] = {}
         with selectors.DefaultSelector() as selector:
@@ -149,7 +144,6 @@ class EnvironmentPool:
         for number, answer in answers.items():
             if isinstance(answer, Failed):
                 self._kill(number)
-        self.seconds += time.perf_counter() - started
         return {number: answers[number] for number in asked}
 
 
@@ -174,7 +168,7 @@ class _Episode:
         return True
 
     def read(self, keys: tuple[str, ...]) -> Answer | None:
-        """Reads what has arrived; returns the answer when it is complete."""
+        """Reads from the socket; returns the answer, or None while a part of it is missing."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:

@@ -32,7 +32,9 @@ with needing_train():
         draw_seeds,
         make_requests,
         sample_seeds,
+        seed_of,
         with_ties,
+        without_refusals,
     )
     from rlft_fast.rollout.vllm import (
         VLLMServer,
@@ -60,9 +62,11 @@ __all__ = [
     "draw_seeds",
     "make_requests",
     "sample_seeds",
+    "seed_of",
     "server_command",
     "server_environment",
     "to_samples",
     "token_from_environment",
     "with_ties",
+    "without_refusals",
 ]

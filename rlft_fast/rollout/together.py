@@ -25,6 +25,7 @@ from rlft_fast.rollout.types import (
     Seeds,
     draw_seeds,
     make_requests,
+    without_refusals,
 )
 from rlft_fast.world import STOP, World
 
@@ -113,7 +114,7 @@ class Rollout:
         """
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         answers = self.answer(make_requests(prompts, params, seeds), params)
-        completions = iter(self.world.together(partial(_without_refusals, answers), RequestError))
+        completions = iter(self.world.together(partial(without_refusals, answers), RequestError))
         return [[*islice(completions, params.n)] for _ in prompts]
 
     def answer(self, requests: Sequence[Request], params: SamplingParams) -> Answers:
@@ -226,13 +227,6 @@ class Rollout:
             return self.world.together(function, RequestError, Exception), None
         except Exception as failure:
             return None, failure
-
-
-def _without_refusals(answers: Answers) -> list[Completion]:
-    for answer in answers:
-        if isinstance(answer, RequestError):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, Completion)]
 
 
 def gather_requests(requests: Sequence[Request], group_size: int, world: World) -> tuple[Sequence[Request], int]:

@@ -105,11 +105,13 @@ def sample_seeds(seed: int, step: int, rows: Sequence[int], num_samples: int) ->
         num_samples: samples per prompt.
     """
 
-    def hashed(row: int, number: int) -> int:
-        (word,) = np.random.SeedSequence((seed, step, row, number)).generate_state(1, np.uint64)
-        return int(word) >> 1
+    return [[seed_of(seed, step, row, number) for number in range(num_samples)] for row in rows]
 
-    return [[hashed(row, number) for number in range(num_samples)] for row in rows]
+
+def seed_of(*numbers: int) -> int:
+    """A seed in [0, 2^63) that depends on these numbers, each at least 0, and on nothing else."""
+    (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(word) >> 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +153,14 @@ def make_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, seed
 
 Answers = list["Completion | RequestError"]
 """For each request its completion, or the error that refuses it."""
+
+
+def without_refusals(answers: Answers) -> list[Completion]:
+    """The completions. Raises the first RequestError among the answers."""
+    for answer in answers:
+        if isinstance(answer, RequestError):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, Completion)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

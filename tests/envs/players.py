@@ -114,3 +114,14 @@ class NoHints:
 
     def look(self, where):
         return where
+
+
+class Parrot:
+    """Repeats what it hears, as words and not as messages. It does not begin where the row is silent."""
+
+    def reset(self, silent: bool = False, **row: Any) -> None:
+        if silent:
+            raise RuntimeError("no voice")
+
+    def step(self, message: dict[str, Any]) -> tuple[str, None, bool]:
+        return message["content"], None, False

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +15,6 @@ from rlft_fast.data import Samples, cat_supports
 from rlft_fast.envs import EnvironmentPool, Failed
 from rlft_fast.errors import brief
 from rlft_fast.rollout import (
-    Answers,
     Completion,
     Request,
     RequestError,
@@ -25,7 +23,9 @@ from rlft_fast.rollout import (
     Seeds,
     Span,
     draw_seeds,
+    seed_of,
     to_samples,
+    without_refusals,
 )
 from rlft_fast.trainer.episodes.calls import Parsed, parse
 from rlft_fast.trainer.episodes.styles import choose_style
@@ -47,18 +47,19 @@ class _Episode:
     conversation: Conversation  # all messages so far
     seed: int
     max_tokens: int
+    has_support: bool  # whether tokens are sampled among some of the vocabulary
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     supports: list[torch.Tensor] = field(default_factory=list)
-    reward: float | None = 0.0
+    reward: float = 0.0
     turns: int = 0
     calls: int = 0
     failed_calls: int = 0
     stopped: bool = False  # by itself, not by a limit of tokens
     running: bool = True
-    failure: str | None = None
+    failure: str | None = None  # an episode that failed has no reward
 
     @property
     def left(self) -> int:
@@ -67,10 +68,7 @@ class _Episode:
 
     def request(self) -> Request:
         """For the next turn, whose draws depend on the episode's seed and the number of the turn alone."""
-        seed = self.seed
-        if self.turns:
-            (word,) = np.random.SeedSequence((self.seed, self.turns)).generate_state(1, np.uint64)
-            seed = int(word) >> 1
+        seed = seed_of(self.seed, self.turns) if self.turns else self.seed
         return Request(row=self.row, token_ids=[*self.prompt, *self.token_ids], seed=seed, max_new_tokens=self.left)
 
     def add_sampled(self, reply: Completion) -> None:
@@ -81,18 +79,13 @@ class _Episode:
             self.supports.append(reply.support)
         self.turns += 1
 
-    def add_given(self, token_ids: Sequence[int], like: torch.Tensor | None) -> None:
-        """Appends tokens that the policy has not sampled.
-
-        Args:
-            token_ids: of the environment or the template.
-            like: a support of sampled tokens; None: tokens are sampled among the whole vocabulary.
-        """
+    def add_given(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens of the environment or the template."""
         self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
         version = self.spans[-1].weight_version if self.spans else 0
         self.spans.append(Span(len(token_ids), version))
-        if like is not None:
-            self.supports.append(like.new_full((len(token_ids), like.shape[1]), -1))
+        if self.has_support:
+            self.supports.append(torch.full((len(token_ids), 1), -1, dtype=torch.int32))
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
         self.token_ids += token_ids
@@ -101,11 +94,12 @@ class _Episode:
 
     def fail(self, reason: str) -> None:
         """The episode has no reward, and is left out of the learning."""
-        self.running, self.reward, self.failure = False, None, reason
+        self.running, self.failure = False, reason
 
     def completion(self) -> Completion:
         """All tokens."""
-        support = cat_supports(self.supports) if self.supports else None
+        none = torch.empty(0, 1, dtype=torch.int32)  # an episode may fail before its first token
+        support = cat_supports([none, *self.supports]) if self.has_support else None
         reason = "stop" if self.stopped else "length"
         return Completion(self.token_ids, self.logprobs, reason, tuple(self.spans), support, self.is_sampled)
 
@@ -121,8 +115,7 @@ class EpisodePlayer:
 
     Attributes:
         style: how tools stand in conversations.
-        seconds: time in the environments in the last call of `samples` [s].
-        generate_seconds: time in which this rank's generator worked in it [s].
+        generate_seconds: time in which this rank's generator worked in the last call of `samples` [s].
 
     Raises:
         ValueError: the environment cannot be used, or the chat template does not tell what follows a reply.
@@ -143,7 +136,7 @@ class EpisodePlayer:
         except BaseException:
             self.pool.close()
             raise
-        self.seconds = self.generate_seconds = 0.0
+        self.generate_seconds = 0.0
 
     def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
         """The prompts with the tools, up to the end of their last words: an episode begins with what follows them.
@@ -200,33 +193,31 @@ class EpisodePlayer:
             RequestError: the generator refuses a request.
             RolloutError: the generator failed.
         """
-        self.pool.seconds = self.generate_seconds = 0.0
+        self.generate_seconds = 0.0
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
         episodes = world.together(partial(self._begin, prompts, params, seeds), Exception)
         while world.any_rank(any(episode.running for episode in episodes)):
             running = [episode for episode in episodes if episode.running]
             answers = rollout.answer([episode.request() for episode in running], params)
             self.generate_seconds += rollout.seconds
-            replies = world.together(partial(_completed, answers), RequestError)
+            replies = world.together(partial(without_refusals, answers), RequestError)
             world.together(partial(self._turn, running, replies), Exception)
         world.together(partial(self._end, episodes), Exception)
-        self.seconds = self.pool.seconds
         return _to_samples(episodes)
 
     def turns(self, samples: Samples) -> list[list[dict[str, Any]]]:
         """What was said in each sample: in turn what the policy sampled (``sampled``), and what followed, as texts."""
-        columns = zip(
-            samples.token_ids_T.split(samples.length_B.tolist()),
-            samples.is_sampled_T.split(samples.length_B.tolist()),
-            strict=True,
-        )
-        return [
-            [{"sampled": bool(own[0][1]), "text": self.tokenizer.decode([int(i) for i, _ in own])} for own in runs]
-            for runs in (
-                [[*run] for _, run in groupby(zip(ids, mask, strict=True), key=lambda x: bool(x[1]))]
-                for ids, mask in columns
-            )
-        ]
+        lengths = samples.length_B.tolist()
+        columns = zip(samples.token_ids_T.split(lengths), samples.is_sampled_T.split(lengths), strict=True)
+        return [self._runs(ids.tolist(), mask.tolist()) for ids, mask in columns]
+
+    def _runs(self, token_ids: list[int], is_sampled: list[bool]) -> list[dict[str, Any]]:
+        runs, start = [], 0
+        for sampled, run in groupby(is_sampled):
+            end = start + len([*run])
+            runs.append({"sampled": sampled, "text": self.tokenizer.decode(token_ids[start:end])})
+            start = end
+        return runs
 
     def close(self) -> None:
         """Ends all environments."""
@@ -238,15 +229,16 @@ class EpisodePlayer:
         episodes = [
             _Episode(
                 row=row, number=number, prompt=prompts.token_ids[row], conversation=prompts.conversations[row],
-                seed=seed, max_tokens=params.max_new_tokens,
+                seed=seed, max_tokens=params.max_new_tokens, has_support=params.support_size is not None,
             )
             for number, (row, seed) in zip(numbers, rows, strict=True)
         ]  # fmt: skip
-        columns = [{name: values[row] for name, values in prompts.columns.items()} for row in range(len(prompts))]
-        for row, own in enumerate(columns):
-            own["prompt"] = prompts.conversations[row].messages
+        columns = [
+            {name: values[row] for name, values in prompts.columns.items()}
+            | {"prompt": prompts.conversations[row].messages}
+            for row in range(len(prompts))
+        ]
         begun = self.pool.reset({episode.number: columns[episode.row] for episode in episodes})
-        like = None if params.support_size is None else torch.empty(0, 1, dtype=torch.int32)
         for episode in episodes:
             answer = begun[episode.number]
             if isinstance(answer, Failed):
@@ -255,8 +247,8 @@ class EpisodePlayer:
             messages = self._suffixes.without_special_tokens(answer["messages"])
             given = self._tokens(episode, partial(self._suffixes.opening, episode.conversation, messages))
             if given is not None:
-                episode.add_given(given, like)
-                episode.conversation = _opened(episode.conversation, messages)
+                episode.add_given(given)
+                episode.conversation = self._suffixes.opened(episode.conversation, messages)
         return episodes
 
     def _turn(self, episodes: Sequence[_Episode], replies: Sequence[Completion]) -> None:
@@ -287,7 +279,6 @@ class EpisodePlayer:
             messages: list[Message] = [{"role": "tool", "content": mistake} for mistake in reply.mistakes]
         else:
             messages = answer["messages"]
-            assert episode.reward is not None
             episode.reward += answer["reward"] or 0.0
         is_done = answer is not None and answer["done"]
         if is_done or episode.turns == self.config.max_turns or not messages:
@@ -299,9 +290,8 @@ class EpisodePlayer:
         make = partial(self._suffixes.after_reply, conversation, reply, messages, ended=ended)
         given = self._tokens(episode, make)
         if given is not None:
-            episode.add_given(given, episode.supports[-1] if episode.supports else None)
-            turns = [*conversation.messages, self.style.said(reply, text), *self.style.results(messages)]
-            episode.conversation = replace(conversation, messages=turns)
+            episode.add_given(given)
+            episode.conversation = self._suffixes.answered(conversation, self.style.said(reply, text), messages)
 
     def _tokens(self, episode: _Episode, make: Callable[[], list[int]]) -> list[int] | None:
         """The tokens that follow; None, and the episode has ended, where they cannot be made or have no room."""
@@ -330,7 +320,7 @@ class EpisodePlayer:
     def _take_end(self, episode: _Episode, answer: Mapping[str, Any] | Failed | None) -> None:
         if isinstance(answer, Failed):
             episode.fail(answer)
-        elif answer is not None and episode.reward is not None:
+        elif answer is not None:
             episode.reward += answer["reward"] or 0.0
 
     def _text(self, reply: Completion) -> str:
@@ -338,25 +328,9 @@ class EpisodePlayer:
         return str(self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
 
 
-def _completed(answers: Answers) -> list[Completion]:
-    for answer in answers:
-        if isinstance(answer, RequestError):
-            raise answer
-    return [answer for answer in answers if isinstance(answer, Completion)]
-
-
-def _opened(conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-    """The conversation after what an environment begins with."""
-    added = "".join(message["content"] for message in messages if "role" not in message)
-    *before, last = conversation.messages
-    if added:
-        last = last | {"content": f"{last['content']}{added}"}
-    return replace(conversation, messages=[*before, last, *(m for m in messages if "role" in m)])
-
-
 def _to_samples(episodes: Sequence[_Episode]) -> Samples:
     samples = to_samples([(episode.row, episode.completion()) for episode in episodes])
-    rewards = [torch.nan if episode.reward is None else episode.reward for episode in episodes]
+    rewards = [episode.reward if episode.failure is None else torch.nan for episode in episodes]
     counts = {
         "turns": [e.turns for e in episodes],
         "tool_calls": [e.calls for e in episodes],

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse
 from rlft_fast.trainer.prompts import Conversation, Limits, Message, Tokenizer, words_of
 
 MARK = "xqmarkxq"  # a plain word, which templates leave as it is
-_RESULT = "xqresultxq"
+RESULT = "xqresultxq"
 
 _EXPLAINED = """You can call these tools, each described by a line of JSON:
 <tools>
@@ -25,11 +24,9 @@ class Style(Protocol):
     """A form of conversations.
 
     Attributes:
-        name: in messages.
         tools: JSON schemas of the tools.
     """
 
-    name: str
     tools: list[dict[str, Any]]
 
     def with_tools(self, conversation: Conversation) -> Conversation:
@@ -56,8 +53,6 @@ class Style(Protocol):
 
 class TemplateStyle:
     """The chat template has tools, calls and results."""
-
-    name = "the chat template's own"
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self.tools = tools
@@ -89,8 +84,6 @@ class PlainStyle:
         tools: JSON schemas.
         role: of the message that tells of the tools, for a template that refuses system prompts.
     """
-
-    name = "plain messages"
 
     def __init__(self, tools: list[dict[str, Any]], role: str = "system") -> None:
         self.tools, self.role = tools, role
@@ -126,7 +119,7 @@ def choose_style(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Style:
     """The chat template's own style where it shows tools, calls in a form that `parse` reads, and results."""
     if not tools:
         return PlainStyle([])
-    if find_flaw(tokenizer, tools) is None:
+    if _carries(tokenizer, tools):
         return TemplateStyle(tools)
     try:
         told = [{"role": "system", "content": "Yes."}, {"role": "user", "content": "Is it so?"}]
@@ -136,22 +129,23 @@ def choose_style(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Style:
     return PlainStyle(tools)
 
 
-def find_flaw(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> str | None:
-    """Why the chat template cannot carry these tools; None: it can."""
-    name = tools[0].get("function", tools[0])["name"]
-    call = {"name": name, "arguments": {"mark": MARK}}
+def _carries(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
+    """Whether the chat template shows these tools, their results, and calls in a form that `parse` reads."""
+    names = [name_of(tool) for tool in tools]
+    call = {"name": names[0], "arguments": {"mark": MARK}}
     asked: list[Message] = [{"role": "user", "content": "Is it so?"}]
     reply = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    result = {"role": "tool", "name": name, "content": _RESULT}
+    result = {"role": "tool", "name": names[0], "content": RESULT}
     limits = Limits()
     try:
         prompt = Conversation(asked, tools).render(tokenizer, limits)
-        if any(tool.get("function", tool)["name"] not in prompt for tool in tools):
-            return "it does not show the tools"
         text = Conversation([*asked, reply, result], tools).render(tokenizer, limits)
-    except Exception as error:  # a template is code of the model's
-        return brief(error)
-    said, shown, _ = text.removeprefix(prompt).partition(_RESULT)
-    if not shown:
-        return "it does not show results"
-    return None if call in parse(said).calls else "it writes calls in another form than <tool_call> with JSON"
+    except Exception:  # a template is code of the model's, and raises its own errors
+        return False
+    said, shown, _ = text.removeprefix(prompt).partition(RESULT)
+    return all(name in prompt for name in names) and bool(shown) and call in parse(said).calls
+
+
+def name_of(tool: dict[str, Any]) -> str:
+    """The name in a tool's JSON schema."""
+    return tool.get("function", tool)["name"]

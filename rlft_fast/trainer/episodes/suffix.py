@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse
-from rlft_fast.trainer.episodes.styles import MARK, Style
+from rlft_fast.trainer.episodes.styles import MARK, RESULT, Style, name_of
 from rlft_fast.trainer.prompts import Conversation, Limits, Message, words_of
 
 _PROBES = ("Yes.", "One, two.\nThree: four", "<think>\nWell.\n</think>\n\n5")
@@ -53,21 +53,29 @@ class Suffixes:
         Raises:
             ValueError: the template does not show where the words end.
         """
-        return self._render_opening(conversation, [])[0]
+        return self._split_opening(conversation, [])[0]
 
     def opening(self, conversation: Conversation, messages: Sequence[Message]) -> list[int]:
-        """Tokens from the end of the prompt's last words to where the first reply begins.
+        """Tokens from the end of the prompt's last words to where the first reply begins, see `opened`."""
+        return self._encode(self._split_opening(conversation, messages)[1])
+
+    def opened(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """The conversation after what an environment begins with.
 
         Args:
             conversation: the prompt.
-            messages: what the environment begins with. A message without a role is added to the prompt's last words.
+            messages: the environment's. A message without a role is added to the prompt's last words.
         """
-        return self._encode(self._render_opening(conversation, messages)[1])
+        *before, last = conversation.messages
+        if added := "".join(message["content"] for message in messages if "role" not in message):
+            last = last | {"content": f"{words_of(last['content'])}{added}"}
+        others = self.style.results([message for message in messages if "role" in message])
+        return replace(conversation, messages=[*before, last, *others])
 
     def after_reply(
         self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool
     ) -> list[int]:
-        """Tokens from the end of a reply to where the next reply begins.
+        """Tokens from the end of a reply to where the next reply begins, see `answered`.
 
         Args:
             conversation: all before the reply.
@@ -76,6 +84,17 @@ class Suffixes:
             ended: whether an end token was sampled, not only a stop text.
         """
         return self._encode(self._after(conversation, reply, messages, ended=ended))
+
+    def answered(self, conversation: Conversation, said: Message, messages: Sequence[Message]) -> Conversation:
+        """The conversation after a reply and its answer.
+
+        Args:
+            conversation: all before the reply.
+            said: the reply, as `Style.said` has it.
+            messages: the environment's. A message without a role is a user's.
+        """
+        answer = self.style.results([{"role": "user"} | message for message in messages])
+        return replace(conversation, messages=[*conversation.messages, said, *answer])
 
     def without_special_tokens(self, messages: Sequence[Message]) -> list[Message]:
         """Messages whose texts become no special token: a web page could end the turn, and speak as the policy.
@@ -88,22 +107,15 @@ class Suffixes:
 
         return [message | {"content": plain(message["content"])} for message in messages]
 
-    def _render_opening(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, str]:
-        added = "".join(message["content"] for message in messages if "role" not in message)
-        others = self.style.results([message for message in messages if "role" in message])
-        *before, last = conversation.messages
-        content = last["content"]
-        marked = last | {"content": f"{words_of(content)}{MARK}{added}"}
-        text = self._render(replace(conversation, messages=[*before, marked, *others]))
+    def _split_opening(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, str]:
+        text = self._render(self.opened(conversation, [{"content": MARK}, *messages]))
         prompt, *rest = text.split(MARK)
         if len(rest) != 1:
             raise ValueError(f"the chat template shows the last message of the prompt {len(rest)} times")
         return prompt, rest[0]
 
     def _after(self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool) -> str:
-        messages = [{"role": "user"} | message for message in messages]
-        turns = [*conversation.messages, self.style.marked(reply), *self.style.results(messages)]
-        text = self._render(replace(conversation, messages=turns))
+        text = self._render(self.answered(conversation, self.style.marked(reply), messages))
         _, found, after = text.rpartition(MARK)
         if not found:
             raise ValueError("the chat template does not show a reply")
@@ -140,14 +152,13 @@ class Suffixes:
 
     def _prove_results(self) -> None:
         """As `_prove`, of the results of tools: they may not depend on arguments, words, thoughts and earlier calls."""
-        if self.style.tools == []:
+        if not self.style.tools:
             return
-        tools = [tool.get("function", tool)["name"] for tool in self.style.tools]
-        calls = [[{"name": tools[0], "arguments": arguments}] for arguments in ({}, {"x": [1, "two"]})]
-        result: list[Message] = [{"role": "tool", "name": tools[0], "content": "xqresultxq"}]
+        name = name_of(self.style.tools[0])
+        calls = [[{"name": name, "arguments": arguments}] for arguments in ({}, {"x": [1, "two"]})]
+        result: list[Message] = [{"role": "tool", "name": name, "content": RESULT}]
         asked = self.style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
-        cycle = [self.style.said(Parsed("", calls[0], []), "?"), *self.style.results(result)]
-        longer = replace(asked, messages=[*asked.messages, *cycle])
+        longer = self.answered(asked, self.style.said(Parsed("", calls[0], []), "?"), result)
         texts = {
             self._after(before, Parsed(words, own, []), result, ended=True)
             for before in (asked, longer)
@@ -157,5 +168,6 @@ class Suffixes:
         if len(texts) > 1:
             first, second, *_ = sorted(texts)
             raise ValueError(f"behind other calls of tools it is {first!r} and {second!r}")
-        if "xqresultxq" not in next(iter(texts)):
-            raise ValueError(f"the result of a tool is not in {next(iter(texts))!r}")
+        (text,) = texts
+        if RESULT not in text:
+            raise ValueError(f"the result of a tool is not in {text!r}")

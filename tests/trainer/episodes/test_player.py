@@ -40,7 +40,8 @@ class Scripted:
             ids = self.reply(request)[: request.max_new_tokens]
             self.seen.append(([*request.token_ids], ids, request.seed))
             reason = "stop" if ids and ids[-1] >= 256 else "length"
-            answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),)))
+            support = None if params.top_k is None else torch.tensor(ids, dtype=torch.int32).repeat(params.top_k, 1).T
+            answers.append(Completion(ids, [-0.5] * len(ids), reason, (Span(len(ids), 3),), support))
         return answers
 
 
@@ -58,7 +59,7 @@ def play(tmp_path, tokenizer):
     """Plays one episode per row of an environment of `players`; returns samples, prompts, player and generator."""
     players = []
 
-    def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, **options):
+    def run(rows, name, reply, template="qwen2_5", ends=(IM_END,), n=1, max_new_tokens=2000, top_k=None, **options):
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
         data = DataConfig(path=str(write_rows(tmp_path / "data.jsonl", rows)))
         prompts = load_prompts(data, tokenizer, 4000)
@@ -68,7 +69,7 @@ def play(tmp_path, tokenizer):
         players.append(player)
         prompts = player.prepare(prompts, 4000)
         generator = Scripted(reply)
-        params = SamplingParams(n=n, max_new_tokens=max_new_tokens)
+        params = SamplingParams(n=n, max_new_tokens=max_new_tokens, top_k=top_k)
         seeds = [[10 * row + number for number in range(n)] for row in range(len(prompts))]
         samples = player.samples(Rollout(lambda: generator, World.current()), World.current(), prompts, params, seeds)
         return samples, prompts, player, generator
@@ -208,6 +209,24 @@ def test_a_failed_environment_costs_its_episode(play, tokenizer):
     assert torch.equal(samples.parts["environment"].isnan(), torch.tensor([True, False]))
     assert samples.parts["environment"][1] == 1.5
     assert samples.counts["environment_failed"].tolist() == [1.0, 0.0]
+
+
+def test_an_environment_may_answer_in_words(play, tokenizer):
+    *_, generator = play([{"prompt": "a"}], "Parrot", in_turn(tokenizer, *"xyz"), max_turns=3)
+    talk = [{"role": "user", "content": "a"}]
+    for word in "xy":
+        talk += [{"role": "assistant", "content": word}, {"role": "user", "content": word}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert generator.seen[-1][0] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_an_episode_that_does_not_begin_has_a_support_too(play, tokenizer):
+    rows = [{"prompt": "a", "silent": True}, {"prompt": "b", "silent": False}]
+    with pytest.warns(UserWarning, match="no voice"):
+        samples, *_ = play(rows, "Parrot", in_turn(tokenizer, *"xy"), max_turns=2, top_k=3)
+    assert samples.length_B[0] == 0
+    assert samples.support_TK.shape == (len(samples.token_ids_T), 3)
+    assert torch.equal((samples.support_TK >= 0).all(1), samples.is_sampled_T)
 
 
 def test_prompts_that_cannot_begin_are_refused(play, tokenizer):
