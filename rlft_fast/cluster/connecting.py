@@ -40,8 +40,9 @@ def connect(address: str | None = None, num_cpus: int | None = None) -> None:
                 ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address or 'this machine'}: {error}") from error
-        HEAD.follow(is_own=address is None)
-        atexit.register(HEAD.end_own_processes)  # runs before Ray's own hook
+        if not (address or "").startswith("ray://"):  # such a driver is a client of the cluster, not a part of it
+            HEAD.watch(ray.get_runtime_context().gcs_address, is_own=address is None)
+            atexit.register(HEAD.end_own_processes)  # runs before Ray's own hook
     send_tensors_as_buffers()
     send_user_files()
 

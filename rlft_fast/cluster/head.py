@@ -53,13 +53,10 @@ class Head:
         self.loss, self._lost_at, self._address, self._is_own = None, math.inf, address, is_own
         threading.Thread(target=self._watch, args=(address,), name="head of Ray", daemon=True).start()
 
-    def follow(self, *, is_own: bool = False) -> None:
+    def follow(self) -> None:
         """Watches the head of the cluster that this process is connected to, if it watches no head or another one.
 
         A process may leave a cluster and join another one by Ray's own functions.
-
-        Args:
-            is_own: this process has started the cluster.
         """
         import ray
 
@@ -67,7 +64,7 @@ class Head:
             return
         address = ray.get_runtime_context().gcs_address
         if address != self._address:
-            self.watch(address, is_own=is_own)
+            self.watch(address, is_own=False)
 
     @contextlib.contextmanager
     def listening(self, notify: Callable[[HeadLostError], None]) -> Iterator[None]:
