@@ -1,7 +1,7 @@
 """`Samples`: completions and their rewards, as columns that travel between processes without pickles."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from rlft_fast.data.batch import Batch, cat_lists, cat_supports, cumulative, list_lengths, row_letter, token_ranges
 from rlft_fast.world import World
+
+_BY_NAME = ("parts", "counts")  # fields with columns by name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,9 +87,7 @@ class Samples:
             name: tensor.index_select(0, rows[row_letter(name)]) for name, tensor in self._tensors().items()
         }
         texts = None if self.texts is None else [self.texts[i] for i in indices.tolist()]
-        parts = {name: part[indices] for name, part in self.parts.items()}
-        counts = {name: count[indices] for name, count in self.counts.items()}
-        return self.replace(**fields, parts=parts, counts=counts, texts=texts)
+        return self.replace(**fields, **self._each_by_name(lambda column: column[indices]), texts=texts)
 
     def of_rows(self, rows: Sequence[int]) -> Self:
         """The samples of these rows, in the order that they have here."""
@@ -117,9 +117,7 @@ class Samples:
             name: gathered(column, row_letter(name)) for name, column in self._as_wide(world)._tensors().items()
         }
         texts = None if self.texts is None else [*chain(*world.all_gather_json(self.texts))]
-        parts = {name: gathered(part, "B") for name, part in self.parts.items()}
-        counts = {name: gathered(count, "B") for name, count in self.counts.items()}
-        return self.replace(**fields, parts=parts, counts=counts, texts=texts)
+        return self.replace(**fields, **self._each_by_name(lambda column: gathered(column, "B")), texts=texts)
 
     def _as_wide(self, world: World) -> Self:
         """With a support as wide as the widest of all ranks."""
@@ -147,6 +145,11 @@ class Samples:
             self.is_sampled_T, columns,
         ).replace(reward_B=self.reward_B, group_B=self.row_B)  # fmt: skip
 
+    def _each_by_name(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The fields of columns by name, after a function of each column."""
+        fields = {name: getattr(self, name) for name in _BY_NAME}
+        return {name: {key: function(column) for key, column in own.items()} for name, own in fields.items()}
+
     def _tensors(self) -> dict[str, Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
@@ -159,7 +162,8 @@ def cat_samples(parts: Sequence[Samples]) -> Samples:
     for name in first._tensors():
         columns = [getattr(samples, name) for samples in parts]
         fields[name] = cat_supports(columns) if name == "support_TK" else torch.cat(columns)
-    by_name = {name: torch.cat([samples.parts[name] for samples in parts]) for name in first.parts}
-    counts = {name: torch.cat([samples.counts[name] for samples in parts]) for name in first.counts}
+    for name in _BY_NAME:
+        every = [getattr(samples, name) for samples in parts]
+        fields[name] = {key: torch.cat([own[key] for own in every]) for key in every[0]}
     texts = None if first.texts is None else [text for samples in parts for text in samples.texts or ()]
-    return first.replace(**fields, parts=by_name, counts=counts, texts=texts)
+    return first.replace(**fields, texts=texts)

@@ -175,8 +175,11 @@ def naming_start(output: Path) -> Iterator[None]:
 
 def settings_of(output: Path) -> Mapping[str, Any]:
     """The `fixed_settings` of the run in the folder, nested by section. Empty if the folder has no `MARKER`."""
-    found = _identity(output)
-    found = found if isinstance(found, Mapping) else {}
+    return _settings_in(_identity(output))
+
+
+def _settings_in(identity: Any) -> Mapping[str, Any]:
+    found = identity if isinstance(identity, Mapping) else {}
     settings = found.get("settings", found)  # early versions had them beside the rest
     return settings if isinstance(settings, Mapping) else {}
 
@@ -190,7 +193,7 @@ def require_same(output: Path, identity: Mapping[str, Any]) -> None:
             others, nested under names of its own.
     """
     found = _identity(output)
-    found, settings = found if isinstance(found, Mapping) else {}, settings_of(output)
+    found, settings = found if isinstance(found, Mapping) else {}, _settings_in(found)
     own = OBJECTIVES[identity["settings"].get("objective", "rl")]
     different = [*changed_settings(settings, identity["settings"], own)]
     before, now = (dict(dotted({k: v for k, v in of.items() if k != "settings"})) for of in (found, identity))

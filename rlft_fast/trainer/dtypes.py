@@ -37,11 +37,10 @@ def settle_compute_dtype(config: AnyConfig, world: World, *, resume: bool = Fals
 
 def _open(config: RunConfig) -> dict[str, str]:
     """Folders of the models whose dtype is open, by the section of each."""
-    sections = {name: getattr(config, name, None) for name in run_roles(config)}
     return {
-        name: run_roles(config)[name].path
-        for name, section in sections.items()
-        if isinstance(section, ModelConfig) and section.compute_dtype == "auto"
+        name: role.path
+        for name, role in run_roles(config).items()
+        if isinstance(section := getattr(config, name, None), ModelConfig) and section.compute_dtype == "auto"
     }
 
 

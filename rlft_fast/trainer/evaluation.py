@@ -116,9 +116,9 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         check_held_out(held_out, judge)
         player = None
         if config.environment is not None:
-            first = next(iter(held_out.values()))
-            player, _, held_out = open_environment(config, tokenizer, first, held_out)
+            player, sets = open_environment(config, tokenizer, [*held_out.values()])
             stack.callback(player.close)
+            held_out = dict(zip(held_out, sets, strict=True))
         require_agreement(world, "held-out data", *held_out.values())
         if judge.reader is not None:
             judge.use_model(role_engine(judge.config, "reward", world))

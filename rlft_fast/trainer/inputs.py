@@ -1,6 +1,6 @@
 """What a run reads beside weights: its tokenizer, prompts and reward functions. They are checked as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ def load_inputs(config: Config, world: World) -> Inputs:
         assert tokenizer is not None
         assert prompts is not None
         assert held_out is not None
-        given = tokenizer, prompts, held_out
-        found = checks.run(lambda: open_environment(config, *given))
-        player, prompts, held_out = found or (None, *given[1:])
+        given = tokenizer, [prompts, *held_out.values()]
+        if (found := checks.run(lambda: open_environment(config, *given))) is not None:
+            player, (prompts, *sets) = found
+            held_out = dict(zip(held_out, sets, strict=True))
     checks.raise_found()
     assert objective is not None
     assert tokenizer is not None
@@ -100,24 +101,27 @@ def load_inputs(config: Config, world: World) -> Inputs:
 
 
 def open_environment(
-    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: dict[str, Prompts]
-) -> tuple[EpisodePlayer, Prompts, dict[str, Prompts]]:
-    """The player of the configuration's environment, and the prompts as its episodes begin.
+    config: Config, tokenizer: PreTrainedTokenizerBase, sets: Sequence[Prompts]
+) -> tuple[EpisodePlayer, list[Prompts]]:
+    """The player of the configuration's environment, and the sets of prompts as its episodes begin.
+
+    Args:
+        config: with an environment.
+        tokenizer: of the policy.
+        sets: prompts with the same columns.
 
     Raises:
         ValueError: the environment cannot be used, or a prompt cannot begin an episode.
     """
     assert config.environment is not None
-    columns = sorted({"prompt", *prompts.columns})
+    columns = sorted({"prompt", *sets[0].columns})
     ends = [
         *end_token_ids(generation_defaults(config.model), tokenizer),
         *split_stop(config.rollout.stop, tokenizer)[0],
     ]
     player = EpisodePlayer(config.environment, columns, tokenizer, ends)
-    most = config.rollout.max_prompt_tokens
     try:
-        begun = {name: player.prepare(found, most) for name, found in held_out.items()}
-        return player, player.prepare(prompts, most), begun
+        return player, [player.prepare(prompts, config.rollout.max_prompt_tokens) for prompts in sets]
     except BaseException:
         player.close()
         raise

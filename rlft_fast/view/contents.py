@@ -115,11 +115,8 @@ def _by_step(lines: list[bytes]) -> tuple[dict[int, list[tuple[int, dict[str, An
         num_damaged += sample is None
         step = step if sample is None else sample["step"]
         if step is not None:  # a damaged line keeps its place, since the files of tokens count samples
-            fields = (
-                dict.fromkeys(_FIELDS)
-                if sample is None
-                else {name: sample[name] for name in (*_FIELDS, "turns") if name in sample}
-            )
+            fields = sample or dict.fromkeys(_FIELDS)
+            fields = {name: value for name, value in fields.items() if name != "step"}
             steps.setdefault(step, []).append((len(line), fields))
     return steps, num_damaged
 

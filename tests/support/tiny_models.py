@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoTokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -26,6 +27,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -172,3 +174,11 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>", "<pad>"])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def chat_tokenizer(folder: Path, special: list[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of `save_tokenizer`, with special tokens that chat templates name."""
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="<|begin_of_text|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer

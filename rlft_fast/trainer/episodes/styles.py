@@ -6,10 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rlft_fast.trainer.episodes.calls import Parsed, parse
-from rlft_fast.trainer.prompts import Conversation, Limits, Message, Tokenizer, words_of
-
-MARK = "xqmarkxq"  # a plain word, which templates leave as it is
-RESULT = "xqresultxq"
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, Tokenizer, words_of
 
 _EXPLAINED = """You can call these tools, each described by a line of JSON:
 <tools>
@@ -135,14 +132,14 @@ def _carries(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
     call = {"name": names[0], "arguments": {"mark": MARK}}
     asked: list[Message] = [{"role": "user", "content": "Is it so?"}]
     reply = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    result = {"role": "tool", "name": names[0], "content": RESULT}
+    result = {"role": "tool", "name": names[0], "content": RESULT_MARK}
     limits = Limits()
     try:
         prompt = Conversation(asked, tools).render(tokenizer, limits)
         text = Conversation([*asked, reply, result], tools).render(tokenizer, limits)
     except Exception:  # a template is code of the model's, and raises its own errors
         return False
-    said, shown, _ = text.removeprefix(prompt).partition(RESULT)
+    said, shown, _ = text.removeprefix(prompt).partition(RESULT_MARK)
     return all(name in prompt for name in names) and bool(shown) and call in parse(said).calls
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse
-from rlft_fast.trainer.episodes.styles import MARK, RESULT, Style, name_of
-from rlft_fast.trainer.prompts import Conversation, Limits, Message, words_of
+from rlft_fast.trainer.episodes.styles import Style, name_of
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, words_of
 
 _PROBES = ("Yes.", "One, two.\nThree: four", "<think>\nWell.\n</think>\n\n5")
 
@@ -156,7 +156,7 @@ class Suffixes:
             return
         name = name_of(self.style.tools[0])
         calls = [[{"name": name, "arguments": arguments}] for arguments in ({}, {"x": [1, "two"]})]
-        result: list[Message] = [{"role": "tool", "name": name, "content": RESULT}]
+        result: list[Message] = [{"role": "tool", "name": name, "content": RESULT_MARK}]
         asked = self.style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
         longer = self.answered(asked, self.style.said(Parsed("", calls[0], []), "?"), result)
         texts = {
@@ -169,5 +169,5 @@ class Suffixes:
             first, second, *_ = sorted(texts)
             raise ValueError(f"behind other calls of tools it is {first!r} and {second!r}")
         (text,) = texts
-        if RESULT not in text:
+        if RESULT_MARK not in text:
             raise ValueError(f"the result of a tool is not in {text!r}")

@@ -11,6 +11,8 @@ from rlft_fast.config import RowsConfig
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, render, words_of
 
+MARK, RESULT_MARK = "xqmarkxq", "xqresultxq"
+"""Plain words, which templates leave as they are. They stand for the assistant's words, and for a tool's result."""
 _SYSTEM = ("system", "developer")  # roles whose messages come from the developer
 
 

@@ -16,11 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Conversation, Limits, Message, render
+from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, render
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "xqmarkxq"  # a plain word, which templates leave as it is
-_RESULT = "xqresultxq"
 _PROBES = (("Yes.", "No."), ("One, two.\nThree: four", '{"five": [6]}'))
 
 
@@ -128,7 +126,7 @@ class AssistantSpans:
     def _find_one(self, conversation: Conversation, text: str, i: int) -> Span:
         """What message i says in the text of the conversation."""
         messages = conversation.messages
-        mark = _MARK
+        mark = MARK
         while mark in text:
             mark += "x"
         marked = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
@@ -146,8 +144,8 @@ class AssistantSpans:
         """Whether the result of a tool is shown behind a message without the call. It would be taught otherwise."""
         if i + 1 == len(marked) or marked[i + 1]["role"] != "tool":
             return True
-        result = marked[i + 1] | {"content": _RESULT}
-        return _RESULT in self._render(replace(conversation, messages=[*marked[: i + 1], result, *marked[i + 2 :]]))
+        result = marked[i + 1] | {"content": RESULT_MARK}
+        return RESULT_MARK in self._render(replace(conversation, messages=[*marked[: i + 1], result, *marked[i + 2 :]]))
 
     def _start(self, conversation: Conversation, text: str, i: int, latest: int) -> int:
         """Where an answer in place of message i begins: behind the prompt that the generator would get.

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from transformers import AutoTokenizer
 
 from rlft_fast.config import DataConfig, EnvironmentConfig
 from rlft_fast.rollout import Answers, Completion, Request, Rollout, SamplingParams, Span
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.prompts import load_prompts
 from rlft_fast.world import World
-from tests.support.tiny_models import save_tokenizer
+from tests.support.tiny_models import chat_tokenizer
 from tests.trainer.toy import write_rows
 
 PLAYERS = Path(__file__).parents[2] / "envs" / "players.py"
@@ -47,11 +46,7 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    found = AutoTokenizer.from_pretrained(folder, bos_token="<|begin_of_text|>")
-    found.add_special_tokens({"additional_special_tokens": SPECIAL})
-    return found
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), SPECIAL)
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rlft_fast.trainer.prompts import Conversation
 from rlft_fast.trainer.supervised import AssistantSpans
 from rlft_fast.trainer.supervised.spans import Span, encode_spans
-from tests.support.tiny_models import save_tokenizer
+from tests.support.tiny_models import chat_tokenizer
 from tests.trainer.supervised.rows import CHATML, say
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -33,11 +33,7 @@ WITH_TOOL = Conversation(
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    found = AutoTokenizer.from_pretrained(folder, bos_token="<|begin_of_text|>")
-    found.add_special_tokens({"additional_special_tokens": SPECIAL})
-    return found
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), SPECIAL)
 
 
 def said(tokenizer, template: str, conversation: Conversation, first: int = 0) -> list[str]:
