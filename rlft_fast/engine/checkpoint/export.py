@@ -92,19 +92,17 @@ def export_hf(
     config = adapter_config(engine) if adapter else None
     temporary = output.with_name(output.name + TEMPORARY)
     replaced = output.with_name(temporary.name + REPLACED)  # a name that only adds .old may be a folder of the user
-    shards = _ShardWriter(
-        temporary, max_shard_bytes if config is None else sys.maxsize, WEIGHTS if adapter else "model"
-    )
+    if config is None:
+        shards, weights = _ShardWriter(temporary, max_shard_bytes, "model"), engine.named_weights()
+        begin = partial(_begin, engine, shards, dtype, stop)
+    else:
+        shards, weights = _ShardWriter(temporary, sys.maxsize, WEIGHTS), adapter_weights(engine)
+        begin = partial(_begin_adapter, config, shards, dtype)
     attempt = partial(_attempt, engine.world)
     with contextlib.ExitStack() as stack:
         failure = attempt(stack.enter_context, one_at_a_time(output.with_name(output.name + _LOCK)))
-        if config is None:
-            failure = failure or attempt(_begin, engine, shards, dtype, stop)
-        else:
-            failure = failure or attempt(_begin_adapter, config, shards, dtype)
-        for name, tensor in (
-            adapter_weights(engine) if adapter else engine.named_weights()
-        ):  # after a failure, too: all ranks gather together
+        failure = failure or attempt(begin)
+        for name, tensor in weights:  # after a failure, too: all ranks gather together
             failure = failure or attempt(shards.add, name, tensor)
         failure = failure or attempt(shards.finish) or attempt(_keep_others_files, output, temporary)
         failure = failure or attempt(publish, temporary, output, replaced)

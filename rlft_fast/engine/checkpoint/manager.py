@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlft_fast.engine.checkpoint.content import Content, check_models, collect, restore
 from rlft_fast.engine.checkpoint.manifest import find_damage, find_extra, read_manifest, read_state, write_manifest
-from rlft_fast.engine.checkpoint.partial import Loaded, restore_part
+from rlft_fast.engine.checkpoint.partial import Loaded, OtherModelError, restore_part
 from rlft_fast.engine.checkpoint.storage import Snapshot
 from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.files import REPLACED, TEMPORARY, publish, remove
@@ -242,7 +242,7 @@ class CheckpointManager:
             scheduler: load the numbers of optimizer steps, with which the schedules go on.
 
         Returns:
-            What was loaded, and what was not; None if there is no checkpoint.
+            The names of the tensors that were loaded, and of all others; None if there is no checkpoint.
 
         Raises:
             ValueError: strict, and a model differs. The engines are unchanged.
@@ -345,7 +345,7 @@ class CheckpointManager:
 def _naming(folder: Path) -> Iterator[None]:
     try:
         yield
-    except ValueError:
+    except OtherModelError:
         raise
     except (Exception, CheckpointException) as error:  # DCP raises many kinds; the user needs the folder's name
         raise CheckpointError(f"cannot load checkpoint {folder}: {error}") from error

@@ -1,6 +1,6 @@
 """A part of a checkpoint, such as its weights alone, for engines that need not be those that were saved."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from rlft_fast.engine.fsdp import FSDPEngine
 from rlft_fast.world import World
 
 _WEIGHT, _STATE, _MASTER = "model.", "optimizer.", ".master"
+
+
+class OtherModelError(ValueError):
+    """A checkpoint does not fill an engine exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def restore_part(
         scheduler: take the numbers of optimizer steps, too, with which the schedules go on.
 
     Raises:
-        ValueError: strict, and a model differs from the saved model. No engine has changed.
+        OtherModelError: strict, and a model differs from the saved model. No engine has changed.
     """
     saved, models = read_state(folder), manifest["models"]
     shapes = {name: models[name]["shapes"] if name in models else {} for name in engines}
@@ -78,13 +82,17 @@ def restore_part(
 def _tensors_to_fill(engine: FSDPEngine, *, optimizer: bool) -> dict[str, Tensor]:
     """Tensors by their names in a checkpoint; of a weight with a master, the master alone."""
     state = engine.state_tensors()
-    masters = {name for name in state if name.endswith(_MASTER)}
-    rounded = {_WEIGHT + name.removeprefix(_STATE).removesuffix(_MASTER) for name in masters}
+    rounded = _rounded(state)
     return {
         name: tensor
         for name, tensor in state.items()
-        if name not in rounded and (optimizer or name in masters or name.startswith(_WEIGHT))
+        if name not in rounded and (optimizer or name.endswith(_MASTER) or name.startswith(_WEIGHT))
     }
+
+
+def _rounded(names: Iterable[str]) -> set[str]:
+    """The weights that have a master among these names."""
+    return {_WEIGHT + name.removeprefix(_STATE).removesuffix(_MASTER) for name in names if name.endswith(_MASTER)}
 
 
 def _sources(own: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> dict[str, str]:
@@ -104,19 +112,20 @@ def _check(
     name: str, own: Mapping[str, Tensor], sources: Mapping[str, str], shapes: Mapping[str, list[int]], folder: Path, *,
     optimizer: bool,
 ) -> None:  # fmt: skip
-    """Raises ValueError for a checkpoint that does not fill the engine exactly."""
+    """Raises OtherModelError for a checkpoint that does not fill the engine exactly."""
     if not shapes:
-        raise ValueError(f"checkpoint {folder} holds no model named {name}")
+        raise OtherModelError(f"checkpoint {folder} holds no model named {name}")
     here = {sources.get(key, key): list(tensor.shape) for key, tensor in own.items()}
-    there = {key: shape for key, shape in shapes.items() if key.startswith(_WEIGHT) or optimizer}
-    there |= {key: shapes[key] for key in sources.values()}
-    if not optimizer or not any(key.startswith(_STATE) for key in own):
-        there = {key: shape for key, shape in there.items() if key.startswith(_WEIGHT) or key in sources.values()}
-    masters = {_WEIGHT + key.removeprefix(_STATE).removesuffix(_MASTER) for key in here if key.endswith(_MASTER)}
-    there = {key: shape for key, shape in there.items() if key not in masters}
+    reads_state = optimizer and any(key.startswith(_STATE) for key in own)
+    rounded = _rounded(here)
+    there = {
+        key: shape
+        for key, shape in shapes.items()
+        if key not in rounded and (reads_state or key.startswith(_WEIGHT) or key in sources.values())
+    }
     same = {"architecture": ""}
     if differences := find_differences({"shapes": there, **same}, {"shapes": here, **same}):
-        raise ValueError(
+        raise OtherModelError(
             f"checkpoint {folder} is of another model than the {name}: {'; '.join(differences)}. Adapters are in no "
             "full model's checkpoint, and a full model is in no checkpoint of adapters: export the earlier run, and "
             "give the export as the model"
