@@ -46,7 +46,7 @@ train: {packed} packed and {padded} padded.
 
 A *packed* model runs sequences one after the other, without padding, and equal prompts once. A *padded* model has
 layers that would mix packed sequences: a recurrent state, or masks of its own. It runs batches of similar lengths, and
-no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are those of packed models.
+no token sees the padding on its right. Its head, losses, checkpoints, adapters and sharding are a packed model's.
 It has no sequence parallelism, and its blocks are not compiled. A run says at its start that a model is padded, and
 why. Rollouts by transformers then batch prompts of one length. They run without a cache, slowly, for the few models
 whose cache gives other numbers: {uncached}.
