@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -248,11 +249,23 @@ class ColocatedVLLM(VLLMGenerator):
             torch.cuda.empty_cache()
 
 
+def _forget_left_groups() -> None:
+    """Drops the groups that vLLM keeps in globals, once this process has left the process group of an earlier vLLM."""
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is not None and world.cpu_group not in dist.distributed_c10d._world.pg_map:
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+
+
 def start_llm(model: SampledModel, config: RolloutConfig, max_sequence_tokens: int, **options: Any) -> Any:
     set_environment()
     from vllm import LLM, envs
 
     envs.disable_envs_cache()  # of the environment that an earlier vLLM in this process had
+    _forget_left_groups()
     return LLM(
         model.path,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 from transformers import AddedToken
@@ -31,6 +32,7 @@ from rlft_fast.rollout.types import draw_seeds, make_requests
 from rlft_fast.rollout.vllm import weight_sender
 from rlft_fast.rollout.vllm.requests import completion_of, vllm_requests
 from rlft_fast.trainer import train
+from rlft_fast.world.process_group import leave_process_group
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tiny_model
 from tests.support.vllm_rollouts import (
@@ -219,6 +221,8 @@ def bit_for_bit(rank: int, folder: Path) -> None:
             rollout.sync()
             check_bits(engine, rollout)
         rollout.close()
+        if dist.get_world_size() == 1:
+            leave_process_group()  # as `rlft-fast train` does; the next vLLM of this process needs groups of its own
 
 
 @needs_vllm
