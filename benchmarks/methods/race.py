@@ -87,7 +87,10 @@ class Run:
 
     @property
     def overrides(self) -> dict[str, str]:
-        return {"seed": str(self.seed), "output_dir": str(self.folder)}
+        """All results stand beside each other, so that every machine computes them in the same dtype."""
+        models = {"actor", "critic"} & yaml.safe_load((_ROOT / self.example).read_text()).keys()
+        dtypes = {f"{model}.compute_dtype": "float32" for model in sorted(models)}
+        return {"seed": str(self.seed), "output_dir": str(self.folder)} | dtypes
 
     def is_complete(self) -> bool:
         """Whether the run is kept, with its example's current settings."""
