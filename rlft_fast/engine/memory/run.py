@@ -281,7 +281,8 @@ def _roughly(role: Role, world_size: int, device_type: str) -> tuple[int, int]:
     per_weight = 8 if world_size > 1 else 4 * (role.config.compute_dtype != "float32")
     whole_units = per_weight * local_numel(model.parameters(), 1)
     scratch = head_scratch_bytes(model, work, device_type)
-    return state_bytes(model, role.config), width * activations + whole_units + scratch
+    state = state_bytes(model, role.config) + host_moment_bytes(model, role.config, 1) * role.trains
+    return state, width * activations + whole_units + scratch
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------

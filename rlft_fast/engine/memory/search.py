@@ -204,8 +204,8 @@ class _Trained:
 
     def _forget(self) -> None:
         """Starts with nothing counted: parameters are counted once for all combinations that agree on what counts."""
-        self._state, self._sent = cache(self._state_of), cache(self._sent_of)
-        self._waiting = cache(self._waiting_of)
+        self._shards, self._state = cache(self._shards_of), cache(self._state_of)
+        self._sent, self._waiting = cache(self._sent_of), cache(self._waiting_of)
 
     def on(self, world_size: int) -> "_Trained":
         """The same model on other ranks."""
@@ -231,7 +231,8 @@ class _Trained:
         ranks = config.sequence_parallel
         dearer = _COMPUTED_AGAIN[config.activation_checkpointing] + self._rounds(config) * _ROUNDED_MOMENTS
         computed = self.flops_per_row * rows * (1 + dearer)
-        sent = self._sent(config.shard_size, num_micro_batches, config.reduce_every_micro_batch)
+        shards = self._shards(*_layout(config))
+        sent = self._sent(shards, num_micro_batches, config.reduce_every_micro_batch)
         exchanged = self.exchanged_per_row * rows * (ranks - 1) / ranks
         return computed / _FLOPS + (sent + exchanged) / _SENT_BYTES
 
@@ -247,11 +248,11 @@ class _Trained:
 
     def _kept(self, config: EngineConfig) -> tuple[int, int]:
         """Bytes of weights and optimizer state on the device, and of moments in the CPU's memory."""
-        return self._state(config.shard_size, config.optimizer.moment_dtype, config.optimizer.cpu_offload)
+        return self._state(*_layout(config))
 
     def _state_of(self, shard_size: Literal["auto"] | int, moment_dtype: str, offloads: bool) -> tuple[int, int]:
-        kept = {"optimizer.moment_dtype": moment_dtype, "optimizer.cpu_offload": offloads}
-        config, shards = _changed(self.config, kept), self._shards(shard_size)
+        config = self._with_moments(moment_dtype, offloads)
+        shards = self._shards(shard_size, moment_dtype, offloads)
         state = state_by_part(self.model, config, shards)
         return state["parameters"] + state["optimizer"], host_moment_bytes(self.model, config, shards)
 
@@ -259,15 +260,16 @@ class _Trained:
         config = _changed(self.config, {"reduce_every_micro_batch": reduces_each, "cpu_offload": cpu_offload})
         return waiting_gradient_bytes(self.model, config, self.world_size, 1 + several)
 
-    def _sent_of(self, shard_size: Literal["auto"] | int, num_micro_batches: int, reduces_each: bool) -> int:
+    def _sent_of(self, shards: int, num_micro_batches: int, reduces_each: bool) -> int:
         config = self.config.model_copy(update={"reduce_every_micro_batch": reduces_each})
-        shards = self._shards(shard_size)
         return sent_bytes(self.model, config, self.world_size // shards, shards, num_micro_batches)
 
-    def _shards(self, shard_size: Literal["auto"] | int) -> int:
-        return resolve_shard_size(
-            shard_size, self.world_size, state_bytes(self.model, self.config), self.memory_bytes
-        )  # fmt: skip
+    def _shards_of(self, shard_size: Literal["auto"] | int, moment_dtype: str, offloads: bool) -> int:
+        state = state_bytes(self.model, self._with_moments(moment_dtype, offloads))
+        return resolve_shard_size(shard_size, self.world_size, state, self.memory_bytes)
+
+    def _with_moments(self, dtype: str, offloads: bool) -> EngineConfig:
+        return _changed(self.config, {"optimizer.moment_dtype": dtype, "optimizer.cpu_offload": offloads})
 
     @staticmethod
     def _width(config: EngineConfig) -> int:
@@ -277,6 +279,11 @@ class _Trained:
 def _rest(engine: EngineMemory) -> int:
     """Bytes of gathered units, and of reduced gradients that exist at the peak."""
     return engine.memory["gradients"] + engine.memory["gathered units"]
+
+
+def _layout(config: EngineConfig) -> tuple[Literal["auto"] | int, str, bool]:
+    """The settings that decide which state lies where."""
+    return config.shard_size, config.optimizer.moment_dtype, config.optimizer.cpu_offload
 
 
 def _rows(config: EngineConfig) -> int:

@@ -108,10 +108,14 @@ def is_wrapped(config: EngineConfig, world_size: int) -> bool:
 
 
 def state_bytes(model: RLModel, config: EngineConfig) -> int:
-    """Bytes that one copy of the model keeps between steps: weights, gradients and AdamW state."""
+    """Bytes that one copy of the model keeps on its devices between steps: weights, gradients and AdamW state.
+
+    Moments that ``optimizer.cpu_offload`` keeps in the CPU's memory do not count.
+    """
     width = getattr(torch, config.param_dtype).itemsize
     master = 4 if config.param_dtype == "bfloat16" else 0
-    per_trained = width + 8 + master
+    moments = 0 if config.optimizer.cpu_offload else 2 * getattr(torch, config.optimizer.moment_dtype).itemsize
+    per_trained = width + moments + master
     return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
 
 

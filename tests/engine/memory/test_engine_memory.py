@@ -16,6 +16,7 @@ from rlft_fast.engine.memory.engine import (
     largest_max_tokens,
     least_bytes,
     plan_engine_memory,
+    prepare,
 )
 from rlft_fast.engine.memory.simulation import Workload
 from rlft_fast.engine.sharding.build import build_model
@@ -223,6 +224,20 @@ def test_bfloat16_moments_take_what_the_engine_allocates(tmp_path):
     state = [x for name, x in engine.state_tensors().items() if name.startswith("optimizer.") and x.dim() > 0]
     plan = plan_engine_memory(path, config, 1, device_type="cpu")
     assert num_bytes(state) == plan.memory["optimizer"] == plan.memory["parameters"]
+
+
+def test_smaller_moments_take_fewer_ranks(tmp_path):
+    """Of 16 bytes for each weight, bfloat16 moments leave 12, and moments in the CPU's memory 8."""
+    path = str(save_model(tmp_path, width=64))
+    sizes = []
+    for optimizer in ({}, {"moment_dtype": "bfloat16"}, {"cpu_offload": True}):
+        model = build_model(path, sharded_config({"optimizer": optimizer}), "logprob", trains=True)
+        memory = 13 * sum(parameter.numel() for parameter in model.parameters()) / 0.6  # of which the state gets 60 %
+        for part in (1, 4 / 3):
+            config = sharded_config({"optimizer": optimizer, "shard_size": "auto"})
+            _, work = prepare(path, config, 4, "cuda", "logprob", trains=True, memory_bytes=int(memory / part))
+            sizes.append(work.config.shard_size)
+    assert sizes == [2, 2, 1, 2, 1, 1]
 
 
 def needed_bytes(path: str, config: EngineConfig, max_tokens: int, world_size: int, num_micro_batches: int = 1) -> int:

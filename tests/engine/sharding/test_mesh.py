@@ -39,9 +39,12 @@ BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("config", [{}, BFLOAT16, {"lora": {"rank": 4}}], ids=["float32", "bfloat16", "lora"])
-def test_state_is_what_an_engine_holds(config, trains, tiny_model):
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_state_is_what_an_engine_holds(config, moment_dtype, trains, tiny_model):
     """Weights, and of those that train as many bytes of gradients, and what the optimizer keeps."""
-    engine = make_engine(tiny_model("llama"), config=config, num_training_steps=1 if trains else None)
+    steps = 1 if trains else None
+    optimizer = {"moment_dtype": moment_dtype}
+    engine = make_engine(tiny_model("llama"), config=config, optimizer=optimizer, num_training_steps=steps)
     weights = [(p.numel(), p.element_size(), p.requires_grad) for p in engine.model.parameters()]
     held = sum(numel * width * (1 + has_gradient) for numel, width, has_gradient in weights)
     if engine.optimizer is not None:
