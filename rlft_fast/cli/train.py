@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,9 +22,11 @@ def run(arguments: list[str], objective: str | None = None) -> int:
         objective: the only one that the configuration may have; None: any.
     """
     rest, overrides = split_overrides(arguments)
-    options = _parser(objective).parse_args(rest)
+    options = _parser(objective).parse_args(_with_named_checkpoint(rest))
     if options.force and not options.resume:
         raise ConfigError("--force has no meaning without --resume: a run that does not resume has no earlier settings")
+    if options.resume == "":
+        raise ConfigError("--resume= names no checkpoint: give a name, such as step_00000020, or --resume alone")
     config = load_config(options.config, overrides, objective)
     if options.ray and not isinstance(config, Config):
         raise ConfigError("--ray is for objective: rl, whose models can live in workers: leave --ray out")
@@ -41,7 +44,8 @@ def run(arguments: list[str], objective: str | None = None) -> int:
 
     is_free = is_writable and checks.passes(lambda: require_unlocked(output))
     folder = memory = None
-    here = settle_compute_dtype(config, World.current(), resume=options.resume)  # `train` asks the other ranks, too
+    # `train` asks the other ranks, too
+    here = settle_compute_dtype(config, World.current(), resume=bool(options.resume))
     if is_free:
         folder = check_folder(config, checks, options.config, resume=options.resume)
     if is_free or not is_writable:  # a run in the same folder occupies memory
@@ -56,6 +60,17 @@ def run(arguments: list[str], objective: str | None = None) -> int:
     with leaving_process_group():
         train(config, resume=options.resume, force=options.force)
     return 0
+
+
+def _with_named_checkpoint(arguments: list[str]) -> list[str]:
+    """``--resume`` takes the argument behind it only if it names a checkpoint: it may be the configuration."""
+    joined = [*arguments]
+    for i in reversed([i for i, argument in enumerate(arguments) if argument == "--resume"]):
+        if i + 1 < len(arguments) and re.fullmatch(r"step_\d+", Path(arguments[i + 1]).name):
+            joined[i : i + 2] = [f"--resume={arguments[i + 1]}"]
+        else:
+            joined.append(joined.pop(i))
+    return joined
 
 
 def require_writable(output_dir: Path) -> None:
@@ -161,8 +176,8 @@ def _parser(objective: str | None) -> Parser:
     command = objective or "train"
     parser = Parser(
         prog=f"rlft-fast {command}",
-        usage=f"rlft-fast {command} CONFIG [--key value ...] [--resume [--force]] [--dry-run]\n"
-        "                       [--fit] [--ray] [--no-memory-check]",
+        usage=f"rlft-fast {command} CONFIG [--key value ...] [--resume [CHECKPOINT] [--force]]\n"
+        "                       [--dry-run] [--fit] [--ray] [--no-memory-check]",
         description="Train a model as a YAML file says. Every key below can stand in the file. Every key can also be "
         "an option, for example --rollout.temperature 0.7; an option overrides the file. A text is taken as typed, a "
         "list is [a, b], and a mapping {a: b}.",
@@ -170,7 +185,15 @@ def _parser(objective: str | None) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", type=path, help="YAML file")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output_dir")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="CHECKPOINT",
+        help="continue from the newest checkpoint in output_dir, or from a named one, such as step_00000020: "
+        "what came after it is kept in a folder of its own",
+    )
     parser.add_argument(
         "--force", action="store_true", help="with --resume: accept other data, models and settings than the run had"
     )

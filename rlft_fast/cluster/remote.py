@@ -211,9 +211,9 @@ class RemoteCheckpoints:
         """See `CheckpointManager.wait`."""
         self.group.wait_for_checkpoint(str(self.directory))
 
-    def load(self, engines: Mapping[str, Any]) -> dict[str, Any] | None:
+    def load(self, engines: Mapping[str, Any], step: int | None = None) -> dict[str, Any] | None:
         """See `CheckpointManager.load`. A critic without checkpoints of its own has been saved with the actor."""
-        state = self.group.load_checkpoint(str(self.directory))[0]
+        state = self.group.load_checkpoint(str(self.directory), step)[0]
         if state is not None and self.critic is not None:
             step = state["step"]
             own = (Path(self._of_critic) / f"step_{step:08d}").is_dir()
@@ -224,6 +224,10 @@ class RemoteCheckpoints:
     def latest(self) -> Path | None:
         """See `CheckpointManager.latest`."""
         return self._files.latest()
+
+    def after(self, step: int) -> list[Path]:
+        """See `CheckpointManager.after`. The actor's come first: without the critic's they cannot be loaded."""
+        return self._files.after(step) + self._files_of_critic.after(step)
 
     def failure(self) -> BaseException | None:
         """None: workers tell of a failed save at the next save alone."""

@@ -13,6 +13,7 @@ with needing_train():
         remove_export,
         require_exportable,
         start_checksum,
+        step_of,
     )
     from rlft_fast.engine.facts import EngineFacts
     from rlft_fast.engine.flops import ModelFlops, model_flops, peak_flops
@@ -50,5 +51,6 @@ __all__ = [
     "results",
     "role_engine",
     "start_checksum",
+    "step_of",
     "weighted",
 ]

@@ -4,6 +4,7 @@ protocol    what a run drives: a trainer and its models
 progress    how far a run has come, as its checkpoints hold it
 run         `Run`: the loop around a trainer's steps, with checkpoints, weights and summary
 folder      which run a folder belongs to, and which settings a resumed run must share with that run
+going_back  what came after an earlier checkpoint becomes a run of its own
 lock        one run at a time writes to a folder
 log         numbers and samples as JSON lines, and what is shown
 tokens      numbers of every token of a step

@@ -3,9 +3,11 @@
 import os.path
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 from rlft_fast.config import Config, RunConfig
+from rlft_fast.run.plot import read_metrics
 
 _EARLIER_NAMES = {"objective": "trainer"}
 
@@ -80,6 +82,11 @@ class Progress:
         if value is None or self.best is None:
             return value is not None
         return value < self.best["value"] if "loss" in name else value > self.best["value"]
+
+    def is_beaten(self, name: str, run: Path) -> bool:
+        """Whether a later step of the run had a better value than all values so far."""
+        rows = read_metrics(run, warn=lambda _: None) if (run / "metrics.jsonl").is_file() else []
+        return any(row["step"] > self.step and self.is_best(name, row.get(name)) for row in rows)
 
     def summary(self, config: RunConfig) -> dict[str, Any]:
         """What ``summary.json`` holds of a finished run."""

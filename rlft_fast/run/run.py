@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from rlft_fast.cluster import HEAD, HeadLostError, WorkerError
 from rlft_fast.config import Config, HeldOutConfig
-from rlft_fast.engine import CheckpointError, remove_export
+from rlft_fast.engine import CheckpointError, remove_export, step_of
 from rlft_fast.errors import Interrupted, RunError, StepError
 from rlft_fast.files import replacing
 from rlft_fast.models import name_some
 from rlft_fast.run.folder import claim, require_same, run_id
+from rlft_fast.run.going_back import keep_later
 from rlft_fast.run.lock import locked
 from rlft_fast.run.log import RunLog
 from rlft_fast.run.plot import plot_runs
@@ -59,7 +60,7 @@ class Run:
         self.told_failure: BaseException | None = None
         self.is_hurried = dist.is_torchelastic_launched()  # torchrun kills its processes 30 s after a signal
 
-    def run(self, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
+    def run(self, resume: bool | str = False, *, force: bool = False) -> dict[str, Any]:
         """Trains, evaluates, saves and exports; returns what ``summary.json`` holds. Closes the trainer.
 
         Args:
@@ -79,21 +80,51 @@ class Run:
 
     # ---- the beginning ------------------------------------------------------------------------------------------
 
-    def _prepare(self, resume: bool, force: bool) -> None:
+    def _prepare(self, resume: bool | str, force: bool) -> None:
         """The folder and the state to start from; a run that does not resume replaces what an earlier one left."""
-        identity = self.trainer.identity()
+        identity, step = self.trainer.identity(), self._step_to_resume(resume)
         if resume and not force and self.checkpoints.latest() is not None:
             by_first(self.world, lambda: require_same(self.directory, identity))
-        state = self.checkpoints.load(self.trainer.models.trained) if resume else None
-        by_first(self.world, lambda: claim(self.directory, identity, resume=resume))
+        state = self.checkpoints.load(self.trainer.models.trained, step) if resume else None
+        goes_back = state is not None and step is not None and self._go_back(step, state)
+        by_first(self.world, lambda: claim(self.directory, identity, resume=bool(resume) and not goes_back))
         if self.world.is_first:
-            self._prepare_folder(resume)
+            self._prepare_folder(bool(resume))
         self.world.barrier()
         if resume and state is None:
             self.log.message(f"no checkpoint in {self.checkpoints.directory}: starting from the beginning")
         self._begin(state)
         if self.world.is_first:
             self._send_to_trackers()
+
+    def _step_to_resume(self, resume: bool | str) -> int | None:
+        """The step of the checkpoint that a user has named; None: the newest, or none."""
+        if not isinstance(resume, str):
+            return None
+        by_first(self.world, lambda: step_of(resume, self.checkpoints.directory))
+        return step_of(resume, self.checkpoints.directory)
+
+    def _go_back(self, step: int, state: dict[str, Any]) -> bool:
+        """Moves what came after a checkpoint out of the way. Returns whether there was a later checkpoint.
+
+        A best model of a later step is moved, too. Then ``state`` is made to know of no best model.
+        """
+        later = self.checkpoints.after(step)
+        progress, best = Progress.of_checkpoint(state, self.config), self.config.checkpoint.best
+        is_beaten = best is not None and progress.is_beaten(best, self.directory)
+        ((has_later, is_beaten), *_) = self.world.all_gather_json([bool(later), is_beaten])
+
+        def move() -> None:
+            kept = keep_later(self.directory, step, later, best=is_beaten)
+            self.log.message(
+                f"going back to step {step}: everything of later steps, such as {later[-1].name}, is kept in {kept}, "
+                "which can be viewed, plotted and exported as a run"
+            )
+
+        if has_later:
+            by_first(self.world, move)
+            state["best"] = None if is_beaten else state.get("best")
+        return has_later
 
     def _prepare_folder(self, resume: bool) -> None:
         if self.checkpoints.latest() is None and (kept := self.log.set_aside()):

@@ -142,10 +142,17 @@ def _check(columns: Mapping[str, np.ndarray], num_samples: int) -> None:
 
 def remove_tokens_after(run: Path, step: int) -> None:
     """Removes the files of later steps, and what a kill left incomplete."""
-    for path in (run / FOLDER).glob("step_*"):
-        found = re.fullmatch(rf"step_(\d+)\.safetensors({re.escape(TEMPORARY)})?", path.name)
-        if found and (found[2] or int(found[1]) > step):
-            path.unlink()
+    for path in token_files_after(run, step):
+        path.unlink()
+
+
+def token_files_after(run: Path, step: int) -> list[Path]:
+    """The files of later steps, and what a kill left incomplete."""
+    named = [
+        (re.fullmatch(rf"step_(\d+)\.safetensors({re.escape(TEMPORARY)})?", path.name), path)
+        for path in (run / FOLDER).glob("step_*")
+    ]
+    return [path for found, path in named if found and (found[2] or int(found[1]) > step)]
 
 
 def _path(run: Path, step: int) -> Path:

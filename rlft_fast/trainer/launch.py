@@ -15,7 +15,7 @@ from rlft_fast.trainer.supervised import RowsData, RowsTrainer
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 
-def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> dict[str, Any]:
+def train(config: RunConfig, resume: bool | str = False, *, force: bool = False) -> dict[str, Any]:
     """Runs the configuration from its newest checkpoint (``resume``) or the beginning; returns the summary.
 
     From the beginning, checkpoints and logs of an earlier run in ``output_dir`` are replaced; logs of a run that saved
@@ -23,14 +23,15 @@ def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> di
 
     Args:
         config: the run.
-        resume: continue from the newest checkpoint, if there is one.
+        resume: continue from the newest checkpoint, if there is one; or from the checkpoint of this name, such as
+            ``step_00000020``. Then everything of later steps is kept in the folder ``later.1`` of ``output_dir``.
         force: also with other data, models or settings than the run had before.
 
     Raises:
         ModuleNotFoundError: a tracker is not installed.
-        ValueError: models, data or reward function cannot be used, ``output_dir`` is not a run's or holds what this run
-            reads, another run is writing to it, or the run to resume had other data, models or settings, except those
-            that are marked `MayChange`.
+        ValueError: there is no checkpoint of this name, models, data or reward function cannot be used, ``output_dir``
+            is not a run's or holds what this run reads, another run is writing to it, or the run to resume had other
+            data, models or settings, except those that are marked `MayChange`.
         RewardError: the reward function failed; a checkpoint holds the last complete step.
         AdvantageError: an advantage of one's own failed; likewise.
         PolicyLossError: a policy loss of one's own failed; likewise, if one process trains, and no model had made an
@@ -45,10 +46,10 @@ def train(config: RunConfig, resume: bool = False, *, force: bool = False) -> di
     """
     world = init_distributed(config.timeout_minutes)
     with naming_lost_ranks(world):
-        require_usable(config, resume=resume)
+        require_usable(config, resume=bool(resume))
         require_trackers(config.log)
-        config = _settled(config, world, resume=resume)
-        if resume and (summary := _finished(config)) is not None:
+        config = _settled(config, world, resume=bool(resume))
+        if resume is True and (summary := _finished(config)) is not None:
             return _same_again(config, summary, world, force=force)
         return Run(_trainer(config, world)).run(resume, force=force)
 

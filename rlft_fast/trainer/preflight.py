@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from rlft_fast.config import Config, RunConfig, TaughtConfig
-from rlft_fast.engine import CheckpointManager, find_start
+from rlft_fast.engine import CheckpointManager, find_start, step_of
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
@@ -25,32 +25,38 @@ _BUILDERS = {
 }  # fmt: skip
 
 
-def check_folder(config: RunConfig, checks: Checks, config_path: str | Path | None = None, *, resume: bool) -> str:
+def check_folder(
+    config: RunConfig, checks: Checks, config_path: str | Path | None = None, *, resume: bool | str
+) -> str:
     """Checks that a run can write its folder.
 
     Args:
         config: of the run.
         checks: gets what is found.
         config_path: see `require_usable`.
-        resume: whether the run continues.
+        resume: see `train`.
 
     Returns:
         What the run does with the folder.
     """
     output = Path(config.output_dir)
-    checks.run(lambda: require_usable(config, config_path=config_path, resume=resume))
+    checks.run(lambda: require_usable(config, config_path=config_path, resume=bool(resume)))
     checks.run(lambda: require_trackers(config.log))
-    checkpoint = CheckpointManager(output / "checkpoints").latest()
+    manager = CheckpointManager(output / "checkpoints")
+    checkpoint = manager.latest()
     if checkpoint is not None and not resume:
         error = ValueError(
             f"{output} holds a run with the checkpoint {checkpoint.name}: continue it with --resume, or set another "
             "output_dir, or delete the folder"
         )
         checks.found.append(error)
+    if isinstance(resume, str):
+        step = checks.run(lambda: step_of(resume, manager.directory))
+        checkpoint = next((folder for folder in manager.after((step or 0) - 1)), checkpoint)
     return f"{output} can be written" + ("" if checkpoint is None else f"; the run continues after {checkpoint.name}")
 
 
-def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, force: bool = False) -> list[str]:
+def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = False, force: bool = False) -> list[str]:
     """Checks everything that a run reads. The process must not have joined a process group.
 
     Args:
@@ -65,7 +71,7 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool = False, for
     for path in config.start_folders.values():
         checks.run(partial(find_start, path))
     if isinstance(config, TaughtConfig):
-        return _check_rows(config, checks, resume=resume and not force)
+        return _check_rows(config, checks, resume=bool(resume) and not force)
     assert isinstance(config, Config)
     world = World.current()
     checks.run(lambda: require_equal_shares(config, int(os.environ.get("WORLD_SIZE", "1"))))

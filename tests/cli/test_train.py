@@ -61,6 +61,7 @@ def test_overrides(arguments, key, value, config_file):
         (["--rollout.temperature", "--resume"], "--rollout.temperature needs a value"),
         (["--.steps", "5"], "unknown key '.steps': a part between dots is empty"),
         (["--force"], "--force has no meaning without --resume"),
+        (["--resume="], "--resume= names no checkpoint: give a name, such as step_00000020, or --resume alone"),
         (["--ray", "--cluster", "null"], "--ray asks for a cluster, and --cluster null for none"),
         (["--data.task_options", "{x"], "data.task_options: '{x' is no list or mapping in YAML: expected ',' or '}'"),
     ],
@@ -97,6 +98,15 @@ def test_split_overrides_keeps_flags_and_order():
 def test_split_overrides_names_the_key_without_value():
     with pytest.raises(ConfigError, match=r"--a\.b needs a value"):
         split_overrides(["x.yaml", "--a.b"])
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_resume_takes_the_name_of_a_checkpoint_but_no_configuration(place, config_file, capsys):
+    """The configuration may stand behind it."""
+    for resume in (["--resume"], ["--resume", "step_20"], ["--resume=x/step_20"]):
+        arguments = [*resume, config_file] if place == "before" else [config_file, *resume]
+        assert main(["train", *arguments, "--steps", "0"]) == 2
+        assert capsys.readouterr().err == "error: steps: Input should be greater than 0, got 0\n"
 
 
 def test_help_explains_every_key(capsys):

@@ -172,7 +172,7 @@ def counting_config(folder: Path, **changes: Any) -> Config:
 
 
 def count(
-    folder: Path, strikes: Strikes | None = None, *, resume: bool = False, force: bool = False,
+    folder: Path, strikes: Strikes | None = None, *, resume: bool | str = False, force: bool = False,
     accuracy: Mapping[int, float | None] | None = None, draws: bool = False, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The summary of a run in ``folder / "run"``, which draws no curve unless it is asked to."""
@@ -195,18 +195,18 @@ def raising(error: BaseException) -> Callable[[], None]:
     return strike
 
 
-def checkpoints(folder: Path) -> list[str]:
+def checkpoints(folder: Path, run: str = "run") -> list[str]:
     """Names of the entries in the folder of a run's checkpoints."""
-    inside = folder / "run" / "checkpoints"
+    inside = folder / run / "checkpoints"
     return sorted(path.name for path in inside.iterdir()) if inside.exists() else []
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path, run: str = "run") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the time of day."""
-    return [{k: v for k, v in row.items() if k != "time"} for row in read_lines(folder / "run" / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k != "time"} for row in read_lines(folder / run / "metrics.jsonl")]
 
 
-def result_of(folder: Path) -> dict[str, Any]:
+def result_of(folder: Path, run: str = "run") -> dict[str, Any]:
     """What a run leaves that an interruption must not change: lines, the model and the summary."""
-    texts = {name: (folder / "run" / name).read_text() for name in ("samples.jsonl", "summary.json", "hf/total.json")}
-    return {"metrics": rows_of(folder), "newest": checkpoints(folder)[-1], **texts}
+    texts = {name: (folder / run / name).read_text() for name in ("samples.jsonl", "summary.json", "hf/total.json")}
+    return {"metrics": rows_of(folder, run), "newest": checkpoints(folder, run)[-1], **texts}

@@ -207,6 +207,12 @@ def test_a_finished_run_says_so(model, tmp_path, capsys):
     assert written(tmp_path / "run") == before
     own = str(tmp_path / "run" / "config.yaml")
     assert main(["train", own, "--resume", "--steps", "2"]) == 0  # by the configuration that the run has written
+    capsys.readouterr()
+    assert main(["train", own, "--resume", "step_1", "--steps", "2", "--dry-run"]) == 0
+    assert f"#   output_dir: {tmp_path / 'run'} can be written; the run continues after step_00000001\n" in (
+        capsys.readouterr().out
+    )
+    assert "there is no checkpoint step_3 in" in refusal(capsys, own, "--resume", "step_3", "--dry-run")
 
 
 def test_a_run_goes_on_and_is_evaluated_from_another_folder(model, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ start       weights to start from, whichever of these has them
 """
 
 from rlft_fast.engine.checkpoint.export import export_hf, export_run, remove_export, require_exportable
-from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager
+from rlft_fast.engine.checkpoint.manager import CheckpointError, CheckpointManager, step_of
 from rlft_fast.engine.checkpoint.partial import Loaded
 from rlft_fast.engine.checkpoint.start import find_start, load_start, start_checksum
 
@@ -26,4 +26,5 @@ __all__ = [
     "remove_export",
     "require_exportable",
     "start_checksum",
+    "step_of",
 ]

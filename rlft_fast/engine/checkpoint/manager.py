@@ -316,6 +316,10 @@ class CheckpointManager:
         named = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
 
+    def after(self, step: int) -> list[Path]:
+        """Folders of the checkpoints of later steps, oldest first."""
+        return [folder for folder in self.folders() if _step(folder) > step]
+
     def _complete(self) -> list[Path]:
         return [folder for folder in self.folders() if _is_complete(folder)]
 
@@ -360,6 +364,31 @@ def checkpoint_of(folder: Path, world: World) -> tuple[CheckpointManager, int]:
     if _NAME.fullmatch(folder.name) is None:
         raise ValueError(f"{folder} is no checkpoint of a run, whose folders are named step_00000020")
     return CheckpointManager(folder.parent, world=world), _step(folder)
+
+
+def step_of(name: str, directory: Path) -> int:
+    """The step of a checkpoint that a user names.
+
+    Args:
+        name: ``step_00000020``, ``step_20``, or the path of the checkpoint.
+        directory: folder of the run's checkpoints.
+
+    Raises:
+        ValueError: it is no name of a checkpoint, or the folder has no such checkpoint.
+    """
+    path, manager = Path(name), CheckpointManager(directory, world=World())
+    if (match := re.fullmatch(r"step_(\d+)", path.name)) is None:
+        raise ValueError(f"{name!r} is no checkpoint: give its name, such as step_00000020 or step_20")
+    if path.parent != Path() and path.parent.resolve() != directory.resolve():
+        raise ValueError(
+            f"{name} is no checkpoint of this run, whose checkpoints lie in {directory}: set init_from to start from "
+            "the weights of another run"
+        )
+    steps = [_step(folder) for folder in manager.folders()]
+    if int(match[1]) not in steps:
+        found = ", ".join(f"step_{step}" for step in steps) or "none"
+        raise ValueError(f"there is no checkpoint {name} in {directory}: it has {found}")
+    return int(match[1])
 
 
 def _step(folder: Path) -> int:

@@ -1,6 +1,8 @@
 """A run that was interrupted, whichever way, ends with the same numbers as a run that was not."""
 
+import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from rlft_fast.cluster import WorkerError
 from rlft_fast.errors import Interrupted
 from rlft_fast.rewards import RewardError
 from rlft_fast.rollout import RolloutError
-from rlft_fast.run.folder import claim
+from rlft_fast.run.folder import MARKER, claim
 from rlft_fast.trainer import Run
 from tests.run.counting import (
     CountingTrainer,
@@ -36,9 +38,51 @@ def expected(tmp_path_factory):
     return result_of(folder)
 
 
-def resumed(folder: Path, **changes) -> dict:
-    count(folder, resume=True, **changes)
+def resumed(folder: Path, resume: bool | str = True, **changes) -> dict:
+    count(folder, resume=resume, **changes)
     return result_of(folder)
+
+
+# ---- a named checkpoint ---------------------------------------------------------------------------------------------
+
+
+def test_going_back_to_a_named_checkpoint(expected, tmp_path, capsys):
+    """The finished run becomes a run of its own; the steps after the checkpoint come again as they were."""
+    count(tmp_path, checkpoint__best="accuracy", log_tokens_mib=1)
+    run, before = tmp_path / "run", result_of(tmp_path)
+    best, tokens = (run / "best/total.json").read_text(), sorted(path.name for path in (run / "tokens").iterdir())
+    again = resumed(tmp_path, resume="step_3", checkpoint__best="accuracy", log_tokens_mib=1)
+    assert {**again, "summary.json": ""} == {**expected, "summary.json": ""}
+    assert again == before
+    assert f"everything of later steps, such as step_00000006, is kept in {run / 'later.1'}" in capsys.readouterr().out
+    assert result_of(tmp_path, "run/later.1") == before
+    assert (run / "later.1/best/total.json").read_text() == best
+    assert sorted(path.name for path in (run / "later.1/tokens").iterdir()) == tokens[3:]
+    assert checkpoints(tmp_path) == ["step_00000003", "step_00000006"]
+    ids = [json.loads((folder / MARKER).read_text())["id"] for folder in (run, run / "later.1")]
+    assert ids[0] != ids[1]  # trackers get the other steps as another run
+    assert resumed(tmp_path, resume=str(run / "checkpoints/step_00000006"), steps=7)["newest"] == "step_00000007"
+    assert not (run / "later.2").exists()  # nothing came after it
+    loaded = CountingTrainer(counting_config(tmp_path / "later", output_dir=str(run / "later.1"), steps=7))
+    with without_matplotlib():
+        Run(loaded).run(resume=True)  # the earlier run goes on where it was
+    assert result_of(tmp_path, "run/later.1")["hf/total.json"] == (run / "hf/total.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step_4", "there is no checkpoint step_4 in {}/run/checkpoints: it has step_3, step_6"),
+        ("step20", "'step20' is no checkpoint: give its name, such as step_00000020 or step_20"),
+        ("other/step_3", "other/step_3 is no checkpoint of this run, whose checkpoints lie in {}/run/checkpoints: set"),
+    ],
+)
+def test_a_checkpoint_that_does_not_exist_changes_nothing(name, message, tmp_path):
+    count(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=re.escape(message.format(tmp_path))):
+        count(tmp_path, resume=name)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------
