@@ -15,8 +15,13 @@ REPLACED = ".old"
 _BEGINNING = 4096  # bytes of a file that tell its encoding
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, newline: str | None = None, content: bytes | None = None) -> str:
     """The text of a file in UTF-8, without the mark of its encoding that editors may write first.
+
+    Args:
+        path: of the file.
+        newline: as for `open`: "" leaves line breaks as they are.
+        content: of the file, if it is known.
 
     Raises:
         OSError: there is no such file, or it is no regular file: devices and pipes may never end.
@@ -25,7 +30,8 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no regular file")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with io.BytesIO(content) if content is not None else path.open("rb") as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline).read()
     except UnicodeDecodeError as error:
         require_no_utf16(error.object)
         byte = error.object[error.start]

@@ -9,6 +9,7 @@ from rlft_fast.config.cluster import ClusterConfig, GeneratorsConfig, GroupName,
 from rlft_fast.config.environment import EnvironmentConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, TeacherConfig
 from rlft_fast.config.objectives import OBJECTIVES, load_config
+from rlft_fast.config.paths import HUB, hub_parts
 from rlft_fast.config.resume import changed_settings, fixed_settings
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig, VLLMConfig
@@ -35,6 +36,7 @@ from rlft_fast.config.supervised import (
 from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, run_roles
 
 __all__ = [
+    "HUB",
     "OBJECTIVES",
     "SMALLEST_VLLM_TEMPERATURE",
     "TOKEN_VARIABLE",
@@ -79,6 +81,7 @@ __all__ = [
     "changed_settings",
     "check_server_url",
     "fixed_settings",
+    "hub_parts",
     "load_config",
     "run_roles",
     "section_of",

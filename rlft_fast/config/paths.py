@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from string import Template
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, PlainSerializer, SerializationInfo, ValidationInfo
 
@@ -30,6 +30,9 @@ def expand_path(path: str, info: ValidationInfo) -> str:
     return expand_user(_with_variables(path) if info.context else path)
 
 
+HUB = "hf://"
+"""What the address of a dataset on the Hub begins with."""
+_HUB_DATA = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<subset>[^/]+))?/(?P<split>[^/]+)")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -67,6 +70,39 @@ def typed_path(path: str, info: SerializationInfo) -> str:
     return path if context is None else os.path.join(context["folder"], path).replace("$", "$$")
 
 
+class HubParts(NamedTuple):
+    """What an address ``hf://OWNER/NAME[@REVISION][/SUBSET]/SPLIT`` names."""
+
+    name: str
+    revision: str | None
+    subset: str | None
+    split: str
+
+
+def hub_parts(address: str) -> HubParts:
+    """The parts of the address of a dataset on the Hub.
+
+    Raises:
+        ValueError: this is no such address.
+    """
+    found = _HUB_DATA.fullmatch(address.removeprefix(HUB))
+    if found is None:
+        raise ValueError(
+            f"expected {HUB}OWNER/NAME/SPLIT or {HUB}OWNER/NAME/SUBSET/SPLIT, such as {HUB}openai/gsm8k/main/train"
+        )
+    return HubParts(**found.groupdict())
+
+
+def expand_data(path: str, info: ValidationInfo) -> str:
+    """`expand_path`; the address of a dataset on the Hub is checked, and stays as it is."""
+    return path if path.startswith(HUB) and hub_parts(path) else expand_path(path, info)
+
+
+def typed_data(path: str, info: SerializationInfo) -> str:
+    """`typed_path`; the address of a dataset on the Hub stays as it is."""
+    return path if path.startswith(HUB) else typed_path(path, info)
+
+
 def _expand_file(spec: str, info: ValidationInfo) -> str:
     file, _, function = spec.rpartition(":")
     return f"{expand_path(file, info)}:{function}" if file.endswith(".py") else spec
@@ -79,6 +115,9 @@ def _typed_file(spec: str, info: SerializationInfo) -> str:
 
 LocalPath = Annotated[str, Field(min_length=1), AfterValidator(expand_path), PlainSerializer(typed_path)]
 """Path of a file or folder. A shell expands no ``~`` and no ``$HOME`` in YAML, and no ``~`` after ``--key=``."""
+
+DataPath = Annotated[str, Field(min_length=1), AfterValidator(expand_data), PlainSerializer(typed_data)]
+"""Path of a file or folder with rows, or the address of a dataset on the Hub."""
 
 ModelPath = Annotated[str, Field(min_length=1), AfterValidator(find_model), PlainSerializer(typed_path)]
 """Path of a model's folder, or a name on the Hub whose model is in the cache. It then is the path of this folder."""

@@ -11,7 +11,7 @@ from rlft_fast.config.base import Section, rule
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.environment import EnvironmentConfig
 from rlft_fast.config.model import CriticConfig, EngineConfig, ModelConfig, TeacherConfig
-from rlft_fast.config.paths import FunctionName, LocalPath, ModelPath
+from rlft_fast.config.paths import DataPath, FunctionName, ModelPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role, StepPhase
 from rlft_fast.config.rollout import SMALLEST_VLLM_TEMPERATURE, RolloutConfig
@@ -19,10 +19,12 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 
 
 class DataConfig(RowsConfig):
-    """Where prompts come from: a JSONL file, a Hugging Face dataset folder, or a reasoning-gym task."""
+    """Where prompts come from: a file, a dataset folder, the Hub, or a reasoning-gym task."""
 
-    path: MayChange[LocalPath | None] = None
-    """JSONL file, or folder written by datasets.save_to_disk; null: give a task."""
+    path: MayChange[DataPath | None] = None
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT.
+
+    null: give a task."""
     task: str | None = None
     """Name of a reasoning-gym task, instead of a path; null: give a path."""
     task_options: dict[str, Any] = Field(default={})
@@ -33,7 +35,7 @@ class DataConfig(RowsConfig):
     @rule
     def _one_source(self) -> Iterator[str]:
         if (self.path is None) == (self.task is None):
-            yield "give either path (JSONL file or dataset folder) or task (reasoning-gym), not both"
+            yield "give either path (file or folder of rows) or task (reasoning-gym), not both"
         if self.task is None and self.task_options:
             yield "task_options are options of a reasoning-gym task: leave them out, or give a task instead of a path"
 

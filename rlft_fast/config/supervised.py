@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.model import EngineConfig
-from rlft_fast.config.paths import LocalPath
+from rlft_fast.config.paths import DataPath
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import HeadKind, Role, StepPhase
 from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfig, RunConfig, TrackerName
@@ -16,8 +16,8 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 class TaughtDataConfig(RowsConfig):
     """Rows to learn from."""
 
-    path: MayChange[LocalPath]
-    """JSONL file, or folder written by datasets.save_to_disk."""
+    path: MayChange[DataPath]
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT."""
     max_sequence_tokens: PositiveInt = 4096
     """Most tokens of a sequence. A row with a longer one is an error that names it."""
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 from rlft_fast.config.base import ConfigError, Section, explain, rule, sections, set_key, without_password
 from rlft_fast.config.cluster import ClusterConfig
 from rlft_fast.config.model import EngineConfig
-from rlft_fast.config.paths import AS_TYPED, LocalPath, ModelPath, as_typed
+from rlft_fast.config.paths import AS_TYPED, HUB, DataPath, LocalPath, ModelPath, as_typed
 from rlft_fast.config.reader import read_file, read_value, write
 from rlft_fast.config.resume import MayChange
 from rlft_fast.config.roles import Role
@@ -21,8 +21,8 @@ from rlft_fast.files import read_text
 class RowsConfig(Section):
     """Where rows of data are, and how their prompts become tokens."""
 
-    path: MayChange[LocalPath | None] = None
-    """JSONL file, or folder written by datasets.save_to_disk."""
+    path: MayChange[DataPath | None] = None
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT."""
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
     system_prompt: str | None = None
@@ -42,8 +42,8 @@ class RowsConfig(Section):
 class HeldOutConfig(Section):
     """Held-out data, on which the model is measured before, during and after training."""
 
-    path: MayChange[LocalPath | dict[str, LocalPath]]
-    """JSONL file or dataset folder with held-out rows, or several by name; same columns as the training data."""
+    path: MayChange[DataPath | dict[str, DataPath]]
+    """Held-out rows, as in data.path, or several sets of them by name; same columns as the training data."""
     every: MayChange[NonNegativeInt] = 0
     """Steps between evaluations; 0: evaluate only before and after training."""
 
@@ -152,12 +152,13 @@ class RunConfig(Section):
         return {key: path for key, path in starts.items() if path is not None}
 
     @property
-    def data_files(self) -> dict[str, str | None]:
+    def data_files(self) -> dict[str, str]:
         """Files and folders of the data by key."""
         sets = {} if self.evaluation is None else self.evaluation.sets
-        return {"data.path": self.data.path} | {
+        places = {"data.path": self.data.path} | {
             f"evaluation.path{'.' * bool(name)}{name}": path for name, path in sets.items()
         }
+        return {key: path for key, path in places.items() if path is not None and not path.startswith(HUB)}
 
     @property
     def measured(self) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from rlft_fast.config import Config, RunConfig
+from rlft_fast.config import HUB, Config, RunConfig
 from rlft_fast.run.plot import read_metrics
 
 _EARLIER_NAMES = {"objective": "trainer"}
@@ -114,4 +114,5 @@ def _with_absolute_paths(measured: Mapping[str, Any] | None) -> dict[str, Any] |
         return None
     path = measured["path"]
     sets = path if isinstance(path, Mapping) else {"": path}
-    return {**measured, "path": {name: os.path.abspath(path) for name, path in sets.items()}}
+    absolute = {name: path if path.startswith(HUB) else os.path.abspath(path) for name, path in sets.items()}
+    return {**measured, "path": absolute}

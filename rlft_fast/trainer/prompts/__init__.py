@@ -1,10 +1,11 @@
 """Prompts: rows of data, conversations as the model reads them, and their tokens."""
 
 from rlft_fast.trainer.prompts.chat import MARK, RESULT_MARK, Conversation, Tokenizer, conversation_of, without_nulls
+from rlft_fast.trainer.prompts.formats import Row, read_data
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
-from rlft_fast.trainer.prompts.rows import Row, read_data, read_rows, shuffled_rows
+from rlft_fast.trainer.prompts.rows import read_rows, shuffled_rows
 
 __all__ = [
     "MARK",

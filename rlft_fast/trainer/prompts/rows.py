@@ -1,15 +1,9 @@
-"""Rows of data: read from JSON lines or a dataset folder, or made by a reasoning-gym task."""
-
-import json
-from pathlib import Path
-from typing import Any
+"""Rows of data: read from a source, or made by a reasoning-gym task; and their order."""
 
 import torch
 
 from rlft_fast.config import DataConfig
-from rlft_fast.files import read_text
-
-Row = dict[str, Any]
+from rlft_fast.trainer.prompts.formats import Row, read_data
 
 
 def read_rows(config: DataConfig, path: str | None = None) -> tuple[list[Row], str, str]:
@@ -40,51 +34,6 @@ def shuffled_rows(num_rows: int, start: int, count: int, seed: int) -> list[int]
         shuffled = torch.randperm(num_rows, generator=generator)
         indices += shuffled[offset : offset + count - len(indices)].tolist()
     return indices
-
-
-def read_data(source: str) -> list[Row]:
-    """The rows of a file of JSON lines, or of a folder written by datasets.save_to_disk.
-
-    Raises:
-        ValueError: the source cannot be read.
-    """
-    path = Path(source)
-    if path.is_dir():
-        return _read_dataset(path)
-    try:
-        text = read_text(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot read the data {source}: {error} (expected JSON lines in UTF-8, or a folder written by "
-            "datasets.save_to_disk)"
-        ) from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 within a text
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also of numbers too long and lists too deep
-                raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{source}, line {number} must be a JSON object, got {type(row).__name__}")
-            rows.append(row)
-    return rows
-
-
-def _read_dataset(path: Path) -> list[Row]:
-    try:
-        from datasets import Dataset, load_from_disk
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{path} is a folder: reading dataset folders needs `pip install datasets`") from error
-    try:
-        dataset = load_from_disk(str(path))
-    except IndexError:  # datasets writes no file for no rows, and cannot read the folder again
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a folder written by datasets.save_to_disk: {error}") from error
-    if not isinstance(dataset, Dataset):
-        raise ValueError(f"{path} holds the splits {sorted(dataset)}: name one, for example {path / 'train'}")
-    return dataset.to_list()
 
 
 def _make_task(config: DataConfig) -> list[Row]:

@@ -264,7 +264,7 @@ LONG = "x" * 65
         ("", {}, "holds no rows: there is nothing to train on"),
         ("\n \n", {}, "holds no rows"),
         ('{"prompt": "a"}\n{"prompt": "b"\n', {}, "line 2 is not JSON"),
-        ('\n["a"]\n', {}, "line 2 must be a JSON object, got list"),
+        ('{}\n"a"\n', {}, "line 2 must be a JSON object, got str"),
         ('{"prompt": "a"}\n{"text": "b"}\n', {}, r"rows 1 \(counted from 0\) have no 'prompt'; its columns are"),
         ('{"prompt": "  "}\n', {}, "rows 0 .* have no 'prompt'"),
         ('{"prompt": []}\n', {}, "rows 0 .* have no 'prompt'"),

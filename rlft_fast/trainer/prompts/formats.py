@@ -1,0 +1,154 @@
+"""Rows of data from files, dataset folders and the Hub. The name of a file says its format."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlft_fast.config import HUB, hub_parts
+from rlft_fast.errors import brief
+from rlft_fast.files import read_text
+
+Row = dict[str, Any]
+
+_EXPECTED = (
+    "expected JSON lines in UTF-8 or one JSON array, a file .csv, .tsv or .parquet, a folder written by "
+    f"datasets.save_to_disk, or {HUB}OWNER/NAME/SPLIT"
+)
+_LONGEST_FIELD = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is short for test cases of programs
+
+
+def read_data(source: str) -> list[Row]:
+    """The rows of a source.
+
+    Args:
+        source: a file of JSON lines or with one JSON array, a file ``.csv``, ``.tsv`` or ``.parquet``, a folder
+            written by datasets.save_to_disk, or ``hf://OWNER/NAME/SPLIT``. A text may be compressed as ``.gz``.
+
+    Raises:
+        ValueError: the source cannot be read.
+    """
+    if source.startswith(HUB):
+        return _read_hub(source)
+    path = Path(source)
+    if path.is_dir():
+        return _read_folder(path)
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        text = _read_text(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the data {source}: {brief(error)} ({_EXPECTED})") from error
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return _FORMATS.get(suffix, _rows_of_json)(text, source)
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file, with its line breaks as they are: a field of a CSV file may have some."""
+    if path.suffix != ".gz" or not path.is_file():
+        return read_text(path, newline="")
+    try:
+        return read_text(path, newline="", content=gzip.decompress(path.read_bytes()))
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"its compressed text is damaged: {error}") from error
+
+
+def _rows_of_json(text: str, source: str) -> list[Row]:
+    if text.lstrip().startswith("["):
+        return _rows_of_array(text, source)
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 within a text
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # also of numbers too long and lists too deep
+                raise ValueError(f"{source}, line {number} is not JSON: {error}") from error
+            rows.append(_require_object(row, f"{source}, line {number}"))
+    return rows
+
+
+def _rows_of_array(text: str, source: str) -> list[Row]:
+    try:
+        elements = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} begins with [ and is not one JSON array: {error}") from error
+    return [_require_object(row, f"{source}, element {i} of the array") for i, row in enumerate(elements)]
+
+
+def _require_object(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _rows_of_csv(text: str, source: str, delimiter: str = ",") -> list[Row]:
+    """Every value is a text. A number of another program may have lost zeros in front."""
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        records = [(reader.line_num, record) for record in reader if record]
+    except csv.Error as error:
+        raise ValueError(f"{source}, line {reader.line_num} is not CSV: {error}") from error
+    finally:
+        csv.field_size_limit(before)
+    names = records[0][1] if records else []
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{source} has two columns {twice[0]!r} in its first line: rename one")
+    for number, record in records:
+        if len(record) != len(names):
+            raise ValueError(
+                f"{source}: the row that ends in line {number} has {len(record)} fields, and the first line names "
+                f"{len(names)} columns: a field with a comma, quote or line break stands in double quotes"
+            )
+    return [dict(zip(names, record, strict=True)) for _, record in records[1:]]
+
+
+def _rows_of_tsv(text: str, source: str) -> list[Row]:
+    return _rows_of_csv(text, source, "\t")
+
+
+_FORMATS: dict[str, Callable[[str, str], list[Row]]] = {".csv": _rows_of_csv, ".tsv": _rows_of_tsv}
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise ValueError("parquet needs `pip install pyarrow`") from error
+    with ParquetFile(path) as file:  # read_table would add columns of folders named as key=value
+        return file.read().to_pylist()
+
+
+def _read_folder(path: Path) -> list[Row]:
+    try:
+        from datasets import load_from_disk
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} is a folder: reading dataset folders needs `pip install datasets`") from error
+    try:
+        dataset = load_from_disk(str(path))
+    except IndexError:  # datasets writes no file for no rows, and cannot read the folder again
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a folder written by datasets.save_to_disk: {error}") from error
+    if isinstance(dataset, dict):
+        raise ValueError(f"{path} holds the splits {sorted(dataset)}: name one, for example {path / 'train'}")
+    return dataset.to_list()
+
+
+def _read_hub(source: str) -> list[Row]:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{source} is a dataset of the Hub, which needs `pip install datasets`") from error
+    name, revision, subset, split = hub_parts(source)
+    try:
+        return load_dataset(name, subset, split=split, revision=revision).to_list()
+    except Exception as error:  # datasets documents no errors, and asks many libraries
+        raise ValueError(
+            f"cannot read {source}: {brief(error)}. Without a network, HF_HUB_OFFLINE=1 reads what is in the cache "
+            "of datasets"
+        ) from error
