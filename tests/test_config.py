@@ -12,6 +12,8 @@ import yaml
 import rlft_fast
 from rlft_fast.config import OBJECTIVES, AlgorithmConfig, Config, ConfigError, load_config, section_of, sections
 from rlft_fast.config import algorithm as algorithm_config
+from rlft_fast.config import model as model_config
+from rlft_fast.engine.schedule import _DECAYS
 from rlft_fast.rl import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, Aggregation, KLEstimator
 from rlft_fast.trainer.objective import Objective
 from tests.support.configs import MINIMAL
@@ -523,6 +525,7 @@ def test_every_key_has_a_help_text():
 def test_the_names_of_methods_are_those_that_exist():
     assert set(algorithm_config.ADVANTAGES) == set(ADVANTAGES)
     assert set(algorithm_config.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(model_config.SCHEDULES) == set(_DECAYS)
     fields = AlgorithmConfig.model_fields
     assert get_args(fields["aggregation"].annotation) == get_args(Aggregation)
     assert get_args(fields["kl_estimator"].annotation) == get_args(KLEstimator)

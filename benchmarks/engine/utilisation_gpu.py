@@ -31,7 +31,7 @@ from rlft_fast.config import EngineConfig
 from rlft_fast.data import Batch
 from rlft_fast.engine import FSDPEngine, model_flops, peak_flops
 from rlft_fast.engine.memory.engine import USABLE, plan_engine_memory
-from rlft_fast.engine.optimizer import build_optimizer
+from rlft_fast.engine.optimizer import build_optimizer, named_parameters
 from rlft_fast.engine.sharding.build import build_model, shard
 from rlft_fast.engine.sharding.mesh import device_memory
 from rlft_fast.models.weights import materialize
@@ -68,7 +68,7 @@ class RandomEngine(FSDPEngine):
         materialize(self.model, self.device)
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.02)
-        self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
+        self.optimizer = build_optimizer(named_parameters(self.model), self.config.optimizer)
         return self
 
 

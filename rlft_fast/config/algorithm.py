@@ -1,11 +1,9 @@
 """How the policy learns from a rollout."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,7 +12,7 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.paths import FunctionName
+from rlft_fast.config.paths import FunctionName, known_or_function
 
 GROUP_ADVANTAGES = ("grpo", "dr-grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "optimal-token")
 ADVANTAGES = ("gae", *GROUP_ADVANTAGES, "reinforce++", "remax", "none")
@@ -23,16 +21,10 @@ POLICY_LOSSES = (
 )  # fmt: skip
 
 
-def _name_or_function(names: tuple[str, ...], value: str) -> str:
-    if value not in names and ":" not in value:
-        raise ValueError(f"expected one of {', '.join(names)}, or module:function for your own")
-    return value
-
-
 class AlgorithmConfig(Section):
     """How the policy learns from a rollout. docs/methods.md describes the methods."""
 
-    advantage: Annotated[FunctionName, AfterValidator(partial(_name_or_function, ADVANTAGES))] = Field(
+    advantage: Annotated[FunctionName, known_or_function(*ADVANTAGES)] = Field(
         default="grpo", description=f"Advantage estimator: {', '.join(ADVANTAGES)}, or module:function for your own."
     )
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -55,7 +47,7 @@ class AlgorithmConfig(Section):
     """Passes over each rollout."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per pass."""
-    policy_loss: Annotated[FunctionName, AfterValidator(partial(_name_or_function, POLICY_LOSSES))] = Field(
+    policy_loss: Annotated[FunctionName, known_or_function(*POLICY_LOSSES)] = Field(
         default="ppo", description=f"Policy loss: {', '.join(POLICY_LOSSES)}, or module:function for your own."
     )
     clip_low: float | None = Field(default=None, ge=0, le=1)

@@ -13,10 +13,12 @@ from pydantic import (
 )
 
 from rlft_fast.config.base import Section, rule
-from rlft_fast.config.paths import LocalPath, ModelPath
+from rlft_fast.config.paths import FunctionName, LocalPath, ModelPath, known_or_function
 from rlft_fast.config.resume import MayChange
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 class OptimizerConfig(Section):
@@ -36,10 +38,40 @@ class OptimizerConfig(Section):
     """Keep AdamW's moments in CPU memory. Each step copies them to the GPU and back; on a CPU nothing changes."""
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Gradients with a larger global norm are scaled down to this norm; null or 0: the norm is only measured."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 from the warm-up to the end of the run, also over steps that teach nothing."""
+    groups: dict[str, dict[Literal["learning_rate", "weight_decay"], NonNegativeFloat]] = Field(default={})
+    """Learning rates and weight decays of parameters by the pattern of their names, which the first one that fits sets.
+
+    For example {"lm_head.*": {learning_rate: 1e-6}}. Names are those of the model's files; * stands for any text."""
+    schedule: Annotated[FunctionName, known_or_function(*SCHEDULES)] = Field(
+        default="constant",
+        description="How the learning rate falls from the warm-up to the end of the run, also over steps that teach "
+        f"nothing: {', '.join(SCHEDULES)} (stable, then linear), or module:function for your own.",
+    )
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Learning rate at the end of linear, cosine and wsd. Rates of groups fall in the same proportion."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from 0."""
+    warmup_ratio: Share = 0.0
+    """The same as a share of the run's optimizer steps, instead of warmup_steps."""
+    decay_ratio: Share = 0.1
+    """Share of the run's optimizer steps over which wsd falls, at the end."""
+
+    def __hash__(self) -> int:
+        """Of what can be hashed: mappings cannot."""
+        return hash((self.learning_rate, self.betas, self.moment_dtype, self.cpu_offload, self.schedule))
+
+    @rule
+    def _schedule(self) -> Iterator[str]:
+        if self.warmup_steps and self.warmup_ratio:
+            yield "give either warmup_steps or warmup_ratio, not both"
+        if self.min_learning_rate > self.learning_rate:
+            yield f"min_learning_rate is {self.min_learning_rate:g}, above learning_rate, {self.learning_rate:g}"
+        if self.min_learning_rate and self.schedule == "constant":
+            yield "min_learning_rate is the end of a schedule that falls: set schedule: linear, cosine or wsd"
+        if self.schedule not in SCHEDULES:
+            for name in ("min_learning_rate", "warmup_steps", "warmup_ratio"):
+                if getattr(self, name):
+                    yield f"{name} has no meaning for a schedule of your own, which says it all: leave {name} out"
 
 
 class LoraConfig(Section):

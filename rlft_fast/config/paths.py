@@ -124,3 +124,14 @@ ModelPath = Annotated[str, Field(min_length=1), AfterValidator(find_model), Plai
 
 FunctionName = Annotated[str, AfterValidator(_expand_file), PlainSerializer(_typed_file)]
 """A known name, module:function, or file.py:function. A relative file stays relative: metrics have the same name."""
+
+
+def known_or_function(*names: str) -> AfterValidator:
+    """Refuses a `FunctionName` that is neither one of these names nor a function of the user's."""
+
+    def check(value: str) -> str:
+        if value not in names and ":" not in value:
+            raise ValueError(f"expected one of {', '.join(names)}, or module:function for your own")
+        return value
+
+    return AfterValidator(check)

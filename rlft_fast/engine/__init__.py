@@ -21,6 +21,7 @@ with needing_train():
     from rlft_fast.engine.loss import TRAINED, Loss, Output, weighted
     from rlft_fast.engine.protocol import Engine, Future, results
     from rlft_fast.engine.roles import role_engine
+    from rlft_fast.engine.schedule import Schedule
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Output",
     "Piece",
     "PieceJoiner",
+    "Schedule",
     "WeightMetadata",
     "WeightStream",
     "checksum",

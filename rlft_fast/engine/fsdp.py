@@ -29,7 +29,6 @@ from rlft_fast.engine.forward import (
     sum_over_rows,
 )
 from rlft_fast.engine.loss import LOSS_READS, OUTPUTS, TRAINED, Loss, Output, couples, weighted
-from rlft_fast.engine.optimizer import learning_rate_factor
 from rlft_fast.engine.protocol import Future
 from rlft_fast.engine.sharding import discard_gradients, hand_over_gradients, reduce_gradients, reshard
 from rlft_fast.engine.state import EngineState
@@ -350,15 +349,13 @@ class FSDPEngine(EngineState):
     def _step_optimizer(self, norm: Tensor, schedule_step: int) -> float:
         """Clips and steps, unless the norm is not finite; that is decided on the device. Returns the learning rate."""
         assert self.optimizer is not None
-        assert self.num_training_steps is not None
-        factor = learning_rate_factor(schedule_step, self.config.optimizer, self.num_training_steps)
-        learning_rate = self.config.optimizer.learning_rate * factor
+        factor = self.schedule.factor(schedule_step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = group["initial_lr"] * factor
         coefficient, found_inf = clip_coefficient(norm.to(self._home), self.config.optimizer.max_grad_norm)
         self.optimizer.step(coefficient=coefficient, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
-        return learning_rate
+        return self.config.optimizer.learning_rate * factor
 
     def _count_step(self, finite: bool) -> None:
         if finite:

@@ -1,28 +1,64 @@
-"""AdamW with parameter groups by rule, its master weights, and learning-rate schedules."""
+"""AdamW with parameter groups by rule and by name, and its master weights."""
 
-import math
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from rlft_fast.config import OptimizerConfig
-from rlft_fast.models import RLModel, checkpoint_tensors, load_weights, stored_head
+from rlft_fast.models import RLModel, checkpoint_tensors, head_parameters, load_weights, name_some, stored_head
 from rlft_fast.ops import FusedAdamW
 
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> FusedAdamW:
-    """AdamW that clips while it steps. Only matrices decay: never biases, norms or scalars."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
+
+def named_parameters(model: RLModel) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a model, each once, by the names that `transformers` has for them."""
+    own = dict(model.pretrained.named_parameters(remove_duplicate=False)) | head_parameters(model)
+    names = {id(parameter): name.replace(".base_layer.", ".") for name, parameter in reversed(own.items())}
+    return [(names.get(id(parameter), name), parameter) for name, parameter in model.named_parameters()]
+
+
+def build_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> FusedAdamW:
+    """AdamW that clips while it steps. Only matrices decay: never biases, norms or scalars.
+
+    Args:
+        parameters: with their names; frozen ones are left out.
+        config: AdamW's settings, and the settings of groups by pattern.
+
+    Raises:
+        ValueError: a pattern fits no parameter.
+    """
     return FusedAdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(parameters, config),
         lr=config.learning_rate, betas=config.betas, eps=config.eps, moment_dtype=getattr(torch, config.moment_dtype),
         offload_moments=config.cpu_offload,
     )  # fmt: skip
+
+
+def parameter_groups(parameters: NamedParameters, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Groups of a `torch.optim.Optimizer`, see `build_optimizer`. ``initial_lr`` is the peak of a learning rate."""
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    found: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in (None, *config.groups)}
+    for name, parameter in trained:
+        found[next((pattern for pattern in config.groups if fnmatchcase(name, pattern)), None)].append(parameter)
+    if unused := [pattern for pattern in config.groups if not found[pattern]]:
+        raise ValueError(
+            f"optimizer.groups has the pattern {unused[0]!r}, which no trained parameter is left for; their names are "
+            f"{name_some([name for name, _ in trained])}"
+        )
+    groups = []
+    for pattern, members in found.items():
+        own = config.groups.get(pattern, {}) if pattern is not None else {}
+        rate, decay = own.get("learning_rate", config.learning_rate), own.get("weight_decay", config.weight_decay)
+        for params, weight_decay in (
+            ([p for p in members if p.dim() >= 2], decay),
+            ([p for p in members if p.dim() < 2], 0.0),
+        ):
+            groups.append({"params": params, "lr": rate, "initial_lr": rate, "weight_decay": weight_decay})
+    return [group for group in groups if group["params"]]
 
 
 def load_masters(path: str, model: RLModel, optimizer: FusedAdamW) -> None:
@@ -33,15 +69,3 @@ def load_masters(path: str, model: RLModel, optimizer: FusedAdamW) -> None:
     masters = {name: optimizer.state[tensor]["master"] for name, tensor in tensors.items() if tensor.requires_grad}
     if masters:  # adapters alone are in no file
         load_weights(path, model.pretrained, into=masters, beside=head)
-
-
-def learning_rate_factor(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    """Share of the peak learning rate at optimizer step ``step``: linear warm-up, then the schedule."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    progress = min((step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1), 1.0)
-    if config.schedule == "linear":
-        return 1.0 - progress
-    if config.schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    return 1.0

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.config import EngineConfig, HeadKind
-from rlft_fast.engine.optimizer import build_optimizer, load_masters
+from rlft_fast.engine.optimizer import build_optimizer, load_masters, named_parameters
+from rlft_fast.engine.schedule import Schedule
 from rlft_fast.engine.sharding import (
     build_model,
     describe_units,
@@ -78,7 +79,7 @@ class EngineState:
         Raises:
             ValueError: the model folder cannot be used, its weights do not fit its configuration, ranks disagree on
                 the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
-                ranks or heads.
+                ranks or heads, a schedule of one's own cannot be used, or a pattern of `optimizer.groups` fits nothing.
         """
         if self.device.type == "cuda" and self.config.compute_dtype == "float32":
             warnings.warn(
@@ -88,13 +89,15 @@ class EngineState:
             )
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
         self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
+        if self.trains:
+            self.world.together(lambda: self.schedule, ValueError)
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.world)
         self.units = describe_units(self.model, units) if units else ""
         load(self.path, self.model, self._home, self.device)
         require_own_numbers(self.model, self.config)
         if self.trains:
-            self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
+            self.optimizer = build_optimizer(named_parameters(self.model), self.config.optimizer)
             if self.config.param_dtype == "bfloat16":
                 load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
@@ -105,6 +108,12 @@ class EngineState:
     def _home(self) -> torch.device:
         """Where weights are when they train, gradients and optimizer state with them."""
         return torch.device("cpu") if self.config.cpu_offload else self.device
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Of an engine that trains."""
+        assert self.num_training_steps is not None
+        return Schedule(self.config.optimizer, self.num_training_steps)
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from rlft_fast.config import Config, RunConfig, TaughtConfig
-from rlft_fast.engine import CheckpointManager, find_start, step_of
+from rlft_fast.config import Config, EngineConfig, RunConfig, TaughtConfig, run_roles
+from rlft_fast.engine import CheckpointManager, Schedule, find_start, step_of
 from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
@@ -70,6 +70,9 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
     """
     for path in config.start_folders.values():
         checks.run(partial(find_start, path))
+    for role in run_roles(config).values():
+        if role.trains and isinstance(role.config, EngineConfig):
+            checks.run(partial(Schedule, role.config.optimizer, 1))
     if isinstance(config, TaughtConfig):
         return _check_rows(config, checks, resume=bool(resume) and not force)
     assert isinstance(config, Config)

@@ -276,6 +276,7 @@ def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, c
     write_rows(tmp_path / "data.jsonl", [{"prompt": "a prompt that is longer than eight tokens"}])
     options = ["--model", str(folder), "--reward.model", str(tmp_path / "judge")]
     options += ["--reward.function", f"{HERE}:no_such_function"]
+    options += ["--actor.optimizer.schedule", f"{HERE}:no_such_schedule"]
     (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert main(["train", toy_file, "--dry-run", *options]) == 1
     error = " ".join(capsys.readouterr().err.split())
@@ -285,6 +286,7 @@ def test_a_dry_run_finds_what_a_run_would_find(toy_file, tiny_model, tmp_path, c
         f"model folder {tmp_path / 'judge'} does not exist",
         "longer than rollout.max_prompt_tokens=8",
         "no_such_function",
+        "no_such_schedule",
     ):
         assert message in error
 

@@ -27,7 +27,7 @@ from rlft_fast.engine.forward import positional
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
-from rlft_fast.engine.optimizer import build_optimizer
+from rlft_fast.engine.optimizer import build_optimizer, named_parameters
 from rlft_fast.engine.sharding import build_model, checkpoint_activations, decoder_blocks, reduce_gradients, shard
 from rlft_fast.models import (
     ImageInputs,
@@ -232,7 +232,8 @@ def run_blocks(
             with torch.no_grad():
                 _run(model, tracker, workload, group, 0)
             return Trace(tuple(tracker.notes))
-        optimizer = build_optimizer(model.parameters(), config.optimizer)
+        ungrouped = config.optimizer.model_copy(update={"groups": {}})  # a shortened model lacks names
+        optimizer = build_optimizer(named_parameters(model), ungrouped)
         optimizer.initialize_state()
         if config.optimizer.cpu_offload:
             for state in optimizer.state.values():

@@ -63,7 +63,7 @@ def step_of_offloaded_weights(mode: fake_gpu.DeviceOfShapes, path: Path) -> list
     engine = FSDPEngine(str(path), EngineConfig(cpu_offload=True), num_training_steps=1)
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    engine.optimizer = build_optimizer([weight], engine.config.optimizer)
+    engine.optimizer = build_optimizer([("weight", weight)], engine.config.optimizer)
     mode.seen.clear()
     engine._step_optimizer(torch.ones((), device="cuda"), 0)
     return list(mode.seen)

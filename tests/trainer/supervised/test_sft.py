@@ -70,6 +70,25 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(lora, tiny_model, tmp
     assert (run / "best" / "model.safetensors").exists()
 
 
+WSD = {
+    "learning_rate": 1e-2, "schedule": "wsd", "warmup_ratio": 0.25, "decay_ratio": 0.5, "min_learning_rate": 1e-3,
+    "groups": {"lm_head.*": {"learning_rate": 1e-3}, "*.mlp.*": {"weight_decay": 0.1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [WSD])
+def test_schedules_and_optimizers_go_on_with_the_same_bits(optimizer, tiny_model, tmp_path):
+    """The first run does all four steps; the second goes back to the second step."""
+    config = sft_config(tiny_model("llama"), tmp_path, actor__optimizer=optimizer, checkpoint__max_num=4)
+    train(config)
+    run, rates = tmp_path / "run", [0.01, 0.01, 0.01, 0.0055]
+    assert [row["learning_rate"] for row in read_lines(run / "metrics.jsonl")] == pytest.approx(rates)
+    train(config, resume="step_2")
+    assert comparable(run) == comparable(run / "later.1")
+    expected, found = (load_file(folder / "hf" / "model.safetensors") for folder in (run / "later.1", run))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 @pytest.mark.parametrize("start", ["run", "run/checkpoints/step_00000002", "run/hf"])
 def test_a_run_starts_from_the_weights_of_another(start, tiny_model, tmp_path):
     train(sft_config(tiny_model("llama"), tmp_path, steps=2))
