@@ -21,10 +21,9 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 class DataConfig(RowsConfig):
     """Where prompts come from: a file, a dataset folder, the Hub, or a reasoning-gym task."""
 
-    path: MayChange[DataPath | None] = None
-    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT.
-
-    null: give a task."""
+    path: MayChange[DataPath | dict[str, DataPath] | None] = None
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, hf://OWNER/NAME/SPLIT, or several
+    of them by name; null: give a task."""
     task: str | None = None
     """Name of a reasoning-gym task, instead of a path; null: give a path."""
     task_options: dict[str, Any] = Field(default={})

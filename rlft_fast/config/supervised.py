@@ -16,8 +16,9 @@ from rlft_fast.config.training import CheckpointConfig, HeldOutConfig, RowsConfi
 class TaughtDataConfig(RowsConfig):
     """Rows to learn from."""
 
-    path: MayChange[DataPath]
-    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT."""
+    path: MayChange[DataPath | dict[str, DataPath]]
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, hf://OWNER/NAME/SPLIT, or several
+    of them by name."""
     max_sequence_tokens: PositiveInt = 4096
     """Most tokens of a sequence. A row with a longer one is an error that names it."""
 

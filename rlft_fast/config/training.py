@@ -1,7 +1,7 @@
 """What the configurations of all objectives share: the model, its engine, checkpoints, held-out data and logs."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -21,8 +21,17 @@ from rlft_fast.files import read_text
 class RowsConfig(Section):
     """Where rows of data are, and how their prompts become tokens."""
 
-    path: MayChange[DataPath | None] = None
-    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, or hf://OWNER/NAME/SPLIT."""
+    path: MayChange[DataPath | dict[str, DataPath] | None] = None
+    """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, hf://OWNER/NAME/SPLIT, or several
+    of them by name."""
+    weights: dict[str, PositiveFloat] = Field(default={})
+    """Share of each named set of path in the rows that are taken, as weights; {}: every row once in a pass."""
+    max_rows: MayChange[PositiveInt | dict[str, PositiveInt] | None] = None
+    """Rows of each set that are read, from its first on, or so many of each named set; null: all."""
+    shuffle: bool = True
+    """Take the rows in another random order in every pass; false: in the order of path."""
+    shuffle_seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] | None = None
+    """Seed of the order of the rows; null: seed."""
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
     system_prompt: str | None = None
@@ -32,6 +41,24 @@ class RowsConfig(Section):
     chat: bool = True
     """Apply the chat template to text prompts; false: tokenize them as they are."""
 
+    @property
+    def sets(self) -> dict[str, str]:
+        """Sources of the rows by name. A single set has the name ""."""
+        return {} if self.path is None else _by_name(self.path)
+
+    @rule
+    def _sets_are_named(self) -> Iterator[str]:
+        yield from _wrong_names(self.path)
+        if self.weights and {*self.weights} != {*self.sets}:
+            yield _unlike_sets("weights", self.weights, self.sets)
+        if isinstance(self.max_rows, dict) and not {*self.max_rows} <= {*self.sets}:
+            yield _unlike_sets("max_rows", self.max_rows, self.sets)
+
+    @rule
+    def _order_is_random(self) -> Iterator[str]:
+        if self.shuffle_seed is not None and not self.shuffle:
+            yield "shuffle_seed is the seed of an order that shuffle: false leaves out: leave it out"
+
     @rule
     def _template_is_used(self) -> Iterator[str]:
         for name in ("system_prompt", "template_kwargs"):
@@ -39,25 +66,42 @@ class RowsConfig(Section):
                 yield f"{name} needs the chat template, which chat: false leaves out: set chat: true, or no {name}"
 
 
+def _by_name(path: str | dict[str, str]) -> dict[str, str]:
+    return path if isinstance(path, dict) else {"": path}
+
+
+def _wrong_names(path: str | dict[str, str] | None) -> Iterator[str]:
+    """Messages about names of sets."""
+    if isinstance(path, dict) and not path:
+        yield "path names no set: give a file, or several by name"
+    if isinstance(path, dict) and (wrong := [name for name in path if not name.isidentifier()]):
+        yield f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
+
+
+def _unlike_sets(key: str, given: Iterable[str], sets: Iterable[str]) -> str:
+    names = [name for name in sets if name]
+    expected = f"expected {', '.join(names)}" if names else "but path names no sets, as path: {a: a.jsonl} does"
+    return f"{key} names {', '.join(given)}, {expected}"
+
+
 class HeldOutConfig(Section):
     """Held-out data, on which the model is measured before, during and after training."""
 
     path: MayChange[DataPath | dict[str, DataPath]]
     """Held-out rows, as in data.path, or several sets of them by name; same columns as the training data."""
+    max_rows: MayChange[PositiveInt | None] = None
+    """Rows of each set that are read, from its first on; null: all."""
     every: MayChange[NonNegativeInt] = 0
     """Steps between evaluations; 0: evaluate only before and after training."""
 
     @rule
     def _sets_have_names(self) -> Iterator[str]:
-        if isinstance(self.path, dict) and not self.path:
-            yield "path names no held-out set: give a file, or several by name"
-        if isinstance(self.path, dict) and (wrong := [name for name in self.path if not name.isidentifier()]):
-            yield f"path has a set named {wrong[0]!r}: a name has letters, digits and underscores, no digit first"
+        yield from _wrong_names(self.path)
 
     @property
     def sets(self) -> dict[str, str]:
         """Paths of the held-out sets by name. A single set has the name ""."""
-        return self.path if isinstance(self.path, dict) else {"": self.path}
+        return _by_name(self.path)
 
     @property
     @abstractmethod
@@ -154,16 +198,21 @@ class RunConfig(Section):
     @property
     def data_files(self) -> dict[str, str]:
         """Files and folders of the data by key."""
-        sets = {} if self.evaluation is None else self.evaluation.sets
-        places = {"data.path": self.data.path} | {
-            f"evaluation.path{'.' * bool(name)}{name}": path for name, path in sets.items()
+        held_out = {} if self.evaluation is None else self.evaluation.sets
+        return {
+            f"{section}.path{'.' * bool(name)}{name}": path
+            for section, sets in (("data", self.data.sets), ("evaluation", held_out))
+            for name, path in sets.items()
+            if not path.startswith(HUB)
         }
-        return {key: path for key, path in places.items() if path is not None and not path.startswith(HUB)}
 
     @property
     def measured(self) -> dict[str, Any] | None:
         """How the held-out numbers are measured, as JSON; None: they are not."""
-        return None if self.evaluation is None else self.evaluation.model_dump(mode="json", exclude={"every"})
+        if self.evaluation is None:
+            return None
+        measured = self.evaluation.model_dump(mode="json", exclude={"every"})
+        return measured if measured["max_rows"] else {k: v for k, v in measured.items() if k != "max_rows"}  # as before
 
     @classmethod
     def load(cls, path: str | Path, overrides: dict[str, str] | None = None) -> Self:

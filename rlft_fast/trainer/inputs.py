@@ -19,7 +19,7 @@ from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
-from rlft_fast.trainer.prompts import Prompts, load_prompts, read_rows
+from rlft_fast.trainer.prompts import Prompts, load_prompts, read_sets
 from rlft_fast.world import World
 
 
@@ -72,7 +72,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
     else:
         checks.run(lambda: load_functions(config))
         for path in (None, *([] if config.evaluation is None else config.evaluation.sets.values())):
-            checks.run(lambda path=path: read_rows(config.data, path))
+            checks.run(lambda path=path: read_sets(config.data, path))
     if judge is not None and prompts is not None:
         checks.run(lambda: judge.check(prompts, "the training data"))
     if held_out is not None and (own := evaluation_judge or judge) is not None:
@@ -156,9 +156,11 @@ def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[st
     Raises:
         ValueError: they cannot be used, see `load_prompts`.
     """
-    sets = {} if config.evaluation is None else config.evaluation.sets
-    most = config.rollout.max_prompt_tokens
-    return {name: load_prompts(config.data, tokenizer, most, path) for name, path in sets.items()}
+    if config.evaluation is None:
+        return {}
+    limits = config.rollout.max_prompt_tokens, config.evaluation.max_rows
+    sets = config.evaluation.sets
+    return {name: load_prompts(config.data, tokenizer, limits[0], path, limits[1]) for name, path in sets.items()}
 
 
 def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:

@@ -123,7 +123,7 @@ def test_help_shows_types_bounds_and_defaults():
     meaning = dict(lines)
     assert meaning["--model"].endswith("(text; required)")
     assert meaning["--seed"].endswith("(integer >= 0, <= 9223372036854775807; default 0)")
-    assert meaning["--data.path"].endswith("(text or null; default null)")
+    assert meaning["--data.path"].endswith("(text or mapping or null; default null)")
     assert meaning["--data.chat"].endswith("(true or false; default true)")
     assert meaning["--algorithm.gamma"].endswith("(number >= 0, <= 1; default 1.0)")
     assert meaning["--algorithm.kl_in"].endswith("(loss | reward; default loss)")

@@ -17,7 +17,7 @@ _OF_MODELS = """
 """
 _MAY_CHANGE = {
     "": "model output_dir steps timeout_minutes log log_texts log_tokens_mib",
-    "data": "path",
+    "data": "path max_rows",
     "reward": "model timeout_s workers",
     "rollout": "backend servers max_prompt_tokens batch_size",
     "rollout.vllm": "process transfer tensor_parallel gpu_memory_utilization cpu_cache_gib check_weights",
@@ -28,7 +28,7 @@ _MAY_CHANGE = {
     "reference": _OF_MODELS,
     "environment": "timeout_s",
     "teacher": _OF_MODELS + "model",
-    "evaluation": "path every",
+    "evaluation": "path max_rows every",
     "checkpoint": "every max_num max_mem asynchronous best",
     "cluster": "address",
     **{

@@ -5,7 +5,7 @@ from rlft_fast.trainer.prompts.formats import Row, read_data
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
-from rlft_fast.trainer.prompts.rows import read_rows, shuffled_rows
+from rlft_fast.trainer.prompts.rows import RowSet, Stream, read_sets
 
 __all__ = [
     "MARK",
@@ -15,6 +15,8 @@ __all__ = [
     "Message",
     "Prompts",
     "Row",
+    "RowSet",
+    "Stream",
     "Tokenizer",
     "checksum",
     "conversation_of",
@@ -22,9 +24,8 @@ __all__ = [
     "load_prompts",
     "name_rows",
     "read_data",
-    "read_rows",
+    "read_sets",
     "render",
-    "shuffled_rows",
     "start_of_texts",
     "without_nulls",
     "words_of",

@@ -6,14 +6,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlft_fast.config import DataConfig
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
+from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
-from rlft_fast.trainer.prompts.rows import Row, read_rows, shuffled_rows
+from rlft_fast.trainer.prompts.rows import RowSet, Stream, read_sets
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Prompts:
         continued: by row, the assistant's words at the end of the text. The answer to the prompt begins with them.
         conversations: by row, the conversation whose text the prompt is. Other prompts are texts without a template.
         description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
+        stream: the order in which a run takes them; None: one set, shuffled.
     """
 
     texts: list[str]
@@ -42,6 +44,7 @@ class Prompts:
     continued: dict[int, str] = field(default_factory=dict)
     conversations: dict[int, Conversation] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
+    stream: Stream | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -74,8 +77,8 @@ class Prompts:
         return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
     def order(self, start: int, count: int, seed: int) -> list[int]:
-        """Rows of the stream, see `shuffled_rows`."""
-        return shuffled_rows(len(self), start, count, seed)
+        """Rows of the stream, see `Stream.rows`."""
+        return (self.stream or Stream((len(self),))).rows(start, count, seed)
 
 
 def _renumbered(values: Mapping[int, T], indices: Sequence[int]) -> dict[int, T]:
@@ -83,52 +86,98 @@ def _renumbered(values: Mapping[int, T], indices: Sequence[int]) -> dict[int, T]
     return {new: values[i] for new, i in enumerate(indices) if i in values}
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None) -> Prompts:
+class _Prompt(NamedTuple):
+    """A row as the model reads it."""
+
+    row: Row
+    read: Rendered
+    token_ids: list[int]
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None,
+    max_rows: int | None = None,
+) -> Prompts:  # fmt: skip
     """Reads, checks and tokenizes all prompts.
 
     Args:
         config: where they come from and how texts become tokens.
         tokenizer: the policy's.
         max_prompt_tokens: tokens of the longest prompt allowed.
-        path: read this file or folder instead, for example the held-out one.
+        path: read this source instead, for example the held-out one.
+        max_rows: of this source; None: all.
 
     Raises:
         ValueError: unreadable or empty data, rows without a prompt, or prompts that are too long; rows are named.
     """
-    rows, column, name = read_rows(config, path)
-    _check_rows(rows, column, name)
-    start = start_of_texts(tokenizer)
-    texts: list[str] = []
-    token_ids: list[list[int]] = []
-    continued, conversations, limits = {}, {}, Limits()
-    for i, row in enumerate(rows):
-        is_text = isinstance(row[column], str) and not config.chat
-        read = Rendered(row[column]) if is_text else _rendered(i, row, column, config, tokenizer, name, limits)
-        text, words, conversation = read
-        if len(text) > _MOST_CHARACTERS * max_prompt_tokens:  # tokenizing megabytes would take minutes
-            raise ValueError(
-                f"{name}: row {i} (counted from 0) has {len(text)} characters, more than {_MOST_CHARACTERS} for each "
-                f"of rollout.max_prompt_tokens={max_prompt_tokens}: leave the row out"
-            )
-        texts.append(text)
-        token_ids.append(_encode(i, text, tokenizer, name, start if is_text else []))
-        if words:
-            continued[i] = words
-        if conversation is not None:
-            conversations[i] = conversation
-    if long := [i for i, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]:
-        worst = max(long, key=lambda i: len(token_ids[i]))
-        raise ValueError(
-            f"{name}: {name_rows(long)} are longer than rollout.max_prompt_tokens={max_prompt_tokens} "
-            f"(row {worst} has {len(token_ids[worst])} tokens): raise it, or leave these rows out"
-        )
+    column = "question" if path is None and not config.sets else config.prompt_column
+    reader = _Reader(config, tokenizer, max_prompt_tokens, column)
+    sets = {found.name: reader.read(found) for found in read_sets(config, path, max_rows)}
+    read = [prompt for found in sets.values() for prompt in found]
+    rows = [prompt.row for prompt in read]
     others = sorted({key for row in rows for key in row} - {column})
-    columns = {key: [row.get(key) for row in rows] for key in others}
-    prompts = Prompts(texts, token_ids, columns, continued, conversations)
+    prompts = Prompts(
+        [prompt.read.text for prompt in read],
+        [prompt.token_ids for prompt in read],
+        {key: [row.get(key) for row in rows] for key in others},
+        {i: prompt.read.continued for i, prompt in enumerate(read) if prompt.read.continued},
+        {i: prompt.read.conversation for i, prompt in enumerate(read) if prompt.read.conversation is not None},
+        stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
+    )
     uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
     template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
     asked = {column: [without_nulls(row[column]) for row in rows]}
     return replace(prompts, description=_describe(prompts, asked, template))
+
+
+class _Reader:
+    """Makes prompts of rows.
+
+    Args:
+        config: see `load_prompts`.
+        tokenizer: see `load_prompts`.
+        max_prompt_tokens: see `load_prompts`.
+        column: with the prompts.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, column: str) -> None:
+        self.config, self.tokenizer, self.most, self.column = config, tokenizer, max_prompt_tokens, column
+        self.start = start_of_texts(tokenizer)
+        self.limits = Limits()
+
+    def read(self, found: RowSet) -> list[_Prompt]:
+        """The prompts of a set."""
+        _check_rows(found.rows, self.column, found.source)
+        prompts = [self._read(i, row, found.source) for i, row in enumerate(found.rows)]
+        if long := [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]:
+            worst = max(long, key=lambda i: len(prompts[i].token_ids))
+            raise ValueError(
+                f"{found.source}: {name_rows(long)} are longer than rollout.max_prompt_tokens={self.most} "
+                f"(row {worst} has {len(prompts[worst].token_ids)} tokens): raise it, or leave these rows out"
+            )
+        return prompts
+
+    def _read(self, number: int, row: Row, source: str) -> _Prompt:
+        is_text = isinstance(row[self.column], str) and not self.config.chat
+        read = Rendered(row[self.column]) if is_text else self._rendered(number, row, source)
+        if len(read.text) > _MOST_CHARACTERS * self.most:  # tokenizing megabytes would take minutes
+            raise ValueError(
+                f"{source}: row {number} (counted from 0) has {len(read.text)} characters, more than "
+                f"{_MOST_CHARACTERS} for each of rollout.max_prompt_tokens={self.most}: leave the row out"
+            )
+        return _Prompt(row, read, _encode(number, read.text, self.tokenizer, source, self.start if is_text else []))
+
+    def _rendered(self, number: int, row: Row, source: str) -> Rendered:
+        """A row's prompt in the chat template."""
+        prompt = row[self.column]
+        try:
+            return render_row(prompt, row, self.config, self.tokenizer, self.limits)
+        except Exception as error:  # a template is code of the model's: it may divide by 0, or loop without end
+            instead = " (data.chat: false sends texts without a template)" if isinstance(prompt, str) else ""
+            raise ValueError(
+                f"{source}: the tokenizer's chat template cannot be applied to row {number} (counted from 0): "
+                f"{brief(error)}{instead}"
+            ) from error
 
 
 def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> dict[str, Any]:
@@ -154,8 +203,6 @@ def checksum(value: Any) -> int:
 
 
 def _check_rows(rows: list[Row], column: str, name: str) -> None:
-    if not rows:
-        raise ValueError(f"{name} holds no rows: there is nothing to train on")
     if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
         raise ValueError(
             f"{name}: {name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
@@ -205,21 +252,6 @@ def _first_media(names: Iterable[Any]) -> str | None:
 def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
     """The keys that hold something."""
     return [key for key, value in values.items() if value and key != but]
-
-
-def _rendered(
-    number: int, row: Row, column: str, config: DataConfig, tokenizer: Tokenizer, name: str, limits: Limits
-) -> Rendered:
-    """A row's prompt in the chat template."""
-    prompt = row[column]
-    try:
-        return render_row(prompt, row, config, tokenizer, limits)
-    except Exception as error:  # a template is code of the model's: it may divide by 0, or loop without end
-        instead = " (data.chat: false sends texts without a template)" if isinstance(prompt, str) else ""
-        raise ValueError(
-            f"{name}: the tokenizer's chat template cannot be applied to row {number} (counted from 0): "
-            f"{brief(error)}{instead}"
-        ) from error
 
 
 def start_of_texts(tokenizer: Tokenizer) -> list[int]:

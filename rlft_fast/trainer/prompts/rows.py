@@ -1,39 +1,120 @@
-"""Rows of data: read from a source, or made by a reasoning-gym task; and their order."""
+"""Rows of data: read from sources, or made by a reasoning-gym task; and the order in which a run takes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 import torch
 
-from rlft_fast.config import DataConfig
+from rlft_fast.config import DataConfig, RowsConfig
 from rlft_fast.trainer.prompts.formats import Row, read_data
 
 
-def read_rows(config: DataConfig, path: str | None = None) -> tuple[list[Row], str, str]:
-    """The rows, the name of the column with the prompt, and a name of the source for messages.
+class RowSet(NamedTuple):
+    """Rows of one source."""
+
+    name: str
+    """Of the set in the configuration; "" of a single set."""
+    rows: list[Row]
+    source: str
+    """For messages."""
+
+
+def read_sets(config: RowsConfig, held_out: str | None = None, max_rows: int | None = None) -> list[RowSet]:
+    """The rows of each set.
 
     Args:
-        config: where the rows come from.
-        path: read this file or folder instead.
+        config: where the rows come from, and how many.
+        held_out: read this source instead.
+        max_rows: of this source; None: all.
 
     Raises:
-        ValueError: the source cannot be read.
+        ValueError: a source cannot be read, or has no rows.
     """
-    source = path or config.path
-    if source is not None:
-        return read_data(source), config.prompt_column, source
-    return _make_task(config), "question", f"task {config.task}"
+    sets = config.sets if held_out is None else {"": held_out}
+    if not sets:
+        assert isinstance(config, DataConfig)
+        found = [RowSet("", _make_task(config), f"task {config.task}")]
+    else:
+        found = [RowSet(name, read_data(source), source) for name, source in sets.items()]
+    if empty := [rows.source for rows in found if not rows.rows]:
+        raise ValueError(f"{empty[0]} holds no rows: there is nothing to train on")
+    limits = max_rows if held_out is not None else config.max_rows
+    most = limits if isinstance(limits, Mapping) else dict.fromkeys((x.name for x in found), limits)
+    return [x._replace(rows=x.rows[: most.get(x.name)]) for x in found]
 
 
-def shuffled_rows(num_rows: int, start: int, count: int, seed: int) -> list[int]:
-    """Rows ``start`` to ``start + count`` of an endless stream of shuffled passes over the data.
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An endless stream of rows, in passes. It is a pure function: a resumed run needs to know nothing but its step.
 
-    A pure function of its arguments: a resumed run needs to know nothing but its step.
+    With weights, a pass has as many rows of each set as the set's share of the number of all rows says, and the next
+    pass goes on in each set where this pass ends.
+
+    Args:
+        sizes: rows of each set. The rows of a set are numbered behind the rows of the sets before it.
+        weights: of each set; None: a pass has every row once.
+        shuffle: whether every pass has another random order.
+        seed: of the order; None: the run's seed.
     """
-    indices: list[int] = []
-    while len(indices) < count:
-        epoch, offset = divmod(start + len(indices), num_rows)
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        shuffled = torch.randperm(num_rows, generator=generator)
-        indices += shuffled[offset : offset + count - len(indices)].tolist()
-    return indices
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    shuffle: bool = True
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, config: RowsConfig, sizes: Mapping[str, int]) -> Self:
+        """The stream of a configuration, with the rows of each set by name."""
+        weights = tuple(config.weights[name] for name in sizes) if config.weights else None
+        return cls(tuple(sizes.values()), weights, config.shuffle, config.shuffle_seed)
+
+    def rows(self, start: int, count: int, seed: int) -> list[int]:
+        """Rows ``start`` to ``start + count`` of the stream.
+
+        Args:
+            start: counts from 0.
+            count: how many.
+            seed: the run's.
+        """
+        return self._take(start, count, seed if self.seed is None else self.seed).tolist()
+
+    def _take(self, start: int, count: int, seed: int) -> torch.Tensor:
+        shares = self._shares
+        parts, size = [torch.empty(0, dtype=torch.int64)], sum(shares)
+        while (missing := count - sum(map(len, parts))) > 0:
+            epoch, offset = divmod(start + count - missing, size)
+            parts.append(self._pass(epoch, seed, shares)[offset : offset + missing])
+        return torch.cat(parts)
+
+    @property
+    def _shares(self) -> list[int]:
+        """Rows of each set in a pass."""
+        if self.weights is None:
+            return [*self.sizes]
+        total, whole = sum(self.sizes), sum(self.weights)
+        return [max(round(weight / whole * total), 1) for weight in self.weights]
+
+    def _pass(self, epoch: int, seed: int, shares: list[int]) -> torch.Tensor:
+        order = self._order(epoch, seed, shares)
+        if self.weights is None:
+            return order
+        sets = enumerate(zip(accumulate(self.sizes, initial=0), self.sizes, shares))  # noqa: B905 (one start too many)
+        drawn = [
+            first + Stream((size,), None, self.shuffle)._take(epoch * share, share, seed + 1 + number)
+            for number, (first, size, share) in sets
+        ]
+        return torch.cat(drawn)[order]
+
+    def _order(self, epoch: int, seed: int, shares: list[int]) -> torch.Tensor:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+            return torch.randperm(sum(shares), generator=generator)
+        if self.weights is None:
+            return torch.arange(sum(shares))
+        places = [(torch.arange(share, dtype=torch.float64) + 0.5) / share for share in shares]
+        return torch.cat(places).argsort(stable=True)  # the sets evenly mixed
 
 
 def _make_task(config: DataConfig) -> list[Row]:

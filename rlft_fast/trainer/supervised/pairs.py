@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Row, without_nulls
+from rlft_fast.trainer.prompts import Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.rows import Reader, TaughtRows, Tokens, read_each, taught_rows
 
 
@@ -79,22 +79,22 @@ class _Pair(NamedTuple):
 
 
 def load_pairs(
-    config: PairDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, source: str, *, scored: bool
+    config: PairDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, sets: Sequence[RowSet], *, scored: bool
 ) -> PairRows:
-    """Reads, checks and tokenizes all pairs.
+    """Checks and tokenizes all pairs.
 
     Args:
         config: names the columns, and says how texts become tokens.
         tokenizer: of the model.
         path: folder of the tokenizer, for messages.
-        source: file or folder of the rows.
+        sets: the rows.
         scored: a reward model scores each sequence at its last taught token. Otherwise all taught tokens are asked of.
 
     Raises:
         ValueError: see `load_rows`; or the two of a pair are equal.
     """
     reader = Reader(config, tokenizer, path)
-    found = read_each(source, lambda row: _read(reader, config, row))
+    found = read_each(sets, lambda row: _read(reader, config, row))
     sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
     if scored:
         sequences = [*map(_scored_at_the_end, sequences)]

@@ -14,10 +14,10 @@ from rlft_fast.data import Batch
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts import (
     Row,
+    RowSet,
     conversation_of,
     find_mistake,
     name_rows,
-    read_data,
     start_of_texts,
     without_nulls,
 )
@@ -67,39 +67,42 @@ class TaughtRows:
         )  # fmt: skip
 
 
-def load_rows(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, source: str) -> TaughtRows:
-    """Reads, checks and tokenizes all rows.
+def load_rows(
+    config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, path: str, sets: Sequence[RowSet]
+) -> TaughtRows:
+    """Checks and tokenizes all rows.
 
     Args:
         config: names the columns, and says how texts become tokens.
         tokenizer: of the model.
         path: folder of the tokenizer, for messages.
-        source: file or folder of the rows.
+        sets: the rows.
 
     Raises:
-        ValueError: unreadable or empty data, rows that teach nothing or are too long, or a chat template that does not
+        ValueError: rows that teach nothing or are too long, or a chat template that does not
             show what the assistant says; rows are named.
     """
     reader = Reader(config, tokenizer, path)
-    return taught_rows(read_each(source, lambda row: read_taught(reader, config, row)))
+    return taught_rows(read_each(sets, lambda row: read_taught(reader, config, row)))
 
 
-def read_each(source: str, read: Callable[[Row], T]) -> list[T]:
-    """What each row of a file or folder becomes.
+def read_each(sets: Sequence[RowSet], read: Callable[[Row], T]) -> list[T]:
+    """What each row of the sets becomes.
 
     Args:
-        source: file or folder of the rows.
+        sets: the rows.
         read: raises an error for a row that cannot be learned.
 
     Raises:
-        ValueError: the data is unreadable or empty, or rows cannot be learned, which are named.
+        ValueError: rows cannot be learned, which are named.
     """
-    rows = read_data(source)
-    if not rows:
-        raise ValueError(f"{source} holds no rows: there is nothing to train on")
+    return [found for given in sets for found in _read_set(given, read)]
+
+
+def _read_set(given: RowSet, read: Callable[[Row], T]) -> list[T]:
     found: list[T] = []
     mistakes: dict[int, str] = {}
-    for i, row in enumerate(rows):
+    for i, row in enumerate(given.rows):
         try:
             with without_panics():
                 found.append(read(row))
@@ -109,7 +112,7 @@ def read_each(source: str, read: Callable[[Row], T]) -> list[T]:
             mistakes[i] = brief(error)
     if mistakes:
         first = min(mistakes)
-        raise ValueError(f"{source}: {name_rows([*mistakes])} cannot be learned: row {first}: {mistakes[first]}")
+        raise ValueError(f"{given.source}: {name_rows([*mistakes])} cannot be learned: row {first}: {mistakes[first]}")
     return found
 
 

@@ -6,7 +6,7 @@ uninterrupted run would have done. The number of processes changes a run by roun
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceL
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import divergence, notes_on
-from rlft_fast.trainer.prompts import shuffled_rows
+from rlft_fast.trainer.prompts import RowSet, Stream, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 from rlft_fast.world import World, init_distributed
@@ -36,21 +36,25 @@ class RowsData:
     Args:
         rows: to learn from.
         held_out: by the name of their set.
+        stream: the order in which a run takes the rows.
     """
 
     rows: Rows
     held_out: dict[str, Rows]
+    stream: Stream
 
     @classmethod
     def load(cls, config: TaughtConfig) -> "RowsData":
         """Reads and checks all rows. Raises ValueError with everything that was found."""
         tokenizer, checks = load_tokenizer(config.model), Checks()
         sets = {} if config.evaluation is None else config.evaluation.sets
-        sources = [config.data.path, *sets.values()]
-        found = [checks.run(lambda x=x: _load(config, tokenizer, x)) for x in sources]
+        most = None if config.evaluation is None else config.evaluation.max_rows
+        given = [checks.run(lambda x=x: read_sets(config.data, x, most)) for x in (None, *sets.values())]
+        found = [checks.run(lambda x=x: _load(config, tokenizer, x)) for x in given if x is not None]
         checks.raise_found()
         rows, *held_out = (x for x in found if x is not None)
-        return cls(rows=rows, held_out=dict(zip(sets, held_out, strict=True)))
+        stream = Stream.of(config.data, {x.name: len(x.rows) for x in given[0] or ()})
+        return cls(rows=rows, held_out=dict(zip(sets, held_out, strict=True)), stream=stream)
 
     @property
     def descriptions(self) -> dict[str, Any]:
@@ -63,11 +67,11 @@ class RowsData:
         return {"data": self.descriptions, "checksum": model_checksums(config), "settings": fixed_settings(config)}
 
 
-def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> Rows:
+def _load(config: TaughtConfig, tokenizer: PreTrainedTokenizerBase, sets: Sequence[RowSet]) -> Rows:
     if isinstance(config, SFTConfig):
-        return load_rows(config.data, tokenizer, config.model, source)
+        return load_rows(config.data, tokenizer, config.model, sets)
     assert isinstance(config, PairConfig)
-    return load_pairs(config.data, tokenizer, config.model, source, scored=config.head == "score")
+    return load_pairs(config.data, tokenizer, config.model, sets, scored=config.head == "score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +135,8 @@ class RowsTrainer:
         """Log-probabilities of the rows that the run reads, once: the model is the reference until it trains."""
         num_rows, size = len(self.data.rows), self.config.steps * self.config.batch_size
         used = sorted(set(self._rows(0, size))) if size < num_rows else range(num_rows)
-        self.data = RowsData(
+        self.data = replace(
+            self.data,
             rows=self._with_reference(self.data.rows, used),
             held_out={name: self._with_reference(rows, range(len(rows))) for name, rows in self.data.held_out.items()},
         )
@@ -142,7 +147,7 @@ class RowsTrainer:
 
     def _rows(self, first: int, count: int) -> list[int]:
         """Rows of the stream."""
-        return shuffled_rows(len(self.data.rows), first, count, self.config.seed)
+        return self.data.stream.rows(first, count, self.config.seed)
 
     def train_step(self, step: int, first_prompt: int | None = None) -> StepResult:
         """An optimizer step on the next rows.

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlft_fast.config import SFTDataConfig
+from rlft_fast.trainer.prompts import read_sets
 from rlft_fast.trainer.supervised import load_rows
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tokenizer
 from tests.trainer.supervised.rows import CHATML, say
@@ -24,7 +25,7 @@ def tokenizer(tmp_path_factory):
 def load(tokenizer, tmp_path, rows, **options):
     path = str(write_rows(tmp_path / "data.jsonl", rows))
     config = SFTDataConfig.model_validate({"path": path, "max_sequence_tokens": 64, **options})
-    return load_rows(config, tokenizer, "the model", path)
+    return load_rows(config, tokenizer, "the model", read_sets(config))
 
 
 def shown(tokenizer, rows, i: int) -> tuple[str, str]:
@@ -96,7 +97,7 @@ def test_a_broken_line_and_an_empty_file(tokenizer, tmp_path):
         load(tokenizer, tmp_path, [])
     (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "a"}) + "\n{")
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 2 is not JSON"):
-        load_rows(SFTDataConfig(path="x"), tokenizer, "the model", str(tmp_path / "broken.jsonl"))
+        read_sets(SFTDataConfig(path=str(tmp_path / "broken.jsonl")))
 
 
 def test_a_template_is_asked_only_of_conversations(tokenizer, tmp_path):
