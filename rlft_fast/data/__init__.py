@@ -4,6 +4,7 @@ from rlft_fast.errors import needing_train
 
 with needing_train():
     from rlft_fast.data.batch import IGNORE_INDEX, Batch, cat_lists, cat_supports
+    from rlft_fast.data.images import Images, image_table
     from rlft_fast.data.layout import PackedLayout, pad_sequences, plan_batch, share_prompts
     from rlft_fast.data.planning import MicroBatchPlan, plan_micro_batches
     from rlft_fast.data.samples import Samples, cat_samples
@@ -12,6 +13,7 @@ with needing_train():
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "Images",
     "MicroBatchPlan",
     "PackedLayout",
     "Samples",
@@ -20,6 +22,7 @@ __all__ = [
     "cat_samples",
     "cat_supports",
     "cut_shares",
+    "image_table",
     "join_outputs",
     "pad_sequences",
     "plan_batch",

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlft_fast.data.images import Images, image_table
+
 IGNORE_INDEX = -100
 
-_INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B"), torch.int64)
+_INTEGER_FIELDS = dict.fromkeys(("input_ids_T", "position_ids_T", "group_B", "unit_B", "image_B"), torch.int64)
 _INT32_FIELDS = dict.fromkeys(("cu_seqlens", "support_TK", "weight_version_T"), torch.int32)
 _FIELD_DTYPES = _INTEGER_FIELDS | _INT32_FIELDS | {"loss_mask_T": torch.bool}
 # Rewards may also be float64: float32 has no two numbers near 1e9 that differ by 1. All others are float32.
@@ -62,7 +64,8 @@ class Batch:
         group_B: (B,) int64, sequences that answer the same prompt share a number.
         unit_B: (B,) int64, sequences that a loss couples (the two of a pair) share a number; a plan keeps them in one
             micro-batch.
-        multi_modal_inputs: for each name a list with one entry (a tensor or None) per sequence.
+        image_B: (B,) int64, number in `images` of each sequence's images, -1 where it has none; None: no sequence has.
+        images: the images of the sequences. Sequences with the same images share a number.
         meta: anything about the batch as a whole; every batch holds its own deep copy.
 
     Raises:
@@ -94,7 +97,8 @@ class Batch:
     baseline_B: Tensor | None = None
     group_B: Tensor | None = None
     unit_B: Tensor | None = None
-    multi_modal_inputs: dict[str, list[Any]] | None = None
+    image_B: Tensor | None = None
+    images: tuple[Images, ...] = ()
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,12 +111,6 @@ class Batch:
             _check_tensor(name, tensor, size_of.get(row_letter(name)), self.cu_seqlens)
         if self.cu_seqlens.device.type == "cpu":
             self._check_boundaries()
-        for name, entries in (self.multi_modal_inputs or {}).items():
-            if not isinstance(entries, list) or len(entries) != self.num_sequences:
-                raise ValueError(
-                    f"multi_modal_inputs[{name!r}] must be a list with one entry per sequence ({self.num_sequences}): "
-                    "put None where a sequence has no such input"
-                )
         object.__setattr__(self, "meta", copy.deepcopy(self.meta))
 
     @classmethod
@@ -126,7 +124,7 @@ class Batch:
         supports: Sequence[Tensor | None] = (),
         rewards: Sequence[float] | None = None,
         groups: Sequence[int] | None = None,
-        multi_modal_inputs: dict[str, list[Any]] | None = None,
+        images: Sequence[Images | None] = (),
         meta: dict[str, Any] | None = None,
     ) -> Self:
         """Packs what a sampler returns; token-aligned input becomes position-aligned here, and nowhere else.
@@ -143,7 +141,7 @@ class Batch:
                 were sampled among all.
             rewards: B numbers.
             groups: B integers, equal for samples of the same prompt.
-            multi_modal_inputs: for each name a list with one entry per sample.
+            images: of each sample's prompt, None where it has none; empty: no sample has.
             meta: anything about the batch as a whole.
 
         Returns:
@@ -172,8 +170,8 @@ class Batch:
         ).replace(
             reward_B=None if rewards is None else torch.tensor(rewards, dtype=torch.float64),
             group_B=None if groups is None else cat_lists([groups], np.int64),
-            multi_modal_inputs=multi_modal_inputs,
             meta=meta or {},
+            **image_table(images),
         )  # fmt: skip
 
     @classmethod
@@ -249,6 +247,13 @@ class Batch:
         return np.diff(self.cu_seqlens.numpy().astype(np.int64))
 
     @property
+    def images_B(self) -> list[Images | None]:
+        """The images of each sequence. Needs a batch on the CPU."""
+        self._require_cpu("images_B")
+        numbers = [-1] * self.num_sequences if self.image_B is None else self.image_B.tolist()
+        return [None if number < 0 else self.images[number] for number in numbers]
+
+    @property
     def target_T(self) -> Tensor:
         """(T,) int64, the next token where `loss_mask_T` is True, else -100."""
         # The last position of a sequence is masked, so the roll never brings in a token of another sequence.
@@ -290,8 +295,6 @@ class Batch:
         }
         fields["cu_seqlens"] = torch.from_numpy(cumulative(lengths).astype(np.int32))
         fields["max_seqlen"] = int(lengths.max(initial=0))
-        if self.multi_modal_inputs is not None:
-            fields["multi_modal_inputs"] = {k: [v[i] for i in index_B] for k, v in self.multi_modal_inputs.items()}
         return self.replace(**fields)
 
     def token_index(self, index_B: np.ndarray) -> Tensor:
@@ -308,7 +311,7 @@ class Batch:
         each, one = np.arange(len(last)), np.ones(len(last), np.int64)
         is_sampled = torch.ones(len(last), dtype=torch.bool)
         asking = Batch.from_columns(self.input_ids_T, self.lengths, each, last, one, is_sampled, {})
-        return asking.replace(multi_modal_inputs=self.multi_modal_inputs)
+        return asking.replace(images=self.images, image_B=self.image_B)
 
     def unweighted(self) -> Self:
         """The batch without weights: all tokens of `loss_mask_T` are active."""
@@ -329,12 +332,12 @@ class Batch:
             return (value.pin_memory() if pin else value).to(device, non_blocking=pin)
 
         fields: dict[str, Any] = {name: move(tensor) for name, tensor in self._tensors().items()}
-        if self.multi_modal_inputs is not None:
-            fields["multi_modal_inputs"] = {k: [move(item) for item in v] for k, v in self.multi_modal_inputs.items()}
+        inputs = [{name: move(tensor) for name, tensor in own.inputs.items()} for own in self.images]
+        fields["images"] = tuple(Images(own.key, moved) for own, moved in zip(self.images, inputs, strict=True))
         return self.replace(**fields)
 
     def _tensors(self) -> dict[str, Tensor]:
-        others = ("max_seqlen", "multi_modal_inputs", "meta")
+        others = ("max_seqlen", "images", "meta")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in others}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -355,6 +358,11 @@ class Batch:
             )
         if lengths.max(initial=0) > self.max_seqlen:
             raise ValueError(f"max_seqlen is {self.max_seqlen}, but the longest sequence has {lengths.max()} tokens")
+        if self.image_B is not None and not ((self.image_B >= -1) & (self.image_B < len(self.images))).all():
+            raise ValueError(
+                f"image_B has numbers outside [-1, {len(self.images)}), the numbers of the images and -1 for none: "
+                f"{self.image_B.tolist()}"
+            )
         if self.loss_mask_T[self.cu_seqlens[1:].long() - 1].any():
             raise ValueError(
                 "loss_mask_T is True at the last position of a sequence, where no next token exists: "

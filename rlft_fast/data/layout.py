@@ -197,11 +197,12 @@ def _runs(mask_T: Tensor, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _prompt_numbers(batch: Batch, prompt_B: np.ndarray) -> np.ndarray:
     """(B,) equal for sequences with equal prompts, in order of first appearance; without a prompt all are equal."""
-    bounds, images = batch.cu_seqlens.numpy(), [*(batch.multi_modal_inputs or {}).values()]
+    bounds, image_B = batch.cu_seqlens.numpy(), np.full(len(prompt_B), -1)
+    if batch.image_B is not None:  # equal tokens do not mean equal prompts where images stand behind them
+        image_B = batch.image_B.numpy()
     tokens = batch.input_ids_T.numpy()
     prompts = (tokens[start:end].tobytes() for start, end in zip(bounds[:-1], bounds[:-1] + prompt_B, strict=True))
-    # Equal tokens do not mean equal prompts where images stand behind them: these have to be the same tensors.
-    return _numbers((prompt, *(id(values[b]) for values in images)) for b, prompt in enumerate(prompts))
+    return _numbers(zip(prompts, image_B.tolist(), strict=True))
 
 
 def _cut(number_B: np.ndarray, prompt_B: np.ndarray, used_B: np.ndarray, limit: int) -> np.ndarray:

@@ -42,9 +42,9 @@ def check_batch(batch: Batch, backbone: PreTrainedModel, *, padded: bool = False
     require_fixed_rope(backbone, batch.max_seqlen)
     if has_vision(backbone) and not padded:
         check_images(backbone, batch)
-    elif batch.multi_modal_inputs is not None:
+    elif batch.images:
         raise ValueError(
-            f"the batch has multi_modal_inputs, but {type(backbone).__name__} has no vision tower that is supported: "
+            f"the batch has images, but {type(backbone).__name__} has no vision tower that is supported: "
             "leave the images out"
         )
 

@@ -44,7 +44,7 @@ def weighted(batch: Batch, loss: "Loss") -> tuple[Batch, float]:
     mask_T, cu_seqlens = batch.loss_mask_T, batch.cu_seqlens
     weight_T = loss_weights(mask_T, cu_seqlens, loss.aggregation)
     scale = loss_scale(mask_T, cu_seqlens, loss.aggregation, loss.max_response_tokens)
-    has_images = batch.multi_modal_inputs is not None  # which the vision tower would run for, all the same
+    has_images = bool(batch.images)  # which the vision tower would run for, all the same
     if getattr(loss, "needs_advantage", False) and batch.advantage_T is not None and not has_images:
         has_one_T = (batch.advantage_T != 0) & mask_T
         if loss.needs_sequences:

@@ -6,7 +6,7 @@ weight is tied to the embedding or not. Code that reads ``lm_head.weight`` from 
 Shapes: T packed tokens, A active positions (those whose next token was sampled), D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
+from rlft_fast.data import Images
 from rlft_fast.models.architectures import (
     WITHOUT_CACHE,
     own_implementation,
@@ -24,7 +25,7 @@ from rlft_fast.models.architectures import (
 from rlft_fast.models.packed import ModelInputs, final_hidden
 from rlft_fast.models.probe import probe
 from rlft_fast.models.row_cache import RowCache, takes_row_cache
-from rlft_fast.models.vision import has_vision
+from rlft_fast.models.vision import has_vision, prompts_with_images
 from rlft_fast.ops import (
     LinearLogprob,
     LinearLogprobLoss,
@@ -346,33 +347,47 @@ class PolicyModel(_HeadedModel):
             cache.batch_repeat_interleave(cast(int, num_samples))  # torch's own takes a tensor, too
         return cache
 
-    def prefill_rows(self, prompt_ids: Tensor, attention_mask: Tensor, most_rows: int, most_tokens: int) -> RowCache:
+    def prefill_rows(
+        self, prompt_ids: Tensor, attention_mask: Tensor, most_rows: int, most_tokens: int,
+        images: Sequence[Images | None] = (),
+    ) -> tuple[RowCache, Tensor]:  # fmt: skip
         """The same for a model that `takes_row_cache`, one row for each prompt. `next_logits` runs the last tokens.
 
         Args:
-            prompt_ids: (P, L) left-padded prompts.
+            prompt_ids: (P, L) left-padded prompts. The last token is no image's.
             attention_mask: (P, L), 0 at padding.
             most_rows: see `RowCache`.
             most_tokens: see `RowCache`.
+            images: of each prompt, None where it has none; empty: no prompt has. The vision tower runs on each once.
+
+        Returns:
+            The cache, and (P,) int64 positions of the last tokens.
         """
         cache = RowCache(self.model, most_rows, most_tokens)
-        self._fill(cache, prompt_ids, attention_mask)
-        return cache
+        if not any(images):
+            self._fill(cache, prompt_ids, attention_mask)
+            return cache, _positions(attention_mask)[:, -1]
+        embeds, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
+        model = self.backbone.get_submodule("language_model")
+        model(
+            inputs_embeds=embeds[:, :-1], attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1],
+            use_cache=True, **{_cache_argument(model.forward): cache},
+        )  # fmt: skip
+        return cache, positions[0, :, -1]
 
-    def next_logits(self, token_ids_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:
+    def next_logits(self, token_ids_U: Tensor, position_U: Tensor, padding_U: Tensor, cache: RowCache) -> Tensor:
         """(U, V) logits after the next token of each row.
 
         Args:
             token_ids_U: (U,) int64.
+            position_U: (U,) int64 position of each token.
             padding_U: (U,) int64 padding at the left of each row.
             cache: of all tokens before. Afterwards it has these tokens, too.
         """
-        position = cache.get_seq_length()
-        mask_UL = torch.arange(position + 1, device=padding_U.device) >= padding_U[:, None]
+        mask_UL = torch.arange(cache.get_seq_length() + 1, device=padding_U.device) >= padding_U[:, None]
         outputs = self.model(
-            input_ids=token_ids_U[:, None], attention_mask=mask_UL.long(),
-            position_ids=(position - padding_U)[:, None], use_cache=True,
-            **{_cache_argument(type(self.model).forward): cache},
+            input_ids=token_ids_U[:, None], attention_mask=mask_UL.long(), position_ids=position_U[:, None],
+            use_cache=True, **{_cache_argument(type(self.model).forward): cache},
         )  # fmt: skip
         return outputs.logits[:, -1]
 

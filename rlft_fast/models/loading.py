@@ -30,6 +30,7 @@ from rlft_fast.models.heads import PolicyModel, RewardModel, RLModel, ValueModel
 from rlft_fast.models.lora import initialize_lora
 from rlft_fast.models.quantized import mark_quantized, take_quantization
 from rlft_fast.models.value_head import stored_head
+from rlft_fast.models.vision import VISION_MODELS
 from rlft_fast.models.weights import build_on_meta, check_weights, load_weights, materialize, stored_dtype
 from rlft_fast.tokenizer_files import check_tokenizer_files
 
@@ -227,6 +228,16 @@ def _build(auto_class: Any, config: PreTrainedConfig, path: str | Path, dtype: t
 def hidden_size(path: str | Path) -> int:
     """The width of the hidden states of the model in a folder. Raises ValueError for a folder that cannot be used."""
     return getattr(_read_config(path).get_text_config(), "hidden_size", 0)
+
+
+def image_token_id(path: str | Path) -> int | None:
+    """The token that stands for pieces of images, of the model in a folder; None: it takes no images.
+
+    Raises:
+        ValueError: the folder is missing or unreadable.
+    """
+    config = _read_config(path)
+    return config.image_token_id if config.model_type in VISION_MODELS else None
 
 
 def _read_config(path: str | Path):

@@ -1,11 +1,10 @@
 """Images in packed sequences: Qwen2-VL and Qwen2.5-VL.
 
-``Batch.multi_modal_inputs`` holds the output of the model's processor for each sequence: ``pixel_values`` (patches,
-channels) and ``image_grid_thw`` (images, 3), or None. The vision tower turns the patches into one feature per image
-token, and the feature replaces the embedding of the token.
+`rlft_fast.data.Images` hold what the model's image processor returns: ``pixel_values`` (patches, channels) and
+``image_grid_thw`` (images, 3). The vision tower turns the patches into one feature per image token, and the feature
+replaces the embedding of the token.
 
-The samples of a prompt hold the very same tensor. The tower runs on this tensor once, and the samples share its
-features.
+The samples of a prompt have the same images. The tower runs on these images once, and the samples share the features.
 
 The tower runs once per micro-batch. If the micro-batch has no image, the tower runs on a blank image, whose features
 are not used, so that every rank runs the same collectives. The gradients of the tower are then zeros.
@@ -13,14 +12,15 @@ are not used, so that every rank runs the same collectives. The gradients of the
 Shapes: T tokens of a micro-batch, N of them image tokens, U rows that run on this rank, P patches, I images.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 _FIELDS = ("pixel_values", "image_grid_thw")
@@ -39,6 +39,16 @@ class ImageInputs:
     pixel_values: Tensor
     image_grid_thw: Tensor
     source_index_U: Tensor
+
+
+def image_token_counts(inputs: Mapping[str, Tensor], processor: Any) -> list[int]:
+    """The number of tokens of each image.
+
+    Args:
+        inputs: what the processor has returned for the images.
+        processor: of the model.
+    """
+    return (inputs["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
 
 
 def has_vision(backbone: nn.Module) -> bool:
@@ -62,14 +72,15 @@ def check_images(backbone: Any, batch: Batch) -> None:
     Raises:
         ValueError: an input is no image, or a sequence, which the message names by number, does not fit.
     """
-    if unknown := sorted({*(batch.multi_modal_inputs or {})} - {*_FIELDS}):
-        raise ValueError(f"multi_modal_inputs has {', '.join(unknown)}: only {' and '.join(_FIELDS)} are supported")
+    for own in batch.images:
+        if {*own.inputs} != {*_FIELDS}:
+            raise ValueError(f"images have {', '.join(sorted(own.inputs))}: expected {' and '.join(_FIELDS)}")
     merge = backbone.config.vision_config.spatial_merge_size
-    pixels, grids = (_entries(batch, name) for name in _FIELDS)
     masks = _sequences(batch, _is_image(backbone, batch))
-    for b, (mask, patches, grid) in enumerate(zip(masks, pixels, grids, strict=True)):
+    for b, (mask, own) in enumerate(zip(masks, batch.images_B, strict=True)):
+        grid = None if own is None else own.inputs["image_grid_thw"]
         sizes = [] if grid is None else grid.prod(-1).tolist()
-        given, runs = 0 if patches is None else patches.shape[0], _run_lengths(mask)
+        given, runs = 0 if own is None else own.inputs["pixel_values"].shape[0], _run_lengths(mask)
         if given != sum(sizes) or runs != [size // merge**2 for size in sizes]:
             raise ValueError(
                 f"sequence {b} has {given} patches and runs of {runs} image tokens, but its image_grid_thw is "
@@ -107,11 +118,38 @@ def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
     if not has_vision(backbone):
         return batch.position_ids_T
     ids, types = (_sequences(batch, x) for x in (batch.input_ids_T, _is_image(backbone, batch).long()))
+    grids = [None if own is None else own.inputs["image_grid_thw"] for own in batch.images_B]
     parts = [
         backbone.get_rope_index(x[None], mm_token_type_ids=type_[None], image_grid_thw=grid)[0][:, 0]
-        for x, type_, grid in zip(ids, types, _entries(batch, "image_grid_thw"), strict=True)
+        for x, type_, grid in zip(ids, types, grids, strict=True)
     ]
     return torch.cat([torch.zeros(3, 0, dtype=torch.int64), *parts], dim=1)
+
+
+def prompts_with_images(
+    backbone: Any, ids_GL: Tensor, mask_GL: Tensor, images: Sequence[Images | None]
+) -> tuple[Tensor, Tensor]:
+    """The embeddings and the positions of prompts, some of which have images, for generation.
+
+    Args:
+        backbone: the model's backbone, with a vision tower.
+        ids_GL: (G, L) int64, padded on the left.
+        mask_GL: (G, L), 0 at padding.
+        images: of each prompt; None where it has none.
+
+    Returns:
+        (G, L, D) embeddings, and (3, G, L) int64 positions, 0 at padding.
+    """
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(ids_GL, mask_GL, strict=True)]
+    batch = Batch.from_samples(prompts, [[]] * len(prompts), images=images)
+    row_T = mask_GL.flatten().nonzero().squeeze(1)
+    inputs = prepare_images(backbone, batch, row_T.cpu(), ids_GL.numel())
+    assert inputs is not None
+    moved = {field.name: getattr(inputs, field.name).to(ids_GL.device) for field in fields(inputs)}
+    embeds = embed_with_images(backbone, ids_GL.flatten(), ImageInputs(**moved))
+    positions = torch.zeros(3, ids_GL.numel(), dtype=torch.int64, device=ids_GL.device)
+    positions[:, row_T] = rotary_positions(backbone, batch).to(ids_GL.device)
+    return embeds.view(*ids_GL.shape, -1), positions.view(3, *ids_GL.shape)
 
 
 def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -124,7 +162,7 @@ def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def _pixels_and_grids(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(P, channels) float32 and (I, 3) int64 of all different images, or of a blank image if there is none."""
     if different := _different_images(batch):
-        pixels, grids = zip(*different.values(), strict=True)
+        pixels, grids = ([own.inputs[name] for own in different.values()] for name in _FIELDS)
         return torch.cat(pixels).float(), torch.cat(grids)
     vision = backbone.config.vision_config
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -146,24 +184,14 @@ def _run_lengths(mask: Tensor) -> list[int]:
 def _features(batch: Batch, merge: int) -> list[Tensor]:
     """The indices of the features of each sequence with images. Equal images have equal indices."""
     different = _different_images(batch)
-    sizes = [pixels.shape[0] // merge**2 for pixels, _ in different.values()]
+    sizes = [own.inputs["pixel_values"].shape[0] // merge**2 for own in different.values()]
     features = dict(zip(different, torch.arange(sum(sizes)).split(sizes), strict=True))
-    return [features[key] for key in _image_keys(batch) if key in features]
+    return [features[own.key] for own in batch.images_B if own is not None]
 
 
-def _different_images(batch: Batch) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """(pixel_values, image_grid_thw) of every different set of images, by the identities of both tensors."""
-    pixels, grids = (_entries(batch, name) for name in _FIELDS)
-    sets = zip(_image_keys(batch), pixels, grids, strict=True)
-    return {key: (pixel, grid) for key, pixel, grid in sets if pixel is not None and grid is not None}
-
-
-def _image_keys(batch: Batch) -> list[tuple[int, int]]:
-    return [(id(p), id(g)) for p, g in zip(*(_entries(batch, name) for name in _FIELDS), strict=True)]
-
-
-def _entries(batch: Batch, name: str) -> list[Tensor | None]:
-    return (batch.multi_modal_inputs or {}).get(name) or [None] * batch.num_sequences
+def _different_images(batch: Batch) -> dict[str, Images]:
+    """The images of the sequences by their keys, in order of first appearance."""
+    return {own.key: own for own in batch.images_B if own is not None}
 
 
 def _sequences(batch: Batch, values_T: Tensor) -> tuple[Tensor, ...]:

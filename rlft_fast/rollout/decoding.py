@@ -19,13 +19,15 @@ def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: E
     """Samples completions, in their order. Each stops at its end, but a stop text may be found late (`Ends`)."""
     device, num_completions = prompts.ids_GL.device, len(prompts.limits)
     most_tokens = prompts.ids_GL.shape[1] + max(prompts.limits) - 1  # the last token is never run
-    cache = model.prefill_rows(prompts.ids_GL, prompts.mask_GL, num_completions, most_tokens)
+    cache, position_U = model.prefill_rows(
+        prompts.ids_GL, prompts.mask_GL, num_completions, most_tokens, prompts.images
+    )
     token_U, padding_U = prompts.ids_GL[:, -1], (prompts.mask_GL == 0).sum(1)
     rows = [prompt for prompt, count in enumerate(prompts.counts) for _ in range(count)]
     running = [*range(num_completions)]
     sampled = [Sampled() for _ in running]
     for step in range(max(prompts.limits)):
-        logits_UV = model.next_logits(token_U, padding_U, cache)
+        logits_UV = model.next_logits(token_U, position_U, padding_U, cache)
         uniform_B = None if prompts.uniform_BN is None else prompts.uniform_BN[running, step]
         choice = choose(logits_UV, torch.tensor(rows, device=device), uniform_B, params)
         _append([sampled[number] for number in running], choice)
@@ -40,7 +42,7 @@ def decode(model: PolicyModel, prompts: Prompts, params: SamplingParams, ends: E
             torch.tensor(x, dtype=torch.int64, device=device)
             for x in (placed.parents, placed.tokens, placed.sources, placed.targets)
         )
-        token_U, padding_U = tokens, padding_U[parents]
+        token_U, position_U, padding_U = tokens, position_U[parents] + 1, padding_U[parents]
         cache.copy_rows(sources, targets, most_rows=len(running))
     return sampled
 

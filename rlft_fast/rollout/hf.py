@@ -68,7 +68,7 @@ class HFGenerator:
         """Does nothing: nothing is held."""
 
     def _generate(self, batch: list[list[Request]], params: SamplingParams) -> list[Completion]:
-        """The completions of a batch: groups of requests with equal token ids."""
+        """The completions of a batch: groups of requests with equal prompts."""
         requests = [*chain.from_iterable(batch)]
         end_ids, stop = split_stop(params.stop, self.tokenizer)
         ends = Ends(self.tokenizer, [*self.eos_token_ids, *end_ids], stop)
@@ -89,6 +89,7 @@ class HFGenerator:
             counts=[*map(len, batch)],
             limits=limits,
             uniform_BN=uniform_numbers(seeds, max(limits), device) if params.temperature else None,
+            images=[group[0].images for group in batch],
         )
 
     def _completion(self, sampled: Sampled, max_new_tokens: int, ends: Ends) -> Completion:
@@ -102,12 +103,12 @@ class HFGenerator:
 
 
 def _batches(requests: Sequence[Request], batch_size: int, *, one_length: bool) -> Iterator[list[list[Request]]]:
-    """Groups of neighbouring requests with equal token ids, in batches of at most so many requests.
+    """Groups of neighbouring requests with equal prompts, in batches of at most so many requests.
 
     With `one_length`, a batch has token ids of one length alone.
     """
     batch: list[list[Request]] = []
-    for _, equal in groupby(requests, key=lambda request: [*request.token_ids]):
+    for _, equal in groupby(requests, key=_prompt):
         for group in _cut(equal, batch_size):
             is_other = one_length and batch and len(batch[0][0].token_ids) != len(group[0].token_ids)
             if batch and (is_other or sum(map(len, batch)) + len(group) > batch_size):
@@ -116,6 +117,11 @@ def _batches(requests: Sequence[Request], batch_size: int, *, one_length: bool) 
             batch.append(group)
     if batch:
         yield batch
+
+
+def _prompt(request: Request) -> tuple[list[int], str | None]:
+    """What requests have in common that share a prefill. Image tokens are equal where images differ."""
+    return [*request.token_ids], None if request.images is None else request.images.key
 
 
 def _cut(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:

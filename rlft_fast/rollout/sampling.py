@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlft_fast.data import Images
 from rlft_fast.rollout.types import SamplingParams
 
 
@@ -22,6 +23,7 @@ class Prompts:
         counts: completions of each prompt; those of a prompt follow each other.
         limits: most tokens of each completion.
         uniform_BN: (B, N) float64 in [0, 1), one for each token of a completion; None: the most likely token is taken.
+        images: of each prompt, None where it has none.
     """
 
     ids_GL: Tensor
@@ -29,6 +31,7 @@ class Prompts:
     counts: list[int]
     limits: list[int]
     uniform_BN: Tensor | None
+    images: list[Images | None]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from rlft_fast.data import Samples, cat_lists
+from rlft_fast.data import Images, Samples, cat_lists
 from rlft_fast.engine import WeightStream, checksum
 from rlft_fast.errors import RunError, StepError
 from rlft_fast.rollout.columns import to_samples
@@ -99,21 +99,23 @@ class Rollout:
             self._restart(failure)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None
-    ) -> list[list[Completion]]:
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None,
+        images: Sequence[Images | None] = (),
+    ) -> list[list[Completion]]:  # fmt: skip
         """Samples ``params.n`` completions of each of this rank's prompts. All ranks must call it together.
 
         Args:
             prompts: token ids.
             params: how to sample.
             seeds: each sample is drawn from its own seed; None: torch's random state gives seeds.
+            images: of each prompt, None where it has none; empty: no prompt has.
 
         Raises:
             RequestError: the generator of a rank refuses a prompt; raised on all ranks.
             RolloutError: see `answer`.
         """
         seeds = draw_seeds(len(prompts), params.n) if seeds is None else seeds
-        answers = self.answer(make_requests(prompts, params, seeds), params)
+        answers = self.answer(make_requests(prompts, params, seeds, images), params)
         completions = iter(self.world.together(partial(without_refusals, answers), RequestError))
         return [[*islice(completions, params.n)] for _ in prompts]
 
@@ -142,9 +144,12 @@ class Rollout:
         self._require_finite(answers)
         return answers
 
-    def samples(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None) -> Samples:
+    def samples(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds | None = None,
+        images: Sequence[Images | None] = (),
+    ) -> Samples:  # fmt: skip
         """The completions of `generate` as columns; ``row_B`` counts this rank's prompts."""
-        groups = self.generate(prompts, params, seeds)
+        groups = self.generate(prompts, params, seeds, images)
         return to_samples([(row, completion) for row, group in enumerate(groups) for completion in group])
 
     def sleep(self) -> None:
@@ -236,9 +241,14 @@ def gather_requests(requests: Sequence[Request], group_size: int, world: World) 
         requests: this rank's own. `Request.row` counts the rows of the group afterwards.
         group_size: neighbouring ranks that share requests; 1: none.
         world: all ranks.
+
+    Raises:
+        RequestError: a request has images, which ranks do not exchange; raised on all ranks.
     """
     if group_size == 1:
         return requests, 0
+    if world.any_rank(any(request.images for request in requests)):
+        raise RequestError("ranks that share requests do not exchange images: use a group of one rank")
     every_prompt = _gather_lists([request.token_ids for request in requests], world)
     numbers = [(request.row, request.seed, request.max_new_tokens) for request in requests]
     every_number = _gather_lists(numbers, world)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlft_fast.data import Images
 from rlft_fast.engine import WeightStream
 
 
@@ -123,21 +124,26 @@ class Request:
         token_ids: to be continued.
         seed: decides every draw, in [0, 2^63).
         max_new_tokens: most tokens of the completion.
+        images: that the image tokens stand for.
     """
 
     row: int
     token_ids: Sequence[int]
     seed: int
     max_new_tokens: int
+    images: Images | None = None
 
 
-def make_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds) -> list[Request]:
+def make_requests(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Seeds, images: Sequence[Images | None] = ()
+) -> list[Request]:
     """``params.n`` requests for each prompt, one behind the other; `Request.row` counts the prompts.
 
     Args:
         prompts: token ids.
         params: how many completions of how many tokens.
         seeds: of each completion.
+        images: of each prompt, None where it has none; empty: no prompt has.
 
     Raises:
         ValueError: there are more or fewer seeds than completions.
@@ -145,8 +151,8 @@ def make_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, seed
     if [*map(len, seeds)] != [params.n] * len(prompts):
         raise ValueError(f"expected {params.n} seeds for each of {len(prompts)} prompts, got {[*map(len, seeds)]}")
     return [
-        Request(row=row, token_ids=prompt, seed=seed, max_new_tokens=params.max_new_tokens)
-        for row, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+        Request(row=row, token_ids=prompt, seed=seed, max_new_tokens=params.max_new_tokens, images=shown)
+        for row, (prompt, own, shown) in enumerate(zip(prompts, seeds, images or [None] * len(prompts), strict=True))
         for seed in own
     ]
 
@@ -207,7 +213,7 @@ class Generator(Protocol):
         """Samples a completion for each request. A request that the generator cannot take is refused alone.
 
         Args:
-            requests: those of equal token ids, one behind the other, share a prefill.
+            requests: those of equal prompts, one behind the other, share a prefill.
             params: how to sample; each request has its own limit of tokens.
 
         Raises:

@@ -16,9 +16,16 @@ from rlft_fast.rollout import Rollout, SamplingParams, Seeds, build_rollout, sam
 from rlft_fast.run import dotted
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.experience import merge_metrics, sample_records
-from rlft_fast.trainer.inputs import check_held_out, check_tokens, load_held_out, open_environment, require_agreement
+from rlft_fast.trainer.inputs import (
+    check_held_out,
+    check_images,
+    check_tokens,
+    load_held_out,
+    open_environment,
+    require_agreement,
+)
 from rlft_fast.trainer.judge import Judge
-from rlft_fast.trainer.prompts import Prompts
+from rlft_fast.trainer.prompts import ImageError, ImageReader, Prompts
 from rlft_fast.world import World, init_distributed, naming_lost_ranks
 
 _STEP_OF_SEEDS = 2**32  # no step of a run has this number, so no seed of an evaluation is a seed of a step
@@ -112,8 +119,9 @@ def evaluate(config: Config, progress: Callable[[int, int], object] = lambda don
         tokenizer = load_tokenizer(config.model)
         judge = Judge.for_evaluation(config, tokenizer, world) or Judge(config, tokenizer, world)
         stack.callback(judge.close)
-        held_out = load_held_out(config, tokenizer)
+        held_out = load_held_out(config, tokenizer, ImageReader.of_model(config.model, tokenizer))
         check_held_out(held_out, judge)
+        check_images(config, *held_out.values())
         player = None
         if config.environment is not None:
             player, sets = open_environment(config, tokenizer, [*held_out.values()])
@@ -200,7 +208,9 @@ def own_samples(
     rows = own_rows(world, prompts)
     own = prompts.select(rows)
     if player is None:
-        samples = rollout.samples(own.token_ids, params, seeds)
+        images = world.together(own.load_images, ImageError) if prompts.images else []
+        more = {"images": images} if images else {}  # the generators of a cluster take none
+        samples = rollout.samples(own.token_ids, params, seeds, **more)
     else:
         assert isinstance(rollout, Rollout)  # the configuration refuses an environment on a cluster
         samples = player.samples(rollout, world, own, params, seeds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlft_fast.config import AlgorithmConfig, RewardConfig
-from rlft_fast.data import Batch, Samples
+from rlft_fast.data import Batch, Images, Samples, image_table
 from rlft_fast.rewards import Parts, overlong_penalty
 from rlft_fast.rl import kl_estimate, mismatch_metrics
 from rlft_fast.trainer.prompts import Prompts
@@ -132,15 +132,21 @@ def scored_samples(samples: Samples, greedy: Tensor | None = None) -> Samples:
     return samples if is_scored_B.all() else samples.select(is_scored_B.nonzero().squeeze(1))
 
 
-def build_batch(scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tensor | None = None) -> Batch:
-    """Packs the samples that have a reward; samples of one prompt form a group.
+def build_batch(
+    scored: Samples, prompts: Sequence[Sequence[int]], greedy: Tensor | None = None,
+    images: Sequence[Images | None] = (),
+) -> Batch:  # fmt: skip
+    """Packs the samples that have a reward; samples of one prompt form a group, and share its images.
 
     Args:
         scored: from `scored_samples`.
         prompts: token ids of the prompt of each row.
         greedy: see `scored_samples`.
+        images: of the prompt of each row, None where it has none; empty: no prompt has.
     """
     batch = scored.to_batch(prompts)
+    if images:
+        batch = batch.replace(**image_table([images[row] for row in scored.row_B.tolist()]))
     return batch if greedy is None else batch.replace(baseline_B=greedy[scored.row_B])
 
 
@@ -255,6 +261,7 @@ def sample_records(
             "parts": {name: values[i] for name, values in parts.items()},
             "finish_reason": "stop" if stopped[i] else "length", "weight_version": versions[i],
             **({} if turns is None else {"turns": turns[i]}),
+            **({"images": prompts.images[row].names} if row in prompts.images else {}),
         }  # fmt: skip
 
 

@@ -12,14 +12,21 @@ from rlft_fast.cluster import require_own_machine, require_sendable
 from rlft_fast.config import Config, RunConfig, fixed_settings
 from rlft_fast.engine import start_checksum
 from rlft_fast.errors import Checks
-from rlft_fast.models import end_token_ids, generation_defaults, load_tokenizer, model_checksum, split_stop
+from rlft_fast.models import (
+    end_token_ids,
+    generation_defaults,
+    image_token_id,
+    load_tokenizer,
+    model_checksum,
+    split_stop,
+)
 from rlft_fast.ops.logprob import gathered_bytes
 from rlft_fast.rollout import with_ties
 from rlft_fast.run import dotted, naming_start
 from rlft_fast.trainer.episodes import EpisodePlayer
 from rlft_fast.trainer.judge import Judge, load_functions
 from rlft_fast.trainer.objective import Objective
-from rlft_fast.trainer.prompts import Prompts, load_prompts, read_sets
+from rlft_fast.trainer.prompts import ImageReader, Prompts, load_prompts, read_sets
 from rlft_fast.world import World
 
 
@@ -65,8 +72,9 @@ def load_inputs(config: Config, world: World) -> Inputs:
     if (tokenizer := checks.run(lambda: load_tokenizer(config.model))) is not None:
         evaluation_judge = checks.run(lambda: Judge.for_evaluation(config, tokenizer, world))
         judge = checks.run(lambda: Judge(config, tokenizer, world))
-        prompts = checks.run(lambda: load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens))
-        held_out = checks.run(lambda: load_held_out(config, tokenizer))
+        reader = checks.run(lambda: ImageReader.of_model(config.model, tokenizer))
+        prompts = checks.run(lambda: load_training(config, tokenizer, reader))
+        held_out = checks.run(lambda: load_held_out(config, tokenizer, reader))
         checks.run(lambda: _check_same_tokens(config, tokenizer))
         checks.run(lambda: _check_teacher(config, tokenizer))
     else:
@@ -77,6 +85,8 @@ def load_inputs(config: Config, world: World) -> Inputs:
         checks.run(lambda: judge.check(prompts, "the training data"))
     if held_out is not None and (own := evaluation_judge or judge) is not None:
         checks.run(lambda: check_held_out(held_out, own))
+    if prompts is not None and held_out is not None:
+        checks.run(lambda: check_images(config, prompts, *held_out.values()))
     player = None
     if config.environment is not None and not checks.found:
         assert tokenizer is not None
@@ -147,10 +157,20 @@ def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
     Raises:
         ValueError: they cannot be used, see `load_prompts`.
     """
-    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens), load_held_out(config, tokenizer)
+    reader = ImageReader.of_model(config.model, tokenizer)
+    return load_training(config, tokenizer, reader), load_held_out(config, tokenizer, reader)
 
 
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+def load_training(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None) -> Prompts:
+    """The prompts to learn from.
+
+    Raises:
+        ValueError: they cannot be used, see `load_prompts`.
+    """
+    return load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, image_reader=reader)
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None) -> dict[str, Prompts]:
     """The prompts of each held-out set by its name.
 
     Raises:
@@ -160,7 +180,9 @@ def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[st
         return {}
     limits = config.rollout.max_prompt_tokens, config.evaluation.max_rows
     sets = config.evaluation.sets
-    return {name: load_prompts(config.data, tokenizer, limits[0], path, limits[1]) for name, path in sets.items()}
+    return {
+        name: load_prompts(config.data, tokenizer, limits[0], path, limits[1], reader) for name, path in sets.items()
+    }
 
 
 def check_held_out(held_out: Mapping[str, Prompts], judge: Judge) -> None:
@@ -191,6 +213,25 @@ def check_embeddings(policy: int, teacher: int) -> None:
         raise ValueError(
             f"teacher.model has embeddings of {teacher} tokens, but the policy may sample {policy} tokens: take a "
             "teacher with at least as many"
+        )
+
+
+def check_images(config: Config, *given: Prompts) -> None:
+    """Raises ValueError for images in a run with a part that would not see them."""
+    takes_none = {
+        "rollout.backend vllm": config.rollout.backend == "vllm",
+        "cluster": config.cluster is not None,
+        "environment": config.environment is not None,
+        "reward.model": config.reward.model is not None,
+    }
+    for key in ("critic.model", "teacher.model"):
+        if (path := config.model_folders.get(key)) is not None:
+            takes_none[key] = image_token_id(path) is None
+    found = [key for key, holds in takes_none.items() if holds]
+    if found and (prompts := next((prompts for prompts in given if prompts.images), None)) is not None:
+        raise ValueError(
+            f"row {min(prompts.images)} of the data (counted from 0) has images, which do not reach "
+            f"{' and '.join(found)}: leave out {'them' if len(found) > 1 else 'it'}, or the rows with images"
         )
 
 

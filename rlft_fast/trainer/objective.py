@@ -164,7 +164,7 @@ class Objective:
 
     def _never_made(self, has_critic: bool) -> dict[str, str]:
         """The fields that this run makes for no method, each with the reason."""
-        missing = {"multi_modal_inputs": "rollouts are of text alone"}
+        missing: dict[str, str] = {}
         if not has_critic:
             missing |= dict.fromkeys(("value_T", "return_T"), "it needs a critic section")
         if not self.config.kl_coef:

@@ -41,6 +41,7 @@ from rlft_fast.trainer.inputs import (
 )
 from rlft_fast.trainer.learner import Learner
 from rlft_fast.trainer.models import build_models, notes_on
+from rlft_fast.trainer.prompts import ImageError
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -142,7 +143,8 @@ class PPOTrainer:
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
-        batch = self._infer(build_batch(taught, prompts.token_ids, greedy))
+        images = self.world.together(prompts.load_images, ImageError)
+        batch = self._infer(build_batch(taught, prompts.token_ids, greedy, images))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
         prepare = partial(self.objective.prepare, batch, self._seed(step))
         batch = self.world.together(prepare, AdvantageError)

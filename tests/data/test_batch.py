@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images, image_table
 
 PER_TOKEN = [
     "old_logprob_T", "ref_logprob_T", "teacher_logprob_T", "rollout_logprob_T", "logprob_T", "entropy_T",
@@ -30,8 +30,8 @@ def random_batch(lengths: list[int]) -> Batch:
         reward_B=torch.rand(len(lengths), generator=generator),
         group_B=torch.arange(len(lengths)) // 2,
         support_TK=torch.randint(-1, 1000, (total, 3), generator=generator, dtype=torch.int32),
-        multi_modal_inputs={"pixel_values": [torch.full((2,), float(i)) for i in range(len(lengths))]},
         meta={"step": [1]},
+        **image_table(Images(str(i), {"pixel_values": torch.full((2,), float(i))}) for i in range(len(lengths))),
         **{name: torch.rand(total, generator=generator) for name in PER_TOKEN},
     )
 
@@ -95,7 +95,7 @@ def test_asking_at_the_end_is_at_the_last_token_of_each_sequence():
     asking = batch.asking_at_the_end()
     assert asking.active_index_T.tolist() == [1, 3, 7]
     assert [row[:-1] for row in token_rows(asking, "input_ids_T")] == token_rows(batch, "input_ids_T")
-    assert asking.multi_modal_inputs == batch.multi_modal_inputs
+    assert asking.images_B == batch.images_B
 
 
 def test_from_no_samples():
@@ -144,7 +144,7 @@ def test_select_takes_sequences_in_order(lengths: list[int], data: st.DataObject
     assert selected.max_seqlen == max((lengths[i] for i in indices), default=0)
     assert selected.reward_B.tolist() == [batch.reward_B[i].item() for i in indices]
     assert selected.group_B.tolist() == [i // 2 for i in indices]
-    assert [int(image[0]) for image in selected.multi_modal_inputs["pixel_values"]] == indices
+    assert [int(own.inputs["pixel_values"][0]) for own in selected.images_B] == indices
 
 
 @given(st.permutations(range(7)))
@@ -160,7 +160,7 @@ def test_absent_fields_stay_absent():
     for other in (batch.select([0]), batch.to("cpu"), batch.replace(max_seqlen=8)):
         assert other.value_T is None
         assert other.reward_B is None
-        assert other.multi_modal_inputs is None
+        assert other.images_B == [None]
 
 
 def test_meta_is_never_shared():
@@ -176,7 +176,7 @@ def test_meta_is_never_shared():
 def test_to_moves_every_tensor_and_a_device_batch_refuses_to_wait():
     moved = random_batch([2, 3]).to("meta")
     assert moved.target_T.device.type == moved.value_T.device.type == moved.cu_seqlens.device.type == "meta"
-    assert moved.multi_modal_inputs["pixel_values"][1].device.type == "meta"
+    assert moved.images[1].inputs["pixel_values"].device.type == "meta"
     for wait in (lambda: moved.lengths, lambda: moved.active_index_T, lambda: moved.select([0])):
         with pytest.raises(ValueError, match=r"before to\(device\)"):
             wait()
@@ -212,7 +212,7 @@ def test_frozen():
         ({"max_seqlen": 2}, ValueError, r"longest sequence has 3 tokens"),
         ({"loss_mask_T": torch.arange(5) == 1}, ValueError, r"last position"),
         ({"loss_mask_T": torch.arange(5) == 4}, ValueError, r"last position"),
-        ({"multi_modal_inputs": {"image": [None]}}, ValueError, r"one entry per sequence \(2\)"),
+        ({"image_B": torch.tensor([0, 2])}, ValueError, r"image_B has numbers outside \[-1, 2\)"),
     ],
 )
 def test_refuses_bad_fields(fields: dict, error: type[Exception], match: str):

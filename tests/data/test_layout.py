@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlft_fast.data import Batch, pad_sequences, plan_batch, share_prompts
+from rlft_fast.data import Batch, Images, pad_sequences, plan_batch, share_prompts
 
 PROMPTS = [[1], [1, 2], [1, 2, 3], [4, 4, 4, 4, 4, 4, 4]]  # some begin like others, but are not equal
 
@@ -98,10 +98,12 @@ def test_different_prompts_need_no_keys_of_their_own():
 
 def test_images_make_equal_tokens_different_prompts():
     samples = ([[1, 2]] * 2, [[3]] * 2)
-    inputs = {"size": [torch.ones(1)] * 2, "pixels": [torch.zeros(1), torch.ones(1)]}
-    batch = Batch.from_samples(*samples, multi_modal_inputs=inputs)
+    pixels = {"pixels": torch.zeros(1)}
+    batch = Batch.from_samples(*samples, images=[Images("a", pixels), Images("b", pixels)])
     assert share_prompts(batch).key_index_M is None
     assert len(share_prompts(batch).token_index_U) == 4
+    same = Batch.from_samples(*samples, images=[Images("a", pixels), Images("a", {"pixels": torch.zeros(1)})])
+    assert len(share_prompts(same).token_index_U) == 2
 
 
 @settings(max_examples=200)

@@ -52,8 +52,8 @@ why. Rollouts by transformers then batch prompts of one length. They run without
 whose cache gives other numbers: {uncached}.
 [LightRFT](integrations.md#lightrft) takes packed models alone.
 
-Qwen2-VL and Qwen2.5-VL learn from images, too. All other vision-language models learn from text: their towers are
-frozen, and a batch with images is refused.
+Qwen2-VL and Qwen2.5-VL learn from [images](runs.md#images), too. All other vision-language models learn from text:
+their towers are frozen, and images are refused.
 
 `python -m tests.engine.every_architecture` asks every model and writes this page. `make test-slow` fails where the page
 is out of date. Each *yes*, *packed* and *padded* is compared. With a patched head, a small random model gives the
@@ -401,10 +401,10 @@ def _logits_in_place(policy: PolicyModel, parts: tuple[Tensor, ...]) -> Tensor:
     ids, mask = _padded_left(parts)
     first_rows, padding = torch.arange(len(ids)), (mask == 0).sum(1)
     with padded_attention(policy.model):
-        cache = policy.prefill_rows(ids, mask, 2 * len(ids), ids.shape[1] + 1)
-        first = policy.next_logits(ids[:, -1], padding, cache)
+        cache, position = policy.prefill_rows(ids, mask, 2 * len(ids), ids.shape[1] + 1)
+        first = policy.next_logits(ids[:, -1], position, padding, cache)
         cache.copy_rows(first_rows, first_rows + len(ids), 2 * len(ids))
-        second = policy.next_logits(first.argmax(1).repeat(2), padding.repeat(2), cache)
+        second = policy.next_logits(first.argmax(1).repeat(2), position.repeat(2) + 1, padding.repeat(2), cache)
     order = first_rows.repeat_interleave(2) + torch.tensor([0, len(ids)]).repeat(len(ids))
     return torch.stack([first.repeat(2, 1), second], 1)[order]
 

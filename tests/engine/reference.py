@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.rl import PolicyLoss, ValueLoss
 from tests.support.tiny_models import IMAGE_TOKEN_ID, VOCAB_SIZE
@@ -77,8 +77,7 @@ def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
     """The batch above with images before the prompts of every second and third sequence: none, one, or two of them."""
     generator = torch.Generator().manual_seed(seed)
     text = random_batch(num_sequences, seed)
-    pixels: list[Tensor | None] = [None] * num_sequences
-    grids: list[Tensor | None] = [None] * num_sequences
+    images: list[Images | None] = [None] * num_sequences
     prompts, completions, masks = [], [], []
     sequences = zip(*(x.split(text.lengths.tolist()) for x in (text.input_ids_T, text.loss_mask_T)), strict=True)
     for b, (ids, mask) in enumerate(sequences):
@@ -86,16 +85,13 @@ def random_image_batch(num_sequences: int = 6, seed: int = 0) -> Batch:
         start = int(mask.nonzero()[0]) + 1
         shapes = [(1, 2, 4), (1, 6, 8)][: (b % 3 != 0) + (b % 3 == 2)]
         if shapes:
-            grids[b] = torch.tensor(shapes)
-            pixels[b] = torch.randn(sum(t * h * w for t, h, w in shapes), 24, generator=generator)
-        images = [token for _, h, w in shapes for token in [7, *[IMAGE_TOKEN_ID] * (h * w // 4), 8]]
-        prompts.append([*images, *ids[:start].tolist()])
+            pixels = torch.randn(sum(t * h * w for t, h, w in shapes), 24, generator=generator)
+            images[b] = Images(str(b), {"pixel_values": pixels, "image_grid_thw": torch.tensor(shapes)})
+        shown = [token for _, h, w in shapes for token in [7, *[IMAGE_TOKEN_ID] * (h * w // 4), 8]]
+        prompts.append([*shown, *ids[:start].tolist()])
         completions.append(ids[start:].tolist())
         masks.append(mask[start - 1 : -1].tolist())
-    batch = Batch.from_samples(
-        prompts, completions, completion_masks=masks,
-        multi_modal_inputs={"pixel_values": pixels, "image_grid_thw": grids},
-    )  # fmt: skip
+    batch = Batch.from_samples(prompts, completions, completion_masks=masks, images=images)
     return batch.replace(advantage_T=torch.randn(batch.num_tokens, generator=generator))
 
 
@@ -223,12 +219,11 @@ def plain_log_softmax(model: nn.Module, batch: Batch, temperature: float) -> Ten
 
 def images(model: Any, batch: Batch, b: int) -> dict[str, Tensor]:
     """Sequence b's images as keywords of a plain model."""
-    inputs = {name: values[b] for name, values in (batch.multi_modal_inputs or {}).items()}
-    if not inputs or inputs["pixel_values"] is None:
+    if (own := batch.images_B[b]) is None:
         return {}
     ids = batch.input_ids_T.split(batch.lengths.tolist())[b]
     types = (ids == model.config.image_token_id).long()
-    return inputs | {"pixel_values": inputs["pixel_values"].double(), "mm_token_type_ids": types[None]}
+    return own.inputs | {"pixel_values": own.inputs["pixel_values"].double(), "mm_token_type_ids": types[None]}
 
 
 def plain_logprob_and_entropy(path: Path, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Phi3Config, Phi3Model
 
-from rlft_fast.data import Batch, plan_batch, share_prompts
+from rlft_fast.data import Batch, Images, image_table, plan_batch, share_prompts
 from rlft_fast.engine.forward import check_batch, prepare_micro_batches, prepare_model_inputs, prepare_model_outputs
 from rlft_fast.models import load_policy
 from tests.engine.reference import random_batch, random_image_batch
@@ -88,7 +88,7 @@ def test_positions_and_features_are_those_of_each_sequence_alone(tiny_model):
     for b, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist(), strict=False)):
         ids = batch.input_ids_T[start : start + length]
         is_image = (ids == backbone.config.image_token_id).long()
-        grid = batch.multi_modal_inputs["image_grid_thw"][b]
+        grid = None if (own := batch.images_B[b]) is None else own.inputs["image_grid_thw"]
         positions, _ = backbone.get_rope_index(ids[None], mm_token_type_ids=is_image[None], image_grid_thw=grid)
         rows = layout.row_T[start : start + length]
         assert torch.equal(inputs.position_ids_U[:, rows[rows >= 0]], positions[:, 0, rows >= 0])
@@ -122,11 +122,11 @@ def test_a_sampled_image_token_is_a_token_like_any_other(tiny_model):
 
 
 def test_samples_of_a_prompt_share_its_images(tiny_model):
-    """The same tensors run once, and give what copies of them give."""
+    """Images of one number run once, and give what images of other numbers give."""
     model = load_policy(tiny_model("qwen2.5-vl"))
-    few, copies = (random_image_batch().select([1, 2, 0, 2, 1, 1, 4]) for _ in range(2))
-    pixels = [None if x is None else x.clone() for x in copies.multi_modal_inputs["pixel_values"]]
-    copies = copies.replace(multi_modal_inputs=copies.multi_modal_inputs | {"pixel_values": pixels})
+    few = random_image_batch().select([1, 2, 0, 2, 1, 1, 4])
+    each = [None if own is None else Images(f"{b}", own.inputs) for b, own in enumerate(few.images_B)]
+    copies = few.replace(**image_table(each))
     found = []
     for batch in (few, copies):
         inputs = prepare_model_inputs(batch, CPU, backbone=model.backbone)
@@ -141,8 +141,8 @@ def test_samples_of_a_prompt_share_its_images(tiny_model):
 
 
 def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
-    inputs = {"pixel_values": [torch.zeros(num_patches, 24)], "image_grid_thw": [torch.tensor(grid)]}
-    return Batch.from_samples([ids], [[1, 2]], multi_modal_inputs=inputs | more)
+    inputs = {"pixel_values": torch.zeros(num_patches, 24), "image_grid_thw": torch.tensor(grid)}
+    return Batch.from_samples([ids], [[1, 2]], images=[Images("a", inputs | more)])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def image_batch(ids: list[int], grid: list, num_patches: int, **more) -> Batch:
         ),
         (image_batch([7, 258, 258, 8], [[1, 2, 4]], 4), r"sequence 0 has 4 patches and runs of \[2\] image tokens"),
         (image_batch([258, 258], [[1, 2, 2], [1, 2, 2]], 8), "and text between images"),
-        (image_batch([258], [[1, 2, 2]], 4, pixel_values_videos=[None]), "pixel_values_videos: only"),
+        (image_batch([258], [[1, 2, 2]], 4, pixel_values_videos=None), "pixel_values_videos: expected"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tiny_model, batch, message):

@@ -1,5 +1,6 @@
 """Tiny random models in Hugging Face folders: small enough for a test, real enough for every code path."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,25 @@ def save_tiny_model(name: str, folder: Path, **options: Any) -> Path:
                 torch.nn.init.normal_(parameter, mean=parameter[0].item(), std=0.2)
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    if name in VISION_MODELS:
+        _save_processor(folder)
     return folder
+
+
+def _save_processor(folder: Path) -> None:
+    """What reads images: the token of images, a chat template, and the settings of Qwen's image processor."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE_TOKEN_ID
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{% for p in m.content %}"
+        "{% if p.type == 'image' %}[<|image_pad|>]{% else %}{{ p.text }}{% endif %}{% endfor %}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    sizes = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16, "max_pixels": 256}
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", **sizes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -108,6 +108,8 @@ def answer_fitting(
 
 
 def _refusal(request: Request, max_sequence_tokens: int) -> RequestError | None:
+    if request.images is not None:
+        return RequestError("vLLM is given no images: set rollout.backend to hf for prompts with images")
     longest = len(request.token_ids) + request.max_new_tokens
     if longest <= max_sequence_tokens:
         return None

@@ -2,6 +2,7 @@
 
 from rlft_fast.trainer.prompts.chat import MARK, RESULT_MARK, Conversation, Tokenizer, conversation_of, without_nulls
 from rlft_fast.trainer.prompts.formats import Row, read_data
+from rlft_fast.trainer.prompts.images import ImageError, ImageReader
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
@@ -11,6 +12,8 @@ __all__ = [
     "MARK",
     "RESULT_MARK",
     "Conversation",
+    "ImageError",
+    "ImageReader",
     "Limits",
     "Message",
     "Prompts",

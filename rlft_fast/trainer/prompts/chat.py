@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rlft_fast.config import RowsConfig
+from rlft_fast.trainer.prompts.images import only_placeholders
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, render, words_of
 
@@ -73,6 +74,7 @@ class Conversation:
         if answer is not None:
             asked, message = self.split(answer)
             messages = [*asked, message]
+        messages = only_placeholders(messages)
 
         def template(messages: list[Message]) -> str:
             return tokenizer.apply_chat_template(

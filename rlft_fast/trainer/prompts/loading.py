@@ -6,12 +6,15 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rlft_fast.config import DataConfig
+from rlft_fast.data import Images
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts.chat import Conversation, Rendered, Tokenizer, render_row, without_nulls
 from rlft_fast.trainer.prompts.formats import Row
+from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
 from rlft_fast.trainer.prompts.rows import RowSet, Stream, read_sets
@@ -34,6 +37,7 @@ class Prompts:
         columns: the other columns of the data, each N long.
         continued: by row, the assistant's words at the end of the text. The answer to the prompt begins with them.
         conversations: by row, the conversation whose text the prompt is. Other prompts are texts without a template.
+        images: by row, the images of the prompt.
         description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
         stream: the order in which a run takes them; None: one set, shuffled.
     """
@@ -43,6 +47,7 @@ class Prompts:
     columns: dict[str, list[Any]]
     continued: dict[int, str] = field(default_factory=dict)
     conversations: dict[int, Conversation] = field(default_factory=dict)
+    images: dict[int, PromptImages] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
     stream: Stream | None = None
 
@@ -55,7 +60,17 @@ class Prompts:
         return Prompts(
             [self.texts[i] for i in indices], [self.token_ids[i] for i in indices], columns,
             _renumbered(self.continued, indices), _renumbered(self.conversations, indices),
+            _renumbered(self.images, indices),
         )  # fmt: skip
+
+    def load_images(self) -> list[Images | None]:
+        """The images of each prompt, None where it has none; empty: no prompt has.
+
+        Raises:
+            ImageError: a file has changed since the start of the run, or is gone.
+        """
+        loaded = {row: images.load() for row, images in self.images.items()}
+        return [loaded.get(row) for row in range(len(self))] if loaded else []
 
     def answered(self, completions: Sequence[str]) -> tuple[list[str], list[str]]:
         """Prompts and whole answers: the answer has the words that it continues, and the prompt ends before them.
@@ -92,11 +107,12 @@ class _Prompt(NamedTuple):
     row: Row
     read: Rendered
     token_ids: list[int]
+    images: PromptImages | None
 
 
 def load_prompts(
     config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, path: str | None = None,
-    max_rows: int | None = None,
+    max_rows: int | None = None, image_reader: ImageReader | None = None,
 ) -> Prompts:  # fmt: skip
     """Reads, checks and tokenizes all prompts.
 
@@ -106,12 +122,14 @@ def load_prompts(
         max_prompt_tokens: tokens of the longest prompt allowed.
         path: read this source instead, for example the held-out one.
         max_rows: of this source; None: all.
+        image_reader: of the policy; None: the policy takes no images.
 
     Raises:
-        ValueError: unreadable or empty data, rows without a prompt, or prompts that are too long; rows are named.
+        ValueError: unreadable or empty data, rows without a prompt, prompts that are too long, or images that cannot be
+            used; rows are named.
     """
     column = "question" if path is None and not config.sets else config.prompt_column
-    reader = _Reader(config, tokenizer, max_prompt_tokens, column)
+    reader = _Reader(config, tokenizer, max_prompt_tokens, column, image_reader)
     sets = {found.name: reader.read(found) for found in read_sets(config, path, max_rows)}
     read = [prompt for found in sets.values() for prompt in found]
     rows = [prompt.row for prompt in read]
@@ -122,6 +140,7 @@ def load_prompts(
         {key: [row.get(key) for row in rows] for key in others},
         {i: prompt.read.continued for i, prompt in enumerate(read) if prompt.read.continued},
         {i: prompt.read.conversation for i, prompt in enumerate(read) if prompt.read.conversation is not None},
+        {i: prompt.images for i, prompt in enumerate(read) if prompt.images is not None},
         stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
     )
     uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
@@ -138,16 +157,21 @@ class _Reader:
         tokenizer: see `load_prompts`.
         max_prompt_tokens: see `load_prompts`.
         column: with the prompts.
+        image_reader: see `load_prompts`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, column: str) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, max_prompt_tokens: int, column: str,
+        image_reader: ImageReader | None,
+    ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.most, self.column = config, tokenizer, max_prompt_tokens, column
+        self.image_reader = image_reader
         self.start = start_of_texts(tokenizer)
         self.limits = Limits()
 
     def read(self, found: RowSet) -> list[_Prompt]:
         """The prompts of a set."""
-        _check_rows(found.rows, self.column, found.source)
+        _check_rows(found.rows, self.column, found.source, takes_images=self.image_reader is not None)
         prompts = [self._read(i, row, found.source) for i, row in enumerate(found.rows)]
         if long := [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]:
             worst = max(long, key=lambda i: len(prompts[i].token_ids))
@@ -165,7 +189,20 @@ class _Reader:
                 f"{source}: row {number} (counted from 0) has {len(read.text)} characters, more than "
                 f"{_MOST_CHARACTERS} for each of rollout.max_prompt_tokens={self.most}: leave the row out"
             )
-        return _Prompt(row, read, _encode(number, read.text, self.tokenizer, source, self.start if is_text else []))
+        text, images = self._with_images(number, row, read.text, source)
+        ids = _encode(number, text, self.tokenizer, source, self.start if is_text else [])
+        return _Prompt(row, read, ids, images)
+
+    def _with_images(self, number: int, row: Row, text: str, source: str) -> tuple[str, PromptImages | None]:
+        """The text with the tokens of a row's images, and the images."""
+        if self.image_reader is None:
+            return text, None
+        try:
+            sources = row_images(row, self.column, _folder_of(source))
+            images = self.image_reader.open(sources) if sources else None
+            return self.image_reader.expand(text, images), images
+        except ValueError as error:
+            raise ValueError(f"{source}: row {number} (counted from 0) {error}") from error
 
     def _rendered(self, number: int, row: Row, source: str) -> Rendered:
         """A row's prompt in the chat template."""
@@ -180,6 +217,12 @@ class _Reader:
             ) from error
 
 
+def _folder_of(source: str) -> Path:
+    """The folder that paths in the rows of a source start from."""
+    path = Path(source)
+    return path.parent if path.is_file() else path if path.is_dir() else Path()
+
+
 def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> dict[str, Any]:
     """What tells the data from other data: checksums of what the rows hold, and of what the model reads.
 
@@ -191,6 +234,8 @@ def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> d
     """
     columns = {name: checksum(values) for name, values in (asked | prompts.columns).items()}
     found = {"rows": len(prompts), "columns": columns}
+    if prompts.images:
+        found["images"] = checksum([own.key for own in prompts.images.values()])
     if _CLOCK in template:
         return found | {"chat_template": checksum(template)}
     num_tokens = sum(map(len, prompts.token_ids))
@@ -198,11 +243,15 @@ def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> d
 
 
 def checksum(value: Any) -> int:
-    """Of a value that JSON can hold."""
-    return zlib.crc32(json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    """Of a value that JSON can hold, with bytes in it."""
+    return zlib.crc32(json.dumps(value, sort_keys=True, default=_in_json).encode())
 
 
-def _check_rows(rows: list[Row], column: str, name: str) -> None:
+def _in_json(value: Any) -> Any:
+    return zlib.crc32(value) if isinstance(value, bytes) else type(value).__name__
+
+
+def _check_rows(rows: list[Row], column: str, name: str, *, takes_images: bool) -> None:
     if empty := [i for i, row in enumerate(rows) if not str(row.get(column) or "").strip()]:
         raise ValueError(
             f"{name}: {name_rows(empty)} have no {column!r}; its columns are {sorted(rows[0])}: "
@@ -213,8 +262,9 @@ def _check_rows(rows: list[Row], column: str, name: str) -> None:
             f"{name}: {name_rows(other)} have a {column!r} that is neither a text nor a list of messages with role "
             f"and content or tool_calls, for example {brief(repr(rows[other[0]][column]))}"
         )
-    in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column]))}
-    beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=column)))}
+    known = (column, *(COLUMNS if takes_images else ()))
+    in_prompts = {i: found for i, row in enumerate(rows) if (found := _media(row[column], takes_images))}
+    beside = {i: found for i, row in enumerate(rows) if (found := _first_media(_filled(row, but=known)))}
     for media, where in ((in_prompts, f"in their {column!r}"), (beside, f"beside their {column!r}")):
         if media:
             first = min(media)
@@ -237,21 +287,28 @@ def _is_prompt(value: Any) -> bool:
     return all(isinstance(message, dict) and "role" in message for message in value)
 
 
-def _media(prompt: str | list[dict[str, Any]]) -> str | None:
-    """The type or key of the first image, video or audio in a prompt's messages; templates drop what they hold."""
+def _media(prompt: str | list[dict[str, Any]], takes_images: bool) -> str | None:
+    """The type or key of the first image, video or audio in a prompt's messages; templates drop what they hold.
+
+    Args:
+        prompt: of a row.
+        takes_images: whether parts of the type "image" are known.
+    """
     messages = prompt if isinstance(prompt, list) else []
     contents = [content if isinstance(content := m.get("content"), list) else [content] for m in messages]
     parts = [part for part in (*messages, *chain.from_iterable(contents)) if isinstance(part, dict)]
-    return _first_media(name for part in parts for name in (part.get("type"), *_filled(part)))
+    known = [{"image"} if takes_images and part.get("type") == "image" else set() for part in parts]
+    named = zip(known, ((part.get("type"), *_filled(part)) for part in parts), strict=True)
+    return _first_media(name for own, names in named for name in names if name not in own)
 
 
 def _first_media(names: Iterable[Any]) -> str | None:
     return next((name for name in names if isinstance(name, str) and _MEDIA.fullmatch(name)), None)
 
 
-def _filled(values: Mapping[str, Any], but: str | None = None) -> list[str]:
+def _filled(values: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
     """The keys that hold something."""
-    return [key for key, value in values.items() if value and key != but]
+    return [key for key, value in values.items() if value and key not in but]
 
 
 def start_of_texts(tokenizer: Tokenizer) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlft_fast.config import EngineConfig, OptimizerConfig
-from rlft_fast.data import Batch
+from rlft_fast.data import Batch, Images
 from rlft_fast.engine import FSDPEngine
 from rlft_fast.engine.memory.engine import (
     USABLE,
@@ -152,10 +152,10 @@ def test_offload_never_needs_more(options, tmp_path):
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 def test_plan_of_a_vision_tower(name, tmp_path):
     path, config = save_tiny_model(name, tmp_path), EngineConfig(max_tokens=1024, workspace_mib=1)
-    num_patches, inputs = 48 * 64, {"pixel_values": [torch.randn(48 * 64, 24)]}
-    inputs["image_grid_thw"] = [torch.tensor([[1, 48, 64]])]
+    num_patches = 48 * 64
+    inputs = {"pixel_values": torch.randn(num_patches, 24), "image_grid_thw": torch.tensor([[1, 48, 64]])}
     prompt = [7, *[IMAGE_TOKEN_ID] * (num_patches // 4), 8]
-    batch = Batch.from_samples([prompt], [[9] * (1024 - len(prompt))], multi_modal_inputs=inputs)
+    batch = Batch.from_samples([prompt], [[9] * (1024 - len(prompt))], images=[Images("a", inputs)])
     batch = batch.replace(advantage_T=torch.randn(1024), old_logprob_T=torch.randn(1024))
     with_images, without = (
         plan_engine_memory(str(path), config, 1, num_patches=count, device_type="cpu") for count in (num_patches, 0)

@@ -1,0 +1,51 @@
+"""Rollouts of prompts with images against plain transformers."""
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, GenerationConfig
+
+from rlft_fast.data import Images
+from rlft_fast.models import load_policy, load_tokenizer
+from rlft_fast.rollout import HFGenerator, Request, SamplingParams
+from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID
+
+
+def images_of(number: int, *shapes: tuple[int, int]) -> Images:
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.randn(sum(h * w for h, w in shapes), 24, generator=generator)
+    return Images(str(number), {"pixel_values": pixels, "image_grid_thw": torch.tensor([(1, *x) for x in shapes])})
+
+
+def prompt_of(*shapes: tuple[int, int]) -> list[int]:
+    shown = [token for h, w in shapes for token in [7, *[IMAGE_TOKEN_ID] * (h * w // 4), 8]]
+    return [5, *shown, 20, 30]
+
+
+# The first two have equal tokens and other images; then two images, and none.
+PROMPTS = [prompt_of((2, 4)), prompt_of((2, 4)), prompt_of((6, 4), (4, 2)), [5, 6, 7]]
+IMAGES = [images_of(0, (2, 4)), images_of(1, (2, 4)), images_of(2, (6, 4), (4, 2)), None]
+
+
+def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
+    model, ids = AutoModelForImageTextToText.from_pretrained(path), torch.tensor([prompt])
+    inputs = {} if images is None else {**images.inputs, "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).long()}
+    config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **inputs)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+def test_samples_see_their_own_image_and_the_tower_runs_once(tiny_model, name):
+    path, patches = tiny_model(name), []
+    generator = HFGenerator(load_policy(path), load_tokenizer(path), 64)
+    generator.model.backbone.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+    requests = [
+        Request(row=row, token_ids=prompt, seed=seed, max_new_tokens=8, images=images)
+        for row, (prompt, images) in enumerate(zip(PROMPTS, IMAGES, strict=True))
+        for seed in range(3)
+    ]
+    found = [x.token_ids for x in generator.generate(requests, SamplingParams(temperature=0.0))]
+    expected = [plain_greedy(path, prompt, images) for prompt, images in zip(PROMPTS, IMAGES, strict=True)]
+    assert found == [own for own in expected for _ in range(3)]
+    assert expected[0] != expected[1]
+    assert patches == [8 + 8 + 24 + 8]

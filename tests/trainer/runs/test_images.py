@@ -1,0 +1,111 @@
+"""Runs whose prompts have images."""
+
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from rlft_fast.config import Config
+from rlft_fast.trainer import PPOTrainer, train
+from tests.engine.reference import plain_model
+from tests.support.distributed import run_distributed
+from tests.support.pictures import asking, picture, plain_processor
+from tests.trainer.toy import comparable, read_lines, toy_config, write_rows
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model):
+    """Rows with one image, with two, and with none."""
+    for i in range(5):
+        picture(i, 12 + i, 16).save(tmp_path / f"{i}.png")
+    rows = [{"prompt": asking({"path": f"{i}.png"}, "what?")} for i in range(4)]
+    rows += [{"prompt": asking({}, "or", {}, "?"), "images": ["0.png", "4.png"]}, {"prompt": asking("hi")}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+
+    def make(run: str = "run", **changes: Any):
+        values = {
+            "output_dir": str(tmp_path / run), "data__path": str(tmp_path / "rows.jsonl"), "data__chat": True,
+            "rollout__max_prompt_tokens": 64, "actor__max_tokens": 200, "checkpoint__every": 1,
+        }  # fmt: skip
+        return toy_config(tiny_model("qwen2-vl"), tmp_path, **values, **changes)
+
+    return make
+
+
+def test_log_probabilities_are_those_of_plain_transformers(config, tmp_path, tiny_model):
+    """From the files to the update: the generator's, and the engine's."""
+    trainer = PPOTrainer(config(rollout__prompts_per_step=6))
+    trainer.start(0)
+    experience = trainer.collect(0)
+    batch = experience.batch
+    found = trainer.actor.infer(batch.unweighted(), ("logprob",))["logprob"]
+    trainer.close()
+    model, processor = plain_model(tiny_model("qwen2-vl")), plain_processor(tiny_model("qwen2-vl"))
+    bounds = batch.cu_seqlens.tolist()
+    for b, row in enumerate(experience.taught.row_B.tolist()):
+        ids = batch.input_ids_T[None, bounds[b] : bounds[b + 1]]
+        inputs = {}
+        if row in experience.prompts.images:
+            pictures = [Image.open(tmp_path / name) for name in experience.prompts.images[row].names]
+            inputs = processor(images=pictures, text=[experience.prompts.texts[row]], return_tensors="pt")
+            assert torch.equal(inputs["input_ids"][0], ids[0, : inputs["input_ids"].shape[1]])
+            shown = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+            inputs = shown | {"mm_token_type_ids": (ids == model.config.image_token_id).long()}
+            inputs["pixel_values"] = inputs["pixel_values"].double()
+        with torch.no_grad():
+            logprob = torch.log_softmax(model(input_ids=ids, **inputs).logits[0], -1)
+        expected = logprob[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+        mask = batch.loss_mask_T[bounds[b] : bounds[b + 1] - 1]
+        for values_T in (found, batch.rollout_logprob_T):
+            own = values_T[bounds[b] : bounds[b + 1] - 1][mask].double()
+            torch.testing.assert_close(own, expected[mask], rtol=0, atol=2e-5)
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(config, tmp_path):
+    """And on-policy ratios are 1, the log names the images, and held-out rows may have images."""
+    more = {"steps": 2, "evaluation": {"path": str(tmp_path / "rows.jsonl"), "every": 1}}
+    train(config("whole", **more))
+    train(config("cut", **more | {"steps": 1}))
+    train(config("cut", **more), resume=True)
+    lines = comparable(tmp_path / "whole")
+    assert comparable(tmp_path / "cut") == lines
+    assert {line["ratio_max"] for line in lines if "loss" in line} == {1.0}
+    assert max(line["mismatch_max"] for line in lines if "loss" in line) < 1e-4
+    shown = {(line["prompt"], *line.get("images", ())) for line in read_lines(tmp_path / "whole" / "samples.jsonl")}
+    assert ("u:[<|image_pad|>]what?a:", "1.png") in shown
+    assert ("u:[<|image_pad|>]or[<|image_pad|>]?a:", "0.png", "4.png") in shown
+    assert ("u:hia:",) in shown
+    picture(9).save(tmp_path / "1.png")
+    with pytest.raises(ValueError, match="data"):
+        train(config("cut", **more | {"steps": 3}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rollout__backend": "vllm"}, "rollout.backend vllm"),
+        ({"environment": {"name": "tests/trainer/runs/test_episodes.py:Letters"}, "reward": {}}, "environment"),
+    ],
+)
+def test_parts_that_would_not_see_an_image_are_refused(config, changes, named):
+    with pytest.raises(ValueError, match=rf"row 0 .* has images, which do not reach {named}: leave out it"):
+        PPOTrainer(config(**changes))
+
+
+def on_two_processes(rank: int, values: dict[str, Any]) -> None:
+    train(Config.parse(values))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(config, tmp_path):
+    train(config("one"))
+    run_distributed(on_two_processes, 2, config("two").model_dump(mode="json"))
+    one, two = (comparable(tmp_path / name) for name in ("one", "two"))
+    for name in ("reward_mean", "loss", "grad_norm"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-3)
+    answers = [
+        [line["completion"] for line in read_lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")
+    ]
+    assert answers[0] == answers[1]
