@@ -1,6 +1,8 @@
 """The bytes that are allocated while operators run."""
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import call
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,6 +41,8 @@ class MemoryTracker(FakeTensorMode):
         self.notes: list[Note] = []
         self.elsewhere: Callable[[], int] | None = None
         self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        self._settled: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of the setup
+        self._settled_bytes = 0
         self._left_out_bytes = 0
         self._depth = 0  # of operators that run inside of an operator which is made of others
 
@@ -56,6 +60,7 @@ class MemoryTracker(FakeTensorMode):
         peak = max(note.num_bytes for note in self.notes)
         self._left_out_bytes = self._all_bytes() if offloaded else 0
         self.notes = [] if offloaded else [Note(self.moment, False, peak)]
+        self._settle()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,12 +97,25 @@ class MemoryTracker(FakeTensorMode):
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and _device(tensor).type != "meta":
                 storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = storage
+                if storage._cdata not in self._settled:
+                    self._storages[storage._cdata] = storage
+
+    def _settle(self) -> None:
+        """Adds up weights and optimizer state once, instead of after each operator. No pass resizes their storages."""
+        for key, storage in self._storages.items():
+            num_bytes = storage.nbytes()
+            self._settled[key] = weakref.ref(storage, partial(self._forget, key, num_bytes))
+            self._settled_bytes += num_bytes
+        self._storages.clear()
+
+    def _forget(self, key: int, num_bytes: int, _: object) -> None:
+        del self._settled[key]
+        self._settled_bytes -= num_bytes
 
     def _all_bytes(self) -> int:
         """Sizes are read anew each time, because FSDP frees weights by resizing their storage without an operator."""
         living = filter(None, map(call, self._storages.valuerefs()))  # an empty storage is false
-        return sum(map(torch.UntypedStorage.nbytes, living))
+        return self._settled_bytes + sum(map(torch.UntypedStorage.nbytes, living))
 
     def _note(self, at_operator: bool = False) -> None:
         elsewhere = self._left_out_bytes + (self.elsewhere() if self.elsewhere is not None else 0)

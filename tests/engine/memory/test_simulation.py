@@ -17,6 +17,7 @@ from rlft_fast.engine.memory.engine import largest_max_tokens, plan_engine_memor
 from rlft_fast.engine.memory.repeats import Repeats, find_repeats
 from rlft_fast.engine.memory.simulation import Peaks, Workload, build, pretended_world, run_blocks, simulate
 from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
+from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.sharding.build import build_model
 from tests.engine.memory.planned import save_model
 from tests.support.tiny_models import save_tiny_model
@@ -178,3 +179,15 @@ def plan_then_load(rank: int, path: Path, store: Path) -> None:
 def test_a_plan_leaves_nothing_to_the_run(tiny_model, tmp_path):
     """The plan pretends to be rank 0. Rank 1 loaded rank 0's rows, out of DTensor's cache."""
     mp.start_processes(plan_then_load, (tiny_model("llama"), tmp_path / "store"), nprocs=2, start_method="spawn")
+
+
+def test_what_the_setup_made_counts_until_it_is_freed():
+    with MemoryTracker("") as tracker:
+        kept, freed = torch.zeros(256), torch.zeros(64)
+        tracker.begin_pass(offloaded=False)
+        made = torch.add(kept, 1)
+        del freed
+        tracker.mark(("after",))
+        del made
+        tracker.mark(("end",))
+    assert [note.num_bytes for note in tracker.notes] == [1280, 2304, 2048, 1024]
