@@ -27,9 +27,8 @@ from rlft_fast.rollout import (
     to_samples,
     without_refusals,
 )
-from rlft_fast.trainer.episodes.calls import Parsed, parse
-from rlft_fast.trainer.episodes.styles import choose_style
-from rlft_fast.trainer.episodes.suffix import Suffixes
+from rlft_fast.trainer.episodes.calls import Parsed, parse, text_of
+from rlft_fast.trainer.episodes.suffix import Suffix, choose_suffixes
 from rlft_fast.trainer.prompts import Conversation, Message, Prompts, name_rows
 from rlft_fast.world import World
 
@@ -57,6 +56,7 @@ class _Episode:
     turns: int = 0
     calls: int = 0
     failed_calls: int = 0
+    is_thinking: bool = False  # the next reply begins within a thought
     stopped: bool = False  # by itself, not by a limit of tokens
     running: bool = True
     failure: str | None = None  # an episode that failed has no reward
@@ -79,8 +79,9 @@ class _Episode:
             self.supports.append(reply.support)
         self.turns += 1
 
-    def add_given(self, token_ids: Sequence[int]) -> None:
+    def add_given(self, suffix: Suffix) -> None:
         """Appends tokens of the environment or the template."""
+        token_ids, self.is_thinking = suffix
         self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
         version = self.spans[-1].weight_version if self.spans else 0
         self.spans.append(Span(len(token_ids), version))
@@ -131,11 +132,11 @@ class EpisodePlayer:
             config.name, config.options, columns, config.timeout_s, config.max_result_characters
         )
         try:
-            self.style = choose_style(tokenizer, self.pool.tools)
-            self._suffixes = Suffixes(tokenizer, self.style, end_token_ids)
+            self._suffixes = choose_suffixes(tokenizer, self.pool.tools, end_token_ids)
         except BaseException:
             self.pool.close()
             raise
+        self.style = self._suffixes.style
         self.generate_seconds = 0.0
 
     def prepare(self, prompts: Prompts, max_prompt_tokens: int) -> Prompts:
@@ -257,14 +258,14 @@ class EpisodePlayer:
         for episode, reply in zip(episodes, replies, strict=True):
             episode.add_sampled(reply)
             text = self._text(reply)
-            read = parse(text)
-            episode.calls += len(read.calls) + len(read.mistakes)
-            episode.failed_calls += len(read.mistakes)
+            read = parse(text, self.style.form, self.style.tools, is_thinking=episode.is_thinking)
+            episode.calls += len(read.calls) + (read.mistake is not None)
+            episode.failed_calls += read.mistake is not None
             if reply.finish_reason == "length":  # without its end, the reply says nothing for sure
                 episode.running = False
             else:
                 said[episode.number] = text, read
-        asked = {number: read.message for number, (_, read) in said.items() if not read.mistakes}
+        asked = {number: read.message for number, (_, read) in said.items() if read.mistake is None}
         answers = self.pool.step(asked)
         for episode in episodes:
             if episode.number in said:
@@ -276,7 +277,7 @@ class EpisodePlayer:
             episode.fail(answer)
             return
         if answer is None:
-            messages: list[Message] = [{"role": "tool", "content": mistake} for mistake in reply.mistakes]
+            messages: list[Message] = [{"role": "tool", "content": reply.mistake}]
         else:
             messages = answer["messages"]
             episode.reward += answer["reward"] or 0.0
@@ -293,14 +294,14 @@ class EpisodePlayer:
             episode.add_given(given)
             episode.conversation = self._suffixes.answered(conversation, self.style.said(reply, text), messages)
 
-    def _tokens(self, episode: _Episode, make: Callable[[], list[int]]) -> list[int] | None:
-        """The tokens that follow; None, and the episode has ended, where they cannot be made or have no room."""
+    def _tokens(self, episode: _Episode, make: Callable[[], Suffix]) -> Suffix | None:
+        """What follows; None, and the episode has ended, where they cannot be made or have no room."""
         try:
             given = make()
         except Exception as error:  # a template is code of the model's
             episode.fail(f"the chat template cannot be applied to its messages: {brief(error)}")
             return None
-        if len(given) >= episode.left:
+        if len(given.token_ids) >= episode.left:
             episode.running = False
             return None
         return given
@@ -325,7 +326,7 @@ class EpisodePlayer:
 
     def _text(self, reply: Completion) -> str:
         ids = reply.token_ids
-        return str(self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
+        return text_of(self.tokenizer, ids[:-1] if ids and ids[-1] in self._ends else ids, self.style.form)
 
 
 def _to_samples(episodes: Sequence[_Episode]) -> Samples:

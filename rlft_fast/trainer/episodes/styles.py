@@ -1,20 +1,23 @@
 """How tools, calls and results stand in a conversation: as the chat template has them, or as plain messages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Protocol
 
-from rlft_fast.trainer.episodes.calls import Parsed, parse
+from rlft_fast.trainer.episodes.calls import Parsed, parse, said_message
+from rlft_fast.trainer.episodes.forms import FORMS, HERMES, Form
 from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, Tokenizer, words_of
 
 _EXPLAINED = """You can call these tools, each described by a line of JSON:
 <tools>
 {tools}
 </tools>
-To call a tool, write JSON with its name and arguments, like this:
-<tool_call>{{"name": "the tool", "arguments": {{"an argument": "its value"}}}}</tool_call>
-The results follow between <tool_response> and </tool_response>."""
+To call a tool, write its name and arguments, like this:
+{expected}"""
+_TAGGED = "\nThe results follow between <tool_response> and </tool_response>."
+_UNREADABLE = {"name": "unknown", "arguments": {}}
 
 
 class Style(Protocol):
@@ -22,9 +25,11 @@ class Style(Protocol):
 
     Attributes:
         tools: JSON schemas of the tools.
+        form: in which the policy writes calls.
     """
 
     tools: list[dict[str, Any]]
+    form: Form
 
     def with_tools(self, conversation: Conversation) -> Conversation:
         """The conversation whose prompt tells the policy of the tools."""
@@ -43,35 +48,60 @@ class Style(Protocol):
         """
         ...
 
-    def results(self, messages: Sequence[Message]) -> list[Message]:
-        """The environment's messages as the template takes them."""
+    def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
+        """The environment's messages as the template takes them.
+
+        Args:
+            messages: the environment's. Those of tools have the order of the calls.
+            said: the policy's message with the calls, as `said` has it.
+        """
         ...
 
 
 class TemplateStyle:
-    """The chat template has tools, calls and results."""
+    """The chat template has calls and results.
 
-    def __init__(self, tools: list[dict[str, Any]]) -> None:
-        self.tools = tools
+    Args:
+        tools: JSON schemas.
+        form: in which the template writes calls.
+        shows_tools: whether the template has the tools, too; otherwise the system prompt tells of them.
+        as_text: whether the template takes the arguments of a call as the text of JSON.
+    """
+
+    def __init__(self, tools: list[dict[str, Any]], form: Form, *, shows_tools: bool = True, as_text: bool = False):
+        self.tools, self.form, self.shows_tools, self.as_text = tools, form, shows_tools, as_text
 
     def with_tools(self, conversation: Conversation) -> Conversation:
-        return replace(conversation, tools=self.tools)
+        if self.shows_tools:
+            return replace(conversation, tools=self.tools)
+        return _told(conversation, self.tools, self.form.expected)
 
     def marked(self, reply: Parsed) -> Message:
-        if not (reply.calls or reply.mistakes):
+        """Words beside a call are left out: a template may show them behind the results."""
+        if not (calls := self._calls(reply)):
             return {"role": "assistant", "content": MARK}
-        *before, last = [*reply.calls, *[{"name": "unknown", "arguments": {}}] * len(reply.mistakes)]
-        calls = [*before, {"name": last["name"], "arguments": {MARK: MARK}}]
-        return {
-            "role": "assistant", "content": reply.content,
-            "tool_calls": [{"type": "function", "function": call} for call in calls],
-        }  # fmt: skip
+        *before, last = calls
+        return self._message("", [*before, last | {"arguments": {MARK: MARK}}])
 
     def said(self, reply: Parsed, text: str) -> Message:
-        return reply.message
+        return self._message(reply.content, self._calls(reply))
 
-    def results(self, messages: Sequence[Message]) -> list[Message]:
-        return [*messages]
+    def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
+        calls = iter((said or {}).get("tool_calls", ()))
+        return [self._of_call(message, calls) if message["role"] == "tool" else message for message in messages]
+
+    def _of_call(self, result: Message, calls: Iterator[dict[str, Any]]) -> Message:
+        """A result with the call that it belongs to, as some templates require."""
+        call = next(calls, None)
+        return result if call is None else {"name": call["function"]["name"]} | result | {"tool_call_id": call["id"]}
+
+    def _calls(self, reply: Parsed) -> list[dict[str, Any]]:
+        return reply.calls if reply.mistake is None else [_UNREADABLE]
+
+    def _message(self, content: str, calls: Sequence[dict[str, Any]]) -> Message:
+        if self.as_text:
+            calls = [call | {"arguments": json.dumps(call["arguments"])} for call in calls]
+        return said_message(content, calls)
 
 
 class PlainStyle:
@@ -82,19 +112,13 @@ class PlainStyle:
         role: of the message that tells of the tools, for a template that refuses system prompts.
     """
 
+    form = HERMES
+
     def __init__(self, tools: list[dict[str, Any]], role: str = "system") -> None:
         self.tools, self.role = tools, role
 
     def with_tools(self, conversation: Conversation) -> Conversation:
-        if not self.tools:
-            return conversation
-        lines = "\n".join(json.dumps(tool.get("function", tool)) for tool in self.tools)
-        words = _EXPLAINED.format(tools=lines)
-        messages = [*conversation.messages]
-        if messages[0]["role"] == self.role:
-            given = words_of(messages.pop(0)["content"])
-            words = f"{given}\n\n{words}" if self.role == "system" else f"{words}\n\n{given}"
-        return replace(conversation, messages=[{"role": self.role, "content": words}, *messages])
+        return _told(conversation, self.tools, self.form.expected + _TAGGED, self.role) if self.tools else conversation
 
     def marked(self, reply: Parsed) -> Message:
         return {"role": "assistant", "content": MARK}
@@ -102,7 +126,7 @@ class PlainStyle:
     def said(self, reply: Parsed, text: str) -> Message:
         return {"role": "assistant", "content": text}
 
-    def results(self, messages: Sequence[Message]) -> list[Message]:
+    def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
         """Results of tools are joined in one message: templates expect that roles alternate."""
         results = [message["content"] for message in messages if message["role"] == "tool"]
         others = [message for message in messages if message["role"] != "tool"]
@@ -112,35 +136,59 @@ class PlainStyle:
         return [{"role": "user", "content": joined}, *others]
 
 
-def choose_style(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Style:
-    """The chat template's own style where it shows tools, calls in a form that `parse` reads, and results."""
+def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Iterator[Style]:
+    """Styles for these tools: first the chat template's own, where it has results, and calls that `parse` reads."""
     if not tools:
-        return PlainStyle([])
-    if _carries(tokenizer, tools):
-        return TemplateStyle(tools)
+        yield PlainStyle([])
+        return
+    for form, as_text, shows_tools in product(FORMS, (False, True), (True, False)):
+        style = TemplateStyle(tools, form, shows_tools=shows_tools, as_text=as_text)
+        if _carries(tokenizer, style):
+            yield style
+    yield PlainStyle(tools, _role_of_instructions(tokenizer))
+
+
+def _role_of_instructions(tokenizer: Tokenizer) -> str:
     try:
         told = [{"role": "system", "content": "Yes."}, {"role": "user", "content": "Is it so?"}]
         Conversation(told).render(tokenizer, Limits())
     except Exception:  # a template is code of the model's, and raises its own errors
-        return PlainStyle(tools, role="user")
-    return PlainStyle(tools)
+        return "user"
+    return "system"
 
 
-def _carries(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> bool:
+def _told(conversation: Conversation, tools: Sequence[dict[str, Any]], how: str, role: str = "system") -> Conversation:
+    """The conversation with a message that tells of tools and of how to call them."""
+    lines = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+    words = _EXPLAINED.format(tools=lines, expected=how)
+    messages = [*conversation.messages]
+    if messages[0]["role"] == role:
+        given = words_of(messages.pop(0)["content"])
+        words = f"{given}\n\n{words}" if role == "system" else f"{words}\n\n{given}"
+    return replace(conversation, messages=[{"role": role, "content": words}, *messages])
+
+
+def _carries(tokenizer: Tokenizer, style: TemplateStyle) -> bool:
     """Whether the chat template shows these tools, their results, and calls in a form that `parse` reads."""
-    names = [name_of(tool) for tool in tools]
+    names = [name_of(tool) for tool in style.tools]
     call = {"name": names[0], "arguments": {"mark": MARK}}
-    asked: list[Message] = [{"role": "user", "content": "Is it so?"}]
-    reply = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    result = {"role": "tool", "name": names[0], "content": RESULT_MARK}
+    asked = style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
+    reply = style.said(Parsed("", [call]), "")
+    result = style.results([{"role": "tool", "content": RESULT_MARK}], reply)
     limits = Limits()
+
+    def render(*messages: Message) -> str:
+        with limits.one():
+            text = tokenizer.apply_chat_template([*asked.messages, *messages], tools=asked.tools, tokenize=False)
+        return str(text)
+
     try:
-        prompt = Conversation(asked, tools).render(tokenizer, limits)
-        text = Conversation([*asked, reply, result], tools).render(tokenizer, limits)
+        prompt, said, answered = render(), render(reply), render(reply, *result)
     except Exception:  # a template is code of the model's, and raises its own errors
         return False
-    said, shown, _ = text.removeprefix(prompt).partition(RESULT_MARK)
-    return all(name in prompt for name in names) and bool(shown) and call in parse(said).calls
+    read = parse(said.removeprefix(prompt), style.form)
+    shown = all(name in prompt for name in names) and RESULT_MARK in answered
+    return shown and [found | {"id": None} for found in read.calls] == [call | {"id": None}]
 
 
 def name_of(tool: dict[str, Any]) -> str:

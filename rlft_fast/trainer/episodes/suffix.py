@@ -9,15 +9,38 @@ that it becomes the same tokens alone as behind an end token.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from rlft_fast.errors import brief
 from rlft_fast.trainer.episodes.calls import Parsed, parse
-from rlft_fast.trainer.episodes.styles import Style, name_of
+from rlft_fast.trainer.episodes.forms import HERMES
+from rlft_fast.trainer.episodes.styles import PlainStyle, Style, find_styles, name_of
 from rlft_fast.trainer.prompts import MARK, RESULT_MARK, Conversation, Limits, Message, words_of
 
 _PROBES = ("Yes.", "One, two.\nThree: four", "<think>\nWell.\n</think>\n\n5")
+
+
+class Suffix(NamedTuple):
+    """What stands before a reply."""
+
+    token_ids: list[int]
+    opens_thought: bool
+    """Whether the reply begins within a thought."""
+
+
+def choose_suffixes(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], end_token_ids: Sequence[int]
+) -> "Suffixes":
+    """The suffixes of the first style that the chat template proves, see `Suffixes`."""
+    for style in find_styles(tokenizer, tools):
+        try:
+            return Suffixes(tokenizer, style, end_token_ids)
+        except ValueError:
+            if isinstance(style, PlainStyle):
+                raise
+    raise AssertionError("the last style is a plain one")
 
 
 class Suffixes:
@@ -55,9 +78,9 @@ class Suffixes:
         """
         return self._split_opening(conversation, [])[0]
 
-    def opening(self, conversation: Conversation, messages: Sequence[Message]) -> list[int]:
-        """Tokens from the end of the prompt's last words to where the first reply begins, see `opened`."""
-        return self._encode(self._split_opening(conversation, messages)[1])
+    def opening(self, conversation: Conversation, messages: Sequence[Message]) -> Suffix:
+        """What stands from the end of the prompt's last words to where the first reply begins, see `opened`."""
+        return self._suffix(self._split_opening(conversation, messages)[1])
 
     def opened(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """The conversation after what an environment begins with.
@@ -74,8 +97,8 @@ class Suffixes:
 
     def after_reply(
         self, conversation: Conversation, reply: Parsed, messages: Sequence[Message], *, ended: bool
-    ) -> list[int]:
-        """Tokens from the end of a reply to where the next reply begins, see `answered`.
+    ) -> Suffix:
+        """What stands from the end of a reply to where the next reply begins, see `answered`.
 
         Args:
             conversation: all before the reply.
@@ -83,7 +106,7 @@ class Suffixes:
             messages: the environment's.
             ended: whether an end token was sampled, not only a stop text.
         """
-        return self._encode(self._after(conversation, reply, messages, ended=ended))
+        return self._suffix(self._after(conversation, reply, messages, ended=ended))
 
     def answered(self, conversation: Conversation, said: Message, messages: Sequence[Message]) -> Conversation:
         """The conversation after a reply and its answer.
@@ -93,7 +116,7 @@ class Suffixes:
             said: the reply, as `Style.said` has it.
             messages: the environment's. A message without a role is a user's.
         """
-        answer = self.style.results([{"role": "user"} | message for message in messages])
+        answer = self.style.results([{"role": "user"} | message for message in messages], said)
         return replace(conversation, messages=[*conversation.messages, said, *answer])
 
     def without_special_tokens(self, messages: Sequence[Message]) -> list[Message]:
@@ -128,6 +151,9 @@ class Suffixes:
     def _render(self, conversation: Conversation) -> str:
         return conversation.render(self.tokenizer, self.limits)
 
+    def _suffix(self, text: str) -> Suffix:
+        return Suffix(self._encode(text), text.rstrip().endswith(self.style.form.thought[0]))
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -137,7 +163,9 @@ class Suffixes:
         earlier: list[Message] = [{"role": "assistant", "content": "No."}, {"role": "user", "content": "And now?"}]
         longer = replace(asked, messages=[*asked.messages, *earlier])
         texts = {
-            self._after(before, parse(words), answer, ended=True) for before in (asked, longer) for words in _PROBES
+            self._after(before, parse(words, HERMES), answer, ended=True)
+            for before in (asked, longer)
+            for words in _PROBES
         }
         if len(texts) > 1:
             first, second, *_ = sorted(texts)
@@ -158,9 +186,9 @@ class Suffixes:
         calls = [[{"name": name, "arguments": arguments}] for arguments in ({}, {"x": [1, "two"]})]
         result: list[Message] = [{"role": "tool", "name": name, "content": RESULT_MARK}]
         asked = self.style.with_tools(Conversation([{"role": "user", "content": "Is it so?"}]))
-        longer = self.answered(asked, self.style.said(Parsed("", calls[0], []), "?"), result)
+        longer = self.answered(asked, self.style.said(Parsed("", calls[0]), "?"), result)
         texts = {
-            self._after(before, Parsed(words, own, []), result, ended=True)
+            self._after(before, Parsed(words, own), result, ended=True)
             for before in (asked, longer)
             for words in ("", "Let me see.")
             for own in calls

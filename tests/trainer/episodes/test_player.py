@@ -120,7 +120,7 @@ def test_tools(play, tokenizer, template):
     assert all("<tool_response>" in text for text in given)
     assert "egg, egg" in given[0]
     assert "unexpected keyword argument" in given[1]  # pay takes no arguments; the call in the thought was not made
-    assert "the call is not JSON" in given[2]
+    assert "the call is not readable" in given[2]
     assert samples.parts["environment"].tolist() == [2.0]
     assert {name: count.tolist() for name, count in samples.counts.items()} == {
         "turns": [4.0], "tool_calls": [3.0], "failed_tool_calls": [1.0], "environment_failed": [0.0],
@@ -134,6 +134,17 @@ def test_tools(play, tokenizer, template):
         ]
         text = tokenizer.apply_chat_template(talk, tools=player.pool.tools, tokenize=False, add_generation_prompt=True)
         assert generator.seen[1][0] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_call_in_a_thought_that_the_prompt_has_opened_is_not_made(play, tokenizer):
+    """The template of Qwen 3.6 ends a prompt with <think>."""
+    call = "<tool_call><function=add><parameter=item>egg</parameter></function></tool_call>"
+    replies = [f"Well.</think>{call}", f"Perhaps {call}"]
+    samples, _, _, generator = play([{"prompt": "Buy."}], "Shop", in_turn(tokenizer, *replies), "qwen3_6")
+    assert tokenizer.decode(generator.seen[1][0]).endswith(
+        "egg\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    assert (samples.counts["tool_calls"].tolist(), samples.parts["environment"].tolist()) == ([1.0], [1.0])
 
 
 FAMILIES = {
