@@ -22,8 +22,14 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 class OptimizerConfig(Section):
-    """AdamW, gradient clipping and the learning-rate schedule."""
+    """The optimizer, gradient clipping and the learning-rate schedule."""
 
+    name: Annotated[str, Field(pattern=r"^(adamw|torch\.optim\.[A-Za-z]\w*)$")] = "adamw"
+    """Optimizer: adamw, to which betas, eps, moment_dtype and cpu_offload belong, or a class such as torch.optim.Muon.
+
+    Muon trains the matrices of the blocks, and torch.optim.AdamW all else."""
+    options: dict[str, Any] = Field(default={})
+    """Options of the class of torch.optim by name, for example {momentum: 0.9}."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -59,6 +65,14 @@ class OptimizerConfig(Section):
     def __hash__(self) -> int:
         """Of what can be hashed: mappings cannot."""
         return hash((self.learning_rate, self.betas, self.moment_dtype, self.cpu_offload, self.schedule))
+
+    @rule
+    def _options_are_of_the_optimizer(self) -> Iterator[str]:
+        if self.name == "adamw" and self.options:
+            yield "options are those of a class of torch.optim: adamw has keys of its own, such as betas"
+        for key in ("betas", "eps", "moment_dtype", "cpu_offload"):
+            if self.name != "adamw" and getattr(self, key) != type(self).model_fields[key].default:
+                yield f"{key} is a key of adamw: give {self.name} its own options, or leave {key} out"
 
     @rule
     def _schedule(self) -> Iterator[str]:

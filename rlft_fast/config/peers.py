@@ -60,6 +60,8 @@ _NAMES = {
     "actor.lora.rank": "lora_r lora_rank",
     "actor.lora.alpha": "lora_alpha",
     "actor.lora.target_modules": "lora_target_modules",
+    "actor.optimizer.name": "optim optimizer_type optimizer_impl",
+    "actor.optimizer.options": "optim_args override_optimizer_config",
     "actor.optimizer.cpu_offload": "adam_offload",
     "actor.optimizer.learning_rate": "lr actor_learning_rate",
     "actor.optimizer.betas": "adam_beta1 adam_beta2 adam_betas",

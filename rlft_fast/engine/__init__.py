@@ -22,6 +22,7 @@ with needing_train():
     from rlft_fast.engine.protocol import Engine, Future, results
     from rlft_fast.engine.roles import role_engine
     from rlft_fast.engine.schedule import Schedule
+    from rlft_fast.engine.torch_optim import require_trainable
     from rlft_fast.engine.weight_sync import BUCKET_BYTES, Piece, PieceJoiner, WeightMetadata, WeightStream, checksum
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "peak_flops",
     "remove_export",
     "require_exportable",
+    "require_trainable",
     "results",
     "role_engine",
     "start_checksum",

@@ -1,17 +1,20 @@
-"""AdamW with parameter groups by rule and by name, and its master weights."""
+"""The optimizer of an engine, its parameter groups by rule and by name, and its master weights."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlft_fast.config import OptimizerConfig
+from rlft_fast.engine.torch_optim import TorchOptimizer
 from rlft_fast.models import RLModel, checkpoint_tensors, head_parameters, load_weights, name_some, stored_head
 from rlft_fast.ops import FusedAdamW
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
+Optimizer = FusedAdamW | TorchOptimizer
+"""Has ``param_groups``, ``state``, ``initialize_state``, ``move_state``, ``zero_grad``, and a ``step`` that clips."""
 
 
 def named_parameters(model: RLModel) -> list[tuple[str, nn.Parameter]]:
@@ -21,20 +24,23 @@ def named_parameters(model: RLModel) -> list[tuple[str, nn.Parameter]]:
     return [(names.get(id(parameter), name), parameter) for name, parameter in model.named_parameters()]
 
 
-def build_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> FusedAdamW:
-    """AdamW that clips while it steps. Only matrices decay: never biases, norms or scalars.
+def build_optimizer(parameters: NamedParameters, config: OptimizerConfig, ends: Collection[Tensor] = ()) -> Optimizer:
+    """An optimizer that clips while it steps. Only matrices decay: never biases, norms or scalars.
 
     Args:
         parameters: with their names; frozen ones are left out.
-        config: AdamW's settings, and the settings of groups by pattern.
+        config: the optimizer's settings, and the settings of groups by pattern.
+        ends: the parameters of the embedding and the head, which Muon leaves to AdamW.
 
     Raises:
-        ValueError: a pattern fits no parameter.
+        ValueError: a pattern fits no parameter, or see `TorchOptimizer`.
     """
+    groups = parameter_groups(parameters, config)
+    if config.name != "adamw":
+        return TorchOptimizer(groups, config, ends)
     return FusedAdamW(
-        parameter_groups(parameters, config),
-        lr=config.learning_rate, betas=config.betas, eps=config.eps, moment_dtype=getattr(torch, config.moment_dtype),
-        offload_moments=config.cpu_offload,
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps,
+        moment_dtype=getattr(torch, config.moment_dtype), offload_moments=config.cpu_offload,
     )  # fmt: skip
 
 
@@ -61,7 +67,7 @@ def parameter_groups(parameters: NamedParameters, config: OptimizerConfig) -> li
     return [group for group in groups if group["params"]]
 
 
-def load_masters(path: str, model: RLModel, optimizer: FusedAdamW) -> None:
+def load_masters(path: str, model: RLModel, optimizer: Optimizer) -> None:
     """Reads float32 masters of bfloat16 weights from the model's files: made from the weights they would be rounded."""
     optimizer.initialize_state()
     head = stored_head(path, model)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlft_fast.config import EngineConfig, HeadKind
-from rlft_fast.engine.optimizer import build_optimizer, load_masters, named_parameters
+from rlft_fast.engine.optimizer import Optimizer, build_optimizer, load_masters, named_parameters
 from rlft_fast.engine.schedule import Schedule
 from rlft_fast.engine.sharding import (
     build_model,
@@ -22,6 +22,7 @@ from rlft_fast.engine.sharding import (
     reshard,
     shard,
 )
+from rlft_fast.engine.torch_optim import end_parameters, require_trainable
 from rlft_fast.engine.weight_sync import BUCKET_BYTES, WeightStream, weight_sources
 from rlft_fast.models import (
     CheckpointPart,
@@ -36,7 +37,6 @@ from rlft_fast.models import (
     local_part,
     token_classifier,
 )
-from rlft_fast.ops import FusedAdamW
 from rlft_fast.world import World
 
 
@@ -66,7 +66,7 @@ class EngineState:
         self.skipped_steps = 0
         self.units = ""
         self.model: RLModel
-        self.optimizer: FusedAdamW | None = None
+        self.optimizer: Optimizer | None = None
         self._users = 0  # phases that need the model on the device now
         self.sequence_group: dist.ProcessGroup | None = None
 
@@ -79,7 +79,8 @@ class EngineState:
         Raises:
             ValueError: the model folder cannot be used, its weights do not fit its configuration, ranks disagree on
                 the model or the configuration, or the shard size or `sequence_parallel` does not fit the number of
-                ranks or heads, a schedule of one's own cannot be used, or a pattern of `optimizer.groups` fits nothing.
+                ranks or heads, a schedule of one's own or an optimizer cannot be used, or a pattern of
+                `optimizer.groups` fits nothing.
         """
         if self.device.type == "cuda" and self.config.compute_dtype == "float32":
             warnings.warn(
@@ -94,10 +95,14 @@ class EngineState:
         self.model = build_model(self.path, self.config, self.head, trains=self.trains)
         units = shard(self.model, self.config, self.world)
         self.units = describe_units(self.model, units) if units else ""
+        if self.trains and self.config.optimizer.name != "adamw":
+            like = next((p for p in self.model.parameters() if p.requires_grad), None)
+            require_trainable(self.config.optimizer, like, self._home)
         load(self.path, self.model, self._home, self.device)
         require_own_numbers(self.model, self.config)
         if self.trains:
-            self.optimizer = build_optimizer(named_parameters(self.model), self.config.optimizer)
+            named, ends = named_parameters(self.model), end_parameters(self.model)
+            self.optimizer = build_optimizer(named, self.config.optimizer, ends)
             if self.config.param_dtype == "bfloat16":
                 load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
@@ -227,7 +232,7 @@ class EngineState:
         return [name.removesuffix("_max") for name, is_bad in zip(flags, found, strict=True) if is_bad]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Parameters and AdamW state by name; they alias the engine's own (sharded) tensors.
+        """Parameters and optimizer state by name; they alias the engine's own (sharded) tensors.
 
         A run with adapters has the trained parameters alone: the model's folder has the others.
         """

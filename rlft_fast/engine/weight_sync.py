@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from rlft_fast.engine.optimizer import Optimizer
 from rlft_fast.engine.sharding import shard_numel
 from rlft_fast.models import CheckpointPart, RLModel, checkpoint_tensors, head_parameters, low_rank_factors
-from rlft_fast.ops import FusedAdamW
 
 BUCKET_BYTES = 256 * 2**20  # a tenth of a second on a GPU's links, and little beside a model that needs sharding
 _ALIGNMENT = 16  # bytes; pieces are read back as tensors of their dtype
@@ -102,7 +102,7 @@ class WeightStream:
 
 
 @torch.no_grad()
-def weight_sources(model: RLModel, optimizer: FusedAdamW | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
+def weight_sources(model: RLModel, optimizer: Optimizer | None, dtype: torch.dtype | None = None) -> Iterator[Source]:
     """A model's weights by the model's own names, still sharded. Tied weights come once; adapters are merged.
 
     Args:

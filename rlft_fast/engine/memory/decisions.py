@@ -146,14 +146,15 @@ def _state_choices(config: RunConfig, device_type: str) -> Iterator[list[dict[st
         if section is None:
             continue
         optimizer = section.optimizer if isinstance(section, EngineConfig) else None
+        adamw = optimizer if optimizer is not None and optimizer.name == "adamw" else None
         choices: list[dict[str, Any]] = [{}]
         if device_type == "cuda" and not (section.cpu_offload or section.offload_between_phases):
             choices.append({f"{name}.offload_between_phases": True})
             if optimizer is None or not optimizer.cpu_offload:
                 choices.append({f"{name}.cpu_offload": True})
-            if optimizer is not None and not optimizer.cpu_offload:
+            if adamw is not None and not adamw.cpu_offload:
                 choices.append({f"{name}.optimizer.cpu_offload": True})
-        if optimizer is not None and optimizer.moment_dtype == "float32":
+        if adamw is not None and adamw.moment_dtype == "float32":
             choices.append({f"{name}.optimizer.moment_dtype": "bfloat16"})
         yield choices
 

@@ -20,6 +20,7 @@ from rlft_fast.engine.sharding import (
     shard_numel,
     state_bytes,
 )
+from rlft_fast.engine.torch_optim import moment_bytes
 from rlft_fast.models import PolicyModel, RLModel
 from rlft_fast.ops.logprob import default_tile_mib, scratch_bytes
 
@@ -200,7 +201,7 @@ def host_moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> 
 
 
 def _moment_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:
-    return 2 * getattr(torch, config.optimizer.moment_dtype).itemsize * local_numel(trained(model), shard_size)
+    return moment_bytes(model, config.optimizer, lambda parameter: shard_numel(parameter.shape, shard_size))
 
 
 def copied_bytes(model: RLModel, config: EngineConfig, shard_size: int) -> int:

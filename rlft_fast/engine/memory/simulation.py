@@ -29,6 +29,7 @@ from rlft_fast.engine.memory.trace import MANY_ROWS, Note, Trace
 from rlft_fast.engine.memory.tracker import MemoryTracker
 from rlft_fast.engine.optimizer import build_optimizer, named_parameters
 from rlft_fast.engine.sharding import build_model, checkpoint_activations, decoder_blocks, reduce_gradients, shard
+from rlft_fast.engine.torch_optim import end_parameters
 from rlft_fast.models import (
     ImageInputs,
     ModelInputs,
@@ -233,7 +234,7 @@ def run_blocks(
                 _run(model, tracker, workload, group, 0)
             return Trace(tuple(tracker.notes))
         ungrouped = config.optimizer.model_copy(update={"groups": {}})  # a shortened model lacks names
-        optimizer = build_optimizer(named_parameters(model), ungrouped)
+        optimizer = build_optimizer(named_parameters(model), ungrouped, end_parameters(model))
         optimizer.initialize_state()
         if config.optimizer.cpu_offload:
             for state in optimizer.state.values():

@@ -18,6 +18,7 @@ from rlft_fast.engine.sharding.blocks import checkpoint_activations, compile_blo
 from rlft_fast.engine.sharding.mesh import device_memory, device_mesh, resolve_shard_size
 from rlft_fast.engine.sharding.narrow import narrow
 from rlft_fast.engine.sharding.wrap import decoder_blocks, reshard, shard_model
+from rlft_fast.engine.torch_optim import moment_bytes
 from rlft_fast.models import (
     PolicyModel,
     RLModel,
@@ -108,15 +109,15 @@ def is_wrapped(config: EngineConfig, world_size: int) -> bool:
 
 
 def state_bytes(model: RLModel, config: EngineConfig) -> int:
-    """Bytes that one copy of the model keeps on its devices between steps: weights, gradients and AdamW state.
+    """Bytes that one copy of the model keeps on its devices between steps: weights, gradients and optimizer state.
 
     Moments that ``optimizer.cpu_offload`` keeps in the CPU's memory do not count.
     """
     width = getattr(torch, config.param_dtype).itemsize
     master = 4 if config.param_dtype == "bfloat16" else 0
-    moments = 0 if config.optimizer.cpu_offload else 2 * getattr(torch, config.optimizer.moment_dtype).itemsize
-    per_trained = width + moments + master
-    return sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
+    moments = 0 if config.optimizer.cpu_offload else moment_bytes(model, config.optimizer, nn.Parameter.numel)
+    per_trained = width + master
+    return moments + sum(p.numel() * (width + (per_trained if p.requires_grad else 0)) for p in model.parameters())
 
 
 def require_own_numbers(model: RLModel, config: EngineConfig) -> None:

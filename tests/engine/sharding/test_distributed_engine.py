@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from rlft_fast.engine import FSDPEngine, export_hf
+from rlft_fast.engine import CheckpointManager, FSDPEngine, export_hf
 from rlft_fast.rl import PolicyLoss
 from rlft_fast.rollout import Completion, NonFiniteLogitsError, Request, Rollout, SamplingParams
 from rlft_fast.world import World
@@ -126,9 +126,46 @@ def check_on_policy(path: Path, batch) -> None:
         assert metrics["approx_kl"] == 0.0
 
 
+# SGD's steps are its gradients. Muon iterates in bfloat16, so its steps of 1e-3 differ by its rounding.
+OPTIMIZERS = {"SGD": ({"momentum": 0.9}, 1e-5), "NAdam": ({"eps": 1e-4}, 1e-4), "Muon": ({}, 1e-3)}
+
+
+def two_steps(path: Path, name: str, param_dtype: str = "float32") -> FSDPEngine:
+    optimizer = {"name": f"torch.optim.{name}", "options": OPTIMIZERS.get(name, ({},))[0], "eps": 1e-8}
+    engine = make_engine(path, dtype=param_dtype, config={"param_dtype": param_dtype}, optimizer=optimizer)
+    for _ in range(2):
+        engine.train_step(random_batch(), policy_loss())
+    return engine
+
+
+def check_other_optimizers(rank: int, path: Path, folder: Path) -> None:
+    """They step shards as they step whole weights, go on from checkpoints of one process, or are refused."""
+    for name, (_, tolerance) in OPTIMIZERS.items():
+        engine = two_steps(path, name)
+        reference.assert_close(reference.weights(engine), torch.load(folder / f"{name}.pt"), tolerance)
+        two_steps(path, name, "bfloat16")
+        assert CheckpointManager(folder / name).load({"actor": engine}) == {}
+        saved = torch.load(folder / f"{name} state.pt")
+        reference.assert_equal({key: reference.full(t) for key, t in engine.state_tensors().items()}, saved)
+    with pytest.raises(ValueError, match=r"optimizer\.name torch\.optim\.Adafactor cannot train sharded parameters: "):
+        two_steps(path, "Adafactor")
+
+
+def check_steps_and_optimizers(rank: int, path: Path, other: Path, output: Path, saved: Path) -> None:
+    check_steps(rank, path, output)
+    check_other_optimizers(rank, other, saved)
+
+
 def test_steps_and_export_on_two_processes(tiny_model, tmp_path):
-    run_distributed(check_steps, 2, tiny_model("qwen2-tied"), tmp_path)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    logprob_T, _ = reference.plain_logprob_and_entropy(tmp_path, random_batch())
+    export, saved = tmp_path / "export", tmp_path / "saved"
+    saved.mkdir()
+    for name in OPTIMIZERS:
+        engine = two_steps(tiny_model("llama"), name)
+        torch.save(reference.weights(engine), saved / f"{name}.pt")
+        torch.save(engine.state_tensors(), saved / f"{name} state.pt")
+        CheckpointManager(saved / name).save(2, {"actor": engine}, {})
+    run_distributed(check_steps_and_optimizers, 2, tiny_model("qwen2-tied"), tiny_model("llama"), export, saved)
+    AutoModelForCausalLM.from_pretrained(export)
+    logprob_T, _ = reference.plain_logprob_and_entropy(export, random_batch())
     for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"rank{rank}.pt").double(), logprob_T, rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.load(export / f"rank{rank}.pt").double(), logprob_T, rtol=0, atol=1e-5)

@@ -76,7 +76,7 @@ WSD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", [WSD])
+@pytest.mark.parametrize("optimizer", [WSD, WSD | {"name": "torch.optim.Muon", "groups": {}}])
 def test_schedules_and_optimizers_go_on_with_the_same_bits(optimizer, tiny_model, tmp_path):
     """The first run does all four steps; the second goes back to the second step."""
     config = sft_config(tiny_model("llama"), tmp_path, actor__optimizer=optimizer, checkpoint__max_num=4)
