@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt. GRPO calls them a group."""
     max_prompt_tokens: MayChange[PositiveInt] = 512
-    """Most tokens of a prompt. A longer prompt is an error, which names the row."""
+    """Most tokens of a prompt. For longer prompts see data.overlong."""
     max_new_tokens: PositiveInt = 128
     """Most tokens of a completion."""
     temperature: PositiveFloat = 1.0

@@ -256,6 +256,8 @@ class Config(RunConfig):
                 "environment answers in the processes that train, and the run has a cluster section: leave one of them "
                 "out, and start the run by torchrun"
             )
+        if self.data.overlong == "truncate":
+            yield "environment begins with the conversation of a row, which data.overlong: truncate would cut: filter"
         if not self.data.chat:
             yield "environment needs the chat template, which data.chat: false leaves out: set data.chat: true"
 

@@ -20,7 +20,7 @@ class TaughtDataConfig(RowsConfig):
     """File of rows (JSONL, JSON, CSV, TSV, parquet; texts also .gz), dataset folder, hf://OWNER/NAME/SPLIT, or several
     of them by name."""
     max_sequence_tokens: PositiveInt = 4096
-    """Most tokens of a sequence. A row with a longer one is an error that names it."""
+    """Most tokens of a sequence. For rows with a longer one see overlong."""
 
 
 class SFTDataConfig(TaughtDataConfig):

@@ -32,6 +32,9 @@ class RowsConfig(Section):
     """Take the rows in another random order in every pass; false: in the order of path."""
     shuffle_seed: Annotated[NonNegativeInt, Field(le=2**63 - 1)] | None = None
     """Seed of the order of the rows; null: seed."""
+    overlong: Literal["refuse", "filter", "truncate"] = "refuse"
+    """Rows with too many tokens. refuse: an error names them; filter: leave them out; truncate: of a prompt keep the
+    last tokens, of a sequence to learn from the first. The run tells how many they are."""
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
     system_prompt: str | None = None

@@ -41,7 +41,7 @@ from rlft_fast.trainer.inputs import (
 )
 from rlft_fast.trainer.learner import Learner
 from rlft_fast.trainer.models import build_models, notes_on
-from rlft_fast.trainer.prompts import ImageError
+from rlft_fast.trainer.prompts import ImageError, overlong_notes
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -232,7 +232,9 @@ class PPOTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        return notes_on(self.models.engines, self.models.trained)
+        yield from notes_on(self.models.engines, self.models.trained)
+        sets = {"data": self.prompts} | {f"held-out data {name}".strip(): x for name, x in self.held_out.items()}
+        yield from overlong_notes({name: prompts.overlong for name, prompts in sets.items()})
 
     def start(self, step: int) -> None:
         """Gives the generator the weights, as those of this step."""

@@ -110,8 +110,7 @@ def _check_rows(config: TaughtConfig, checks: Checks, *, resume: bool) -> list[s
         checks.run(lambda: check_row_tokens(embedding.num_embeddings, data))
     if resume:
         checks.run(lambda: _require_same(config, data.identity(config)))
-    sets = {"data": data.rows} | {f"held-out data{f' {name}' * bool(name)}": x for name, x in data.held_out.items()}
-    return lines + [f"{name}: {rows}" for name, rows in sets.items()]
+    return lines + [f"{name}: {rows}" for name, rows in data.named.items()]
 
 
 def _require_same(config: RunConfig, identity: Mapping[str, Any]) -> None:
@@ -143,7 +142,8 @@ def _check_fit(key: str, model: RLModel, config: Config, inputs: Inputs | None, 
 
 def _described(prompts: Prompts) -> str:
     lengths = [len(ids) for ids in prompts.token_ids]
-    return f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
+    overlong = f"; {prompts.overlong}" if prompts.overlong else ""
+    return f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens{overlong}"
 
 
 def _reward_of_first(inputs: Inputs) -> str:

@@ -74,6 +74,7 @@ def another(value: Any, field: Any) -> Any:
         "bypass",
         "gspo",
         "full",
+        "filter",
     ]
     for other in (0.25, 1, 2, True, False, *words, {"x": 2.0}, ("x",), ("wandb",), (0.5, 0.5)):
         with suppress(ValidationError):

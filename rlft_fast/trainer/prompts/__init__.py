@@ -6,7 +6,7 @@ from rlft_fast.trainer.prompts.images import ImageError, ImageReader
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
-from rlft_fast.trainer.prompts.rows import RowSet, Stream, read_sets
+from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, overlong_notes, read_sets
 
 __all__ = [
     "MARK",
@@ -16,6 +16,7 @@ __all__ = [
     "ImageReader",
     "Limits",
     "Message",
+    "Overlong",
     "Prompts",
     "Row",
     "RowSet",
@@ -26,6 +27,7 @@ __all__ = [
     "find_mistake",
     "load_prompts",
     "name_rows",
+    "overlong_notes",
     "read_data",
     "read_sets",
     "render",

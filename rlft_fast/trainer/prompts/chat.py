@@ -26,6 +26,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

@@ -17,7 +17,7 @@ from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
-from rlft_fast.trainer.prompts.rows import RowSet, Stream, read_sets
+from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, read_sets
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Prompts:
         images: by row, the images of the prompt.
         description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
         stream: the order in which a run takes them; None: one set, shuffled.
+        overlong: rows that were left out, and prompts of which a part was.
     """
 
     texts: list[str]
@@ -50,6 +51,7 @@ class Prompts:
     images: dict[int, PromptImages] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
     stream: Stream | None = None
+    overlong: Overlong = field(default_factory=Overlong)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -125,8 +127,8 @@ def load_prompts(
         image_reader: of the policy; None: the policy takes no images.
 
     Raises:
-        ValueError: unreadable or empty data, rows without a prompt, prompts that are too long, or images that cannot be
-            used; rows are named.
+        ValueError: unreadable or empty data, rows without a prompt, images that cannot be used, or prompts that are
+            too long, unless ``data.overlong`` allows them; rows are named.
     """
     column = "question" if path is None and not config.sets else config.prompt_column
     reader = _Reader(config, tokenizer, max_prompt_tokens, column, image_reader)
@@ -142,6 +144,7 @@ def load_prompts(
         {i: prompt.read.conversation for i, prompt in enumerate(read) if prompt.read.conversation is not None},
         {i: prompt.images for i, prompt in enumerate(read) if prompt.images is not None},
         stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
+        overlong=reader.overlong,
     )
     uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
     template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
@@ -168,28 +171,59 @@ class _Reader:
         self.image_reader = image_reader
         self.start = start_of_texts(tokenizer)
         self.limits = Limits()
+        self.overlong = Overlong()
 
     def read(self, found: RowSet) -> list[_Prompt]:
         """The prompts of a set."""
         _check_rows(found.rows, self.column, found.source, takes_images=self.image_reader is not None)
         prompts = [self._read(i, row, found.source) for i, row in enumerate(found.rows)]
-        if long := [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]:
-            worst = max(long, key=lambda i: len(prompts[i].token_ids))
+        long = [i for i, prompt in enumerate(prompts) if len(prompt.token_ids) > self.most]
+        if not long:
+            return prompts
+        worst = max(long, key=lambda i: len(prompts[i].token_ids))
+        too_long = (
+            f"longer than rollout.max_prompt_tokens={self.most} (row {worst} has {len(prompts[worst].token_ids)} "
+            "tokens): raise it, "
+        )
+        if self.config.overlong == "refuse":
             raise ValueError(
-                f"{found.source}: {name_rows(long)} are longer than rollout.max_prompt_tokens={self.most} "
-                f"(row {worst} has {len(prompts[worst].token_ids)} tokens): raise it, or leave these rows out"
+                f"{found.source}: {name_rows(long)} are {too_long}or set data.overlong to filter or truncate"
             )
-        return prompts
+        kept = [self._fitted(prompt) for prompt in prompts]
+        num_left_out, num_before = kept.count(None), self.overlong
+        self.overlong = Overlong(num_before.left_out + num_left_out, num_before.truncated + len(long) - num_left_out)
+        if num_left_out == len(kept):
+            raise ValueError(f"{found.source}: all rows are {too_long}or leave this set out")
+        return [prompt for prompt in kept if prompt is not None]
+
+    def _fitted(self, prompt: _Prompt) -> _Prompt | None:
+        """The prompt with its last tokens behind the tokenizer's start; None: it cannot be cut."""
+        ids, size = prompt.token_ids, len(self.start)
+        if len(ids) <= self.most:
+            return prompt
+        if self.config.overlong == "filter" or prompt.images is not None:  # whose tokens stay together
+            return None
+        size = size if ids[:size] == self.start and size < self.most else 0
+        ids = ids[:size] + ids[len(ids) - self.most + size :]
+        shown = ids if prompt.read.conversation is not None else ids[size:]  # the start is no part of a bare text
+        text = self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not text.endswith(prompt.read.continued):  # words that the answer continues
+            return None
+        return prompt._replace(read=prompt.read._replace(text=text), token_ids=ids)
 
     def _read(self, number: int, row: Row, source: str) -> _Prompt:
         is_text = isinstance(row[self.column], str) and not self.config.chat
         read = Rendered(row[self.column]) if is_text else self._rendered(number, row, source)
-        if len(read.text) > _MOST_CHARACTERS * self.most:  # tokenizing megabytes would take minutes
+        most = _MOST_CHARACTERS * self.most  # tokenizing megabytes would take minutes
+        if len(read.text) > most and self.config.overlong == "refuse":
             raise ValueError(
-                f"{source}: row {number} (counted from 0) has {len(read.text)} characters, more than "
-                f"{_MOST_CHARACTERS} for each of rollout.max_prompt_tokens={self.most}: leave the row out"
+                f"{source}: row {number} (counted from 0) has {len(read.text)} characters, more "
+                f"than {_MOST_CHARACTERS} for each of rollout.max_prompt_tokens={self.most}: leave it "
+                "out, or set data.overlong"
             )
         text, images = self._with_images(number, row, read.text, source)
+        if len(text) > most and images is None:
+            text = text[:_MOST_CHARACTERS] + text[-most:]  # with its start; its tokens are too many, too
         ids = _encode(number, text, self.tokenizer, source, self.start if is_text else [])
         return _Prompt(row, read, ids, images)
 
@@ -233,9 +267,11 @@ def _describe(prompts: Prompts, asked: dict[str, list[Any]], template: str) -> d
             and the template stands for them.
     """
     columns = {name: checksum(values) for name, values in (asked | prompts.columns).items()}
-    found = {"rows": len(prompts), "columns": columns}
+    found: dict[str, Any] = {"rows": len(prompts), "columns": columns}
     if prompts.images:
         found["images"] = checksum([own.key for own in prompts.images.values()])
+    if prompts.overlong:
+        found["overlong"] = prompts.overlong._asdict()
     if _CLOCK in template:
         return found | {"chat_template": checksum(template)}
     num_tokens = sum(map(len, prompts.token_ids))

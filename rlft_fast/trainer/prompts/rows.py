@@ -1,6 +1,6 @@
 """Rows of data: read from sources, or made by a reasoning-gym task; and the order in which a run takes them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Self
@@ -43,6 +43,29 @@ def read_sets(config: RowsConfig, held_out: str | None = None, max_rows: int | N
     limits = max_rows if held_out is not None else config.max_rows
     most = limits if isinstance(limits, Mapping) else dict.fromkeys((x.name for x in found), limits)
     return [x._replace(rows=x.rows[: most.get(x.name)]) for x in found]
+
+
+class Overlong(NamedTuple):
+    """How many rows have more tokens than allowed, see ``data.overlong``."""
+
+    left_out: int = 0
+    truncated: int = 0
+
+    def __str__(self) -> str:
+        parts = {"left out": self.left_out, "truncated": self.truncated}
+        return ", ".join(f"{number:,} overlong {what}" for what, number in parts.items() if number)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
+def overlong_notes(sets: Mapping[str, Overlong]) -> Iterator[str]:
+    """Lines for the start of a run.
+
+    Args:
+        sets: by what they are, such as "data".
+    """
+    yield from (f"{name}: {found}" for name, found in sets.items() if found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Row, RowSet, without_nulls
-from rlft_fast.trainer.supervised.rows import Reader, TaughtRows, Tokens, read_each, taught_rows
+from rlft_fast.trainer.prompts import Overlong, Row, RowSet, without_nulls
+from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class PairRows:
     @property
     def description(self) -> dict[str, Any]:
         return self.sequences.description | {"margin": float(np.abs(self.margin).sum())}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self.sequences.sizes
+
+    @property
+    def overlong(self) -> Overlong:
+        return self.sequences.overlong
 
     @property
     def highest_token(self) -> int:
@@ -94,11 +102,11 @@ def load_pairs(
         ValueError: see `load_rows`; or the two of a pair are equal.
     """
     reader = Reader(config, tokenizer, path)
-    found = read_each(sets, lambda row: _read(reader, config, row))
+    found = reader.each(sets, lambda row: _read(reader, config, row))
     sequences = [tokens for pair in found for tokens in (pair.chosen, pair.rejected)]
     if scored:
         sequences = [*map(_scored_at_the_end, sequences)]
-    return PairRows(taught_rows(sequences), np.array([pair.margin for pair in found], np.float32))
+    return PairRows(taught_rows(sequences, reader), np.array([pair.margin for pair in found], np.float32))
 
 
 def _scored_at_the_end(tokens: Tokens) -> Tokens:
@@ -117,6 +125,8 @@ def _read(reader: Reader, config: PairDataConfig, row: Row) -> _Pair:
         prompt, chosen, rejected = _without_beginning(chosen, rejected, columns[0])
     both = [reader.answered(row, prompt, answer) for answer in (chosen, rejected)]
     if both[0] == both[1]:
+        if len(both[0][0]) == config.max_sequence_tokens and config.overlong == "truncate":
+            raise OverlongError("its two answers begin alike")
         raise ValueError("its two answers are equal: there is nothing to prefer")
     margin = row.get(config.margin_column) if isinstance(config, RewardDataConfig) else None
     if margin is not None and (not isinstance(margin, (int, float)) or not math.isfinite(margin)):

@@ -13,6 +13,7 @@ from rlft_fast.config import SFTDataConfig, TaughtDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.prompts import (
+    Overlong,
     Row,
     RowSet,
     conversation_of,
@@ -38,19 +39,37 @@ class TaughtRows:
     Args:
         token_ids: of each row, int32.
         is_taught: of each row, bool, whether the model learns to say the token. The first token is never learned.
-        description: what tells the data from other data.
+        sizes: rows of each set by its name.
+        overlong: rows that were left out, and rows of which a part was.
     """
 
     token_ids: list[np.ndarray]
     is_taught: list[np.ndarray]
-    description: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    overlong: Overlong = field(default_factory=Overlong)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """What tells the data from other data."""
+        columns = self.token_ids, self.is_taught
+        found: dict[str, Any] = {
+            "rows": len(self), "tokens": sum(map(len, self.token_ids)), "taught_tokens": self.num_taught,
+            "checksum": [zlib.crc32(np.concatenate(column).tobytes()) for column in columns],
+        }  # fmt: skip
+        return found | ({"overlong": self.overlong._asdict()} if self.overlong else {})
+
+    @property
+    def num_taught(self) -> int:
+        return int(sum(map(np.sum, self.is_taught)))
+
     def __str__(self) -> str:
-        lengths, taught = [len(ids) for ids in self.token_ids], self.description["taught_tokens"]
-        return f"{len(self)} rows of {min(lengths)} to {max(lengths)} tokens, {taught:,} of {sum(lengths):,} are taught"
+        lengths = [len(ids) for ids in self.token_ids]
+        text = f"{len(self)} rows of {min(lengths)} to {max(lengths)} tokens"
+        text += f", {self.num_taught:,} of {sum(lengths):,} are taught"
+        return text + (f"; {self.overlong}" if self.overlong else "")
 
     @property
     def highest_token(self) -> int:
@@ -83,54 +102,18 @@ def load_rows(
             show what the assistant says; rows are named.
     """
     reader = Reader(config, tokenizer, path)
-    return taught_rows(read_each(sets, lambda row: read_taught(reader, config, row)))
+    return taught_rows(reader.each(sets, lambda row: read_taught(reader, config, row)), reader)
 
 
-def read_each(sets: Sequence[RowSet], read: Callable[[Row], T]) -> list[T]:
-    """What each row of the sets becomes.
-
-    Args:
-        sets: the rows.
-        read: raises an error for a row that cannot be learned.
-
-    Raises:
-        ValueError: rows cannot be learned, which are named.
-    """
-    return [found for given in sets for found in _read_set(given, read)]
-
-
-def _read_set(given: RowSet, read: Callable[[Row], T]) -> list[T]:
-    found: list[T] = []
-    mistakes: dict[int, str] = {}
-    for i, row in enumerate(given.rows):
-        try:
-            with without_panics():
-                found.append(read(row))
-        except _TemplateError:
-            raise
-        except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
-            mistakes[i] = brief(error)
-    if mistakes:
-        first = min(mistakes)
-        raise ValueError(f"{given.source}: {name_rows([*mistakes])} cannot be learned: row {first}: {mistakes[first]}")
-    return found
-
-
-def taught_rows(found: Sequence[Tokens]) -> TaughtRows:
-    """The sequences with their description."""
+def taught_rows(found: Sequence[Tokens], reader: "Reader") -> TaughtRows:
+    """The sequences that the reader has made."""
     token_ids = [np.array(ids, np.int32) for ids, _ in found]
     is_taught = [np.array(taught, np.bool_) for _, taught in found]
-    return TaughtRows(token_ids, is_taught, _describe(token_ids, is_taught))
+    return TaughtRows(token_ids, is_taught, reader.sizes, Overlong(reader.num_left_out, reader.num_truncated))
 
 
-def _describe(token_ids: list[np.ndarray], is_taught: list[np.ndarray]) -> dict[str, Any]:
-    numbers = [zlib.crc32(np.concatenate(column).tobytes()) for column in (token_ids, is_taught)]
-    found = {
-        "rows": len(token_ids),
-        "tokens": sum(map(len, token_ids)),
-        "taught_tokens": int(sum(map(np.sum, is_taught))),
-    }
-    return found | {"checksum": numbers}
+class OverlongError(ValueError):
+    """A row has too many tokens, and nothing can be learned from its beginning."""
 
 
 class _TemplateError(ValueError):
@@ -138,7 +121,13 @@ class _TemplateError(ValueError):
 
 
 class Reader:
-    """Makes tokens of rows."""
+    """Makes tokens of rows.
+
+    Attributes:
+        sizes: rows of each set that were kept, by its name.
+        num_left_out: rows that were left out.
+        num_truncated: sequences of which a part was.
+    """
 
     def __init__(self, config: TaughtDataConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         self.config, self.tokenizer, self.path = config, tokenizer, path
@@ -146,6 +135,42 @@ class Reader:
         self.encode: Encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self.joins = tokenizer.decode(self.encode("a") + self.encode("b")) == "ab"
         self._spans: AssistantSpans | None = None
+        self.sizes: dict[str, int] = {}
+        self.num_left_out = self.num_truncated = 0
+
+    def each(self, sets: Sequence[RowSet], read: Callable[[Row], T]) -> list[T]:
+        """What each row of the sets becomes.
+
+        Args:
+            sets: the rows.
+            read: raises an error for a row that cannot be learned.
+
+        Raises:
+            ValueError: rows cannot be learned, which are named.
+        """
+        return [found for given in sets for found in self._each(given, read)]
+
+    def _each(self, given: RowSet, read: Callable[[Row], T]) -> list[T]:
+        found: list[T] = []
+        mistakes: dict[int, str] = {}
+        for i, row in enumerate(given.rows):
+            try:
+                with without_panics():
+                    found.append(read(row))
+            except _TemplateError:
+                raise
+            except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
+                if not isinstance(error, OverlongError) or self.config.overlong == "refuse":
+                    mistakes[i] = brief(error)
+        self.sizes[given.name] = len(found)
+        self.num_left_out += len(given.rows) - len(found) - len(mistakes)
+        if mistakes:
+            first = min(mistakes)
+            rows = f"{given.source}: {name_rows([*mistakes])} cannot be learned"
+            raise ValueError(f"{rows}: row {first}: {mistakes[first]}")
+        if not found:
+            raise ValueError(f"{given.source}: all rows are overlong: raise data.max_sequence_tokens")
+        return found
 
     @property
     def spans(self) -> AssistantSpans:
@@ -199,17 +224,25 @@ class Reader:
         return self._checked(before + ids, [False] * len(before) + [True] * len(ids))
 
     def _checked(self, ids: list[int], taught: list[bool]) -> Tokens:
+        most = self.config.max_sequence_tokens
         if not any(taught[1:]):
             raise ValueError("it teaches no token")
-        if len(ids) > self.config.max_sequence_tokens:
-            most = self.config.max_sequence_tokens
-            raise ValueError(f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: leave it out")
-        return ids, taught
+        if len(ids) <= most:
+            return ids, taught
+        if self.config.overlong != "truncate":
+            raise OverlongError(
+                f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: raise it, or set data.overlong "
+                "to filter or truncate"
+            )
+        if not any(taught[1:most]):
+            raise OverlongError("its first tokens teach nothing")
+        self.num_truncated += 1
+        return ids[:most], taught[:most]
 
     def _require_short(self, text: str) -> None:
         """Tokenizing megabytes would take minutes."""
         if len(text) > _MOST_CHARACTERS * self.config.max_sequence_tokens:
-            raise ValueError(f"it has {len(text)} characters, more than {_MOST_CHARACTERS} for each allowed token")
+            raise OverlongError(f"it has {len(text)} characters, more than {_MOST_CHARACTERS} for each allowed token")
 
 
 def _require_text(column: str, value: Any) -> str:

@@ -21,7 +21,7 @@ from rlft_fast.rl import BradleyTerryLoss, LikelihoodLoss, PairLoss, PreferenceL
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted
 from rlft_fast.trainer.inputs import model_checksums
 from rlft_fast.trainer.models import divergence, notes_on
-from rlft_fast.trainer.prompts import RowSet, Stream, read_sets
+from rlft_fast.trainer.prompts import RowSet, Stream, overlong_notes, read_sets
 from rlft_fast.trainer.supervised.pairs import PairRows, load_pairs
 from rlft_fast.trainer.supervised.rows import TaughtRows, load_rows
 from rlft_fast.world import World, init_distributed
@@ -53,8 +53,13 @@ class RowsData:
         found = [checks.run(lambda x=x: _load(config, tokenizer, x)) for x in given if x is not None]
         checks.raise_found()
         rows, *held_out = (x for x in found if x is not None)
-        stream = Stream.of(config.data, {x.name: len(x.rows) for x in given[0] or ()})
-        return cls(rows=rows, held_out=dict(zip(sets, held_out, strict=True)), stream=stream)
+        held_out = dict(zip(sets, held_out, strict=True))
+        return cls(rows=rows, held_out=held_out, stream=Stream.of(config.data, rows.sizes))
+
+    @property
+    def named(self) -> dict[str, Rows]:
+        """The rows by what they are, for messages."""
+        return {"data": self.rows} | {f"held-out data{f' {name}' * bool(name)}": x for name, x in self.held_out.items()}
 
     @property
     def descriptions(self) -> dict[str, Any]:
@@ -209,7 +214,8 @@ class RowsTrainer:
 
     def notes(self) -> Iterator[str]:
         """See `Trainer`."""
-        return notes_on(self.models.trained, self.models.trained)
+        yield from notes_on(self.models.trained, self.models.trained)
+        yield from overlong_notes({name: rows.overlong for name, rows in self.data.named.items()})
 
     def start(self, step: int) -> None:
         """Nothing: the model is ready."""

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlft_fast.config import SFTDataConfig
-from rlft_fast.trainer.prompts import read_sets
+from rlft_fast.trainer.prompts import Overlong, read_sets
 from rlft_fast.trainer.supervised import load_rows
 from tests.support.tiny_models import EOS_TOKEN_ID, save_tokenizer
 from tests.trainer.supervised.rows import CHATML, say
@@ -82,7 +82,7 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
         ),
         ({"text": 3}, "its 'text' must be a text, got 3"),
         ({"text": ""}, "its text becomes no token"),
-        ({"text": "a" * 99}, "it has 100 tokens, more than data.max_sequence_tokens=64: leave it out"),
+        ({"text": "a" * 99}, "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set data.overl"),
         ({"text": "a" * 64_001}, "it has 64001 characters"),
         ({"messages": say("a?", "b"), "tools": [{"name": "add"}]}, "does not read 'tools'"),
     ],
@@ -105,3 +105,15 @@ def test_a_template_is_asked_only_of_conversations(tokenizer, tmp_path):
     assert len(load(bare, tmp_path, [{"text": "a"}])) == 1
     with pytest.raises(ValueError, match=r"^the chat template of the model does not show where"):
         load(bare, tmp_path, [{"messages": say("a?", "b")}])
+
+
+@pytest.mark.parametrize(("overlong", "texts"), [("filter", ["ab<eos>"]), ("truncate", ["ab<eos>", "abcdefgh"])])
+def test_overlong_rows(overlong, texts, tokenizer, tmp_path):
+    given = [{"text": "ab"}, {"text": "abcdefghij"}, {"prompt": "abcdefgh", "completion": "x"}]
+    rows = load(tokenizer, tmp_path, given, chat=False, overlong=overlong, max_sequence_tokens=8)
+    assert [tokenizer.decode(ids) for ids in rows.token_ids] == texts
+    assert rows.overlong == Overlong(left_out=4 - len(texts) - 1, truncated=len(texts) - 1)
+    assert rows.sizes == {"": len(texts)}
+    assert str(rows).endswith(f"; {rows.overlong}")
+    with pytest.raises(ValueError, match="all rows are overlong"):
+        load(tokenizer, tmp_path, given[2:], chat=False, overlong=overlong, max_sequence_tokens=8)
