@@ -76,7 +76,8 @@ def another(value: Any, field: Any) -> Any:
         "full",
         "filter",
     ]
-    for other in (0.25, 1, 2, True, False, *words, {"x": 2.0}, ("x",), ("wandb",), (0.5, 0.5)):
+    mappings = {"x": 2.0}, {"x": {"learning_rate": 0.5}}
+    for other in (0.25, 1, 2, True, False, *words, *mappings, ("x",), ("wandb",), (0.5, 0.5)):
         with suppress(ValidationError):
             if (taken := adapter.validate_python(other, strict=not isinstance(other, tuple))) != value:
                 return taken
