@@ -37,6 +37,10 @@ class RowsConfig(Section):
     last tokens, of a sequence to learn from the first. The run tells how many they are."""
     prompt_column: str = "prompt"
     """Name of the column with the prompt, which is a text or a list of chat messages."""
+    template: str | None = None
+    """Jinja template that makes prompts from columns, such as "{{ question }} Choose: {{ options }}".
+
+    null: prompt_column has them."""
     system_prompt: str | None = None
     """System message of prompts that have none of their own; null: none, but a chat template may add its own."""
     template_kwargs: dict[str, Any] = Field(default={})

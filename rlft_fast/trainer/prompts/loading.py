@@ -17,7 +17,7 @@ from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
-from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, read_sets
+from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, prompt_column, read_sets
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def load_prompts(
         ValueError: unreadable or empty data, rows without a prompt, images that cannot be used, or prompts that are
             too long, unless ``data.overlong`` allows them; rows are named.
     """
-    column = "question" if path is None and not config.sets else config.prompt_column
+    column = prompt_column(config, path)
     reader = _Reader(config, tokenizer, max_prompt_tokens, column, image_reader)
     sets = {found.name: reader.read(found) for found in read_sets(config, path, max_rows)}
     read = [prompt for found in sets.values() for prompt in found]

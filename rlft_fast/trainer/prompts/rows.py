@@ -1,13 +1,16 @@
 """Rows of data: read from sources, or made by a reasoning-gym task; and the order in which a run takes them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Self
 
 import torch
+from jinja2 import StrictUndefined, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlft_fast.config import DataConfig, RowsConfig
+from rlft_fast.errors import brief
 from rlft_fast.trainer.prompts.formats import Row, read_data
 
 
@@ -42,7 +45,35 @@ def read_sets(config: RowsConfig, held_out: str | None = None, max_rows: int | N
         raise ValueError(f"{empty[0]} holds no rows: there is nothing to train on")
     limits = max_rows if held_out is not None else config.max_rows
     most = limits if isinstance(limits, Mapping) else dict.fromkeys((x.name for x in found), limits)
-    return [x._replace(rows=x.rows[: most.get(x.name)]) for x in found]
+    found = [x._replace(rows=x.rows[: most.get(x.name)]) for x in found]
+    return found if config.template is None else _with_prompts(found, prompt_column(config, held_out), config.template)
+
+
+def prompt_column(config: RowsConfig, held_out: str | None = None) -> str:
+    """Name of the column with the prompts, see `read_sets`."""
+    return config.prompt_column if config.sets or held_out is not None else "question"
+
+
+def _with_prompts(sets: Sequence[RowSet], column: str, template: str) -> list[RowSet]:
+    """The rows with prompts that the template makes of them."""
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    try:
+        render = environment.from_string(template).render
+    except TemplateSyntaxError as error:
+        raise ValueError(f"data.template is no Jinja template: {error}") from error
+    return [found._replace(rows=[*_prompted(found, column, render)]) for found in sets]
+
+
+def _prompted(found: RowSet, column: str, render: Callable[[Row], str]) -> Iterator[Row]:
+    for i, row in enumerate(found.rows):
+        try:
+            prompt = render(row)
+        except Exception as error:  # filters raise any error
+            raise ValueError(
+                f"{found.source}: data.template cannot be applied to row {i} (counted from 0): {brief(error)}; its "
+                f"columns are {sorted(row)}"
+            ) from error
+        yield row | {column: prompt}
 
 
 class Overlong(NamedTuple):

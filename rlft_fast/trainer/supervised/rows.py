@@ -255,11 +255,11 @@ def read_taught(reader: Reader, config: SFTDataConfig, row: Row) -> Tokens:
     """The tokens of a row of supervised fine-tuning."""
     columns = (config.messages_column, config.prompt_column, config.completion_column, config.text_column)
     messages, prompt, completion, text = (without_nulls(row.get(name)) for name in columns)
-    if messages is not None:
+    if messages is not None and config.template is None:
         return reader.said(row, messages)
     if prompt is not None and completion is not None:
         return reader.answered(row, prompt, completion)
-    if text is not None:
+    if text is not None and config.template is None:
         return reader.told("", _require_text(config.text_column, text))
     raise ValueError(
         f"it has no {columns[0]!r}, no {columns[1]!r} with {columns[2]!r}, and no {columns[3]!r}; its columns are "

@@ -84,3 +84,43 @@ def test_prompts_of_several_sets(tmp_path, tiny_model):
 def test_settings_that_do_not_go_together(data, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         Config.parse(MINIMAL | {"reward": {"function": "m:f"}, "data": data})
+
+
+# ---- prompts made of columns ----------------------------------------------------------------------------------------
+
+
+def prompted(tmp_path, template: str, *rows: dict, **options) -> list[dict]:
+    path = str(write_rows(tmp_path / "rows.jsonl", [*rows]))
+    (found,) = read_sets(DataConfig(path=path, template=template, **options))
+    return found.rows
+
+
+def test_a_template_makes_the_prompt_of_the_columns(tmp_path):
+    template = '{{ q }}\n{% for x in choices %}{{ "AB"[loop.index0] }}. {{ x }}\n{% endfor %}'
+    row = {"q": "{{ 1 }} <b>", "choices": ["\u00e4", "2"], "prompt": "old", "answer": "7 #### A"}
+    (made,) = prompted(tmp_path, template, row)
+    assert made == row | {"prompt": "{{ 1 }} <b>\nA. \u00e4\nB. 2\n"}  # text of rows is no template, and not escaped
+    (made,) = prompted(tmp_path, "{{ answer.split('####')[1].strip() }}, {{ prompt }}", row, prompt_column="x")
+    assert made == row | {"x": "A, old"}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ a }", r"^data\.template is no Jinja template: unexpected '}'"),
+        (
+            "{{ b }}",
+            r"rows\.jsonl: data\.template cannot be applied to row 1 .*: 'b' is undefined; its columns are \['a'\]",
+        ),
+        ("{{ a.__class__.__mro__ }}", r"row 0 .*: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ 1 // (a | length - 1) }}", "row 0 .*: integer division or modulo by zero"),
+    ],
+)
+def test_templates_that_cannot_be_applied(template, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        prompted(tmp_path, template, {"a": "x", "b": 1}, {"a": "xy"})
+
+
+def test_prompts_of_a_task(tmp_path):
+    (found,) = read_sets(DataConfig(task="chain_sum", task_size=2, template="{{ entry.answer }} is what?"))
+    assert [row["question"] for row in found.rows] == [f"{row['entry']['answer']} is what?" for row in found.rows]

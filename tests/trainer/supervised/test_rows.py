@@ -117,3 +117,9 @@ def test_overlong_rows(overlong, texts, tokenizer, tmp_path):
     assert str(rows).endswith(f"; {rows.overlong}")
     with pytest.raises(ValueError, match="all rows are overlong"):
         load(tokenizer, tmp_path, given[2:], chat=False, overlong=overlong, max_sequence_tokens=8)
+
+
+def test_a_template_makes_the_prompt(tokenizer, tmp_path):
+    row = {"q": "a?", "completion": "b", "text": "other", "messages": say("x", "y")}
+    rows = load(tokenizer, tmp_path, [row], chat=False, template="Q: {{ q }}\n")
+    assert shown(tokenizer, rows, 0) == ("Q: a?\nb<eos>", "b<eos>")
