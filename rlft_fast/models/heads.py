@@ -367,11 +367,11 @@ class PolicyModel(_HeadedModel):
         if not any(images):
             self._fill(cache, prompt_ids, attention_mask)
             return cache, _positions(attention_mask)[:, -1]
-        embeds, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
+        keywords, positions = prompts_with_images(self.backbone, prompt_ids, attention_mask, images)
         model = self.backbone.get_submodule("language_model")
         model(
-            inputs_embeds=embeds[:, :-1], attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1],
-            use_cache=True, **{_cache_argument(model.forward): cache},
+            attention_mask=attention_mask[:, :-1], position_ids=positions[..., :-1], use_cache=True, **keywords,
+            **{_cache_argument(model.forward): cache},
         )  # fmt: skip
         return cache, positions[0, :, -1]
 

@@ -66,7 +66,7 @@ def _packed_hidden(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
         model, tokens = backbone, {"input_ids": inputs.input_ids_U[None]}
     else:
         model = backbone.get_submodule("language_model")
-        tokens = {"inputs_embeds": embed_with_images(backbone, inputs.input_ids_U, inputs.images)[None]}
+        tokens = embed_with_images(backbone, inputs.input_ids_U, inputs.images)
     outputs = model(
         **tokens,
         position_ids=inputs.position_ids_U.unsqueeze(-2),  # a batch of one for transformers

@@ -1,4 +1,4 @@
-"""Images in packed sequences: Qwen2-VL and Qwen2.5-VL.
+"""Images in packed sequences: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 `rlft_fast.data.Images` hold what the model's image processor returns: ``pixel_values`` (patches, channels) and
 ``image_grid_thw`` (images, 3). The vision tower turns the patches into one feature per image token, and the feature
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from rlft_fast.data import Batch, Images
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _FIELDS = ("pixel_values", "image_grid_thw")
 
 
@@ -56,14 +56,23 @@ def has_vision(backbone: nn.Module) -> bool:
     return isinstance(getattr(backbone, "visual", None), nn.Module)
 
 
-def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -> Tensor:
-    """(U, D) token embeddings, in which image features replace the embeddings of image tokens."""
-    tokens_UD = backbone.get_input_embeddings()(input_ids_U)
-    features = backbone.get_image_features(images.pixel_values, images.image_grid_thw).pooler_output
+def embed_with_images(backbone: Any, input_ids_U: Tensor, images: ImageInputs) -> dict[str, Any]:
+    """The keywords of the text model: (1, U, D) embeddings, in which image features replace those of image tokens.
+
+    Qwen3-VL also adds features to the hidden states of its first layers (DeepStack).
+    """
+    tokens_UD, source_index_U = backbone.get_input_embeddings()(input_ids_U), images.source_index_U
+    found = backbone.get_image_features(images.pixel_values, images.image_grid_thw)
     # masked_scatter would wait for the device, and index_select does not. Features that no row takes get zero
     # gradients.
-    rows = torch.cat([tokens_UD, *(x.to(tokens_UD.dtype) for x in features)])
-    return rows.index_select(0, images.source_index_U)
+    rows = torch.cat([tokens_UD, *(x.to(tokens_UD.dtype) for x in found.pooler_output)])
+    keywords: dict[str, Any] = {"inputs_embeds": rows.index_select(0, source_index_U)[None]}
+    if deepstack := getattr(found, "deepstack_features", None):
+        is_image_U = source_index_U >= len(input_ids_U)
+        feature_N = source_index_U[is_image_U] - len(input_ids_U)
+        keywords["visual_pos_masks"] = is_image_U[None]
+        keywords["deepstack_visual_embeds"] = [torch.cat([*layer]).index_select(0, feature_N) for layer in deepstack]
+    return keywords
 
 
 def check_images(backbone: Any, batch: Batch) -> None:
@@ -128,8 +137,10 @@ def rotary_positions(backbone: Any, batch: Batch) -> Tensor:
 
 def prompts_with_images(
     backbone: Any, ids_GL: Tensor, mask_GL: Tensor, images: Sequence[Images | None]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[dict[str, Any], Tensor]:
     """The embeddings and the positions of prompts, some of which have images, for generation.
+
+    The last token of each prompt is left out: it is no image's, and generation runs it first.
 
     Args:
         backbone: the model's backbone, with a vision tower.
@@ -138,7 +149,7 @@ def prompts_with_images(
         images: of each prompt; None where it has none.
 
     Returns:
-        (G, L, D) embeddings, and (3, G, L) int64 positions, 0 at padding.
+        The keywords of the text model for (G, L - 1) tokens, and (3, G, L) int64 positions, 0 at padding.
     """
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(ids_GL, mask_GL, strict=True)]
     batch = Batch.from_samples(prompts, [[]] * len(prompts), images=images)
@@ -146,10 +157,13 @@ def prompts_with_images(
     inputs = prepare_images(backbone, batch, row_T.cpu(), ids_GL.numel())
     assert inputs is not None
     moved = {field.name: getattr(inputs, field.name).to(ids_GL.device) for field in fields(inputs)}
-    embeds = embed_with_images(backbone, ids_GL.flatten(), ImageInputs(**moved))
+    keywords = embed_with_images(backbone, ids_GL.flatten(), ImageInputs(**moved))
+    for name in ("inputs_embeds", "visual_pos_masks"):
+        if name in keywords:
+            keywords[name] = keywords[name][0].unflatten(0, ids_GL.shape)[:, :-1]
     positions = torch.zeros(3, ids_GL.numel(), dtype=torch.int64, device=ids_GL.device)
     positions[:, row_T] = rotary_positions(backbone, batch).to(ids_GL.device)
-    return embeds.view(*ids_GL.shape, -1), positions.view(3, *ids_GL.shape)
+    return keywords, positions.view(3, *ids_GL.shape)
 
 
 def _image_positions(backbone: Any, batch: Batch) -> tuple[Tensor, Tensor]:

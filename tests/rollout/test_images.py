@@ -7,7 +7,7 @@ from transformers import AutoModelForImageTextToText, GenerationConfig
 from rlft_fast.data import Images
 from rlft_fast.models import load_policy, load_tokenizer
 from rlft_fast.rollout import HFGenerator, Request, SamplingParams
-from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID
+from tests.support.tiny_models import EOS_TOKEN_ID, IMAGE_TOKEN_ID, VISION_MODELS
 
 
 def images_of(number: int, *shapes: tuple[int, int]) -> Images:
@@ -34,7 +34,7 @@ def plain_greedy(path, prompt: list[int], images: Images | None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", [*VISION_MODELS])
 def test_samples_see_their_own_image_and_the_tower_runs_once(tiny_model, name):
     path, patches = tiny_model(name), []
     generator = HFGenerator(load_policy(path), load_tokenizer(path), 64)

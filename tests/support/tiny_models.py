@@ -40,6 +40,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 VOCAB_SIZE = 259  # one token per byte, end and padding, and one id that the tokenizer never makes
@@ -134,6 +136,13 @@ VISION_MODELS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         "text_config": _SIZES | _MROPE, "vision_config": _VISION | {
             "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8,
             "fullatt_block_indexes": [1],
+        },
+    }),
+    # Features of its first vision layer are added behind the first text layer.
+    "qwen3-vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig, _MULTI_MODAL | {
+        "text_config": _SIZES | _MROPE | {"head_dim": 8}, "vision_config": _VISION | {
+            "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
         },
     }),
 }  # fmt: skip

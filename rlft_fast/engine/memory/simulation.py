@@ -383,6 +383,7 @@ def _image_features(tower: Any, pixel_values: Tensor, _grids: Tensor) -> SimpleN
         pixel_values.type(tower.dtype), grid_thw=None, max_seqlen=num_patches, cu_seqlens=boundaries,
         position_ids=torch.zeros(num_patches, 2, dtype=torch.int64), max_window_seqlen=num_patches,
         window_index=torch.zeros(num_patches // merge**2, dtype=torch.int64), cu_window_seqlens=boundaries,
+        interp_indices=torch.zeros(num_patches, 4, dtype=torch.int64), interp_weights=torch.zeros(num_patches, 4),
     )  # fmt: skip
     return SimpleNamespace(pooler_output=(outputs.pooler_output,))
 

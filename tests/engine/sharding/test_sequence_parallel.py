@@ -26,9 +26,9 @@ from tests.support.tiny_models import VISION_MODELS
 pytestmark = pytest.mark.dist
 
 # Two key-value heads; one, which is fewer than ranks, and a window; soft-caps; experts and two head widths; images.
-NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2-vl", "qwen2.5-vl"]
+NAMES = ["llama", "mistral", "gemma2", "deepseek-v3", "gpt-oss", "qwen2.5-vl", "qwen3-vl"]
 # Many micro-batches, most with an odd number of rows; one with all; one sequence, so that other ranks have none.
-CASES = {"llama": [(24, 7), (1000, 7), (1000, 1)], "qwen2.5-vl": [(80, 6), (1000, 2)]}
+CASES = {"llama": [(24, 7), (1000, 7), (1000, 1)], "qwen3-vl": [(80, 6), (1000, 2)]}
 
 
 def batch_for(name: str, num_sequences: int) -> Batch:
@@ -111,7 +111,7 @@ def check_refusals(rank: int, path: Path) -> None:
 def on_two_processes(rank: int, models: Path, expected: Path) -> None:
     compare_with_one_process(rank, models, expected, NAMES, (2,))
     # Two data ranks, of which one has no images: the second case is one sequence with and one without.
-    compare_with_one_process(rank, models, expected, ["qwen2.5-vl"], (1,))
+    compare_with_one_process(rank, models, expected, ["qwen3-vl"], (1,))
     check_shares(rank, models / "llama")
     check_nothing_active(rank, models / "llama")
     check_on_policy(rank, models / "llama", "float32")
