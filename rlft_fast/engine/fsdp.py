@@ -108,10 +108,10 @@ class FSDPEngine(EngineState):
         return own_T if work.whole is None else gather_outputs(own_T, *work.whole, self.world, self.sequence_group)
 
     def _forward(self, inputs: ModelInputs, outputs: Sequence[Output]) -> dict[str, Tensor]:
-        if self.head == "logprob":
+        if self.require_head() == "logprob":
             asked = {f"return_{name}": name in outputs for name in ("entropy", "sum_prob_squared")}
             return self.model(inputs, temperature=self.temperature, **asked)._asdict()
-        return {self.head: self.model(inputs)}
+        return {self.require_head(): self.model(inputs)}
 
     def score(self, batch: Batch | Share) -> Tensor:
         """Rewards of whole sequences by a reward model: what it says at each sequence's last token.
@@ -131,6 +131,7 @@ class FSDPEngine(EngineState):
         return scores_T[asking.loss_mask_T]
 
     def _work(self, batch: Batch | Share) -> RankWork:
+        self.require_head()
         if isinstance(batch, Share):
             check_batch(batch.batch, self.model.backbone, padded=self.is_padded)
             return RankWork(batch.micro_batches(), None)
@@ -145,7 +146,7 @@ class FSDPEngine(EngineState):
         return self.world.rank // self.config.sequence_parallel
 
     def _inputs(self, micro_batch: Batch) -> ModelInputs:
-        if self.head != "logprob":
+        if self.require_head() != "logprob":
             micro_batch = micro_batch.replace(support_TK=None)
         return prepare_model_inputs(
             micro_batch, self.device, backbone=self.model.backbone, sequence_group=self.sequence_group,
@@ -153,9 +154,9 @@ class FSDPEngine(EngineState):
         )  # fmt: skip
 
     def _check_outputs(self, outputs: Sequence[Output]) -> None:
-        possible = OUTPUTS[self.head]
+        possible = OUTPUTS[self.require_head()]
         if unknown := [name for name in outputs if name not in possible]:
-            raise ValueError(f"a {self.head} head gives {', '.join(possible)}, not {', '.join(unknown)}")
+            raise ValueError(f"a {self.require_head()} head gives {', '.join(possible)}, not {', '.join(unknown)}")
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -191,6 +192,32 @@ class FSDPEngine(EngineState):
         """`train_step` at once, and its metrics as a `Future`, see `Engine`."""
         metrics = self.train_step(batch, loss, outputs=outputs, schedule_step=schedule_step)
         return Future(lambda: metrics)
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        """Backward of a loss that `model` has computed, for a module and a loss of one's own. See `from_module`.
+
+        ``loss = loss_of(engine.model(...)); engine.backward(loss); engine.optimizer_step()``. Gradients of several
+        calls add up until the step, as those of `forward_backward`. Over ranks they are averaged, as DDP and FSDP do:
+        each rank gives the mean over its own data. With `offload_between_phases` the forward needs `train_mode`.
+
+        Args:
+            loss: 0-d, with a graph.
+            is_last: whether to reduce gradients over the ranks. A call before the last one saves the communication
+                with False.
+
+        Raises:
+            ValueError: the engine is frozen, or the loss is no number with a graph.
+        """
+        self._require_optimizer()
+        if loss.dim() or not loss.requires_grad:
+            found = f"has shape {tuple(loss.shape)}" if loss.dim() else "needs no gradient"
+            raise ValueError(f"the loss {found}, expected a 0-d tensor that engine.model has computed")
+        step = self._opened()
+        with self._dropping():
+            STOP.leave_together(self.world)
+            reduce_gradients(self.model, is_last, self.config.reduce_every_micro_batch is True)
+            loss.backward()
+            step.add({"loss": loss.detach().float() / self.world.size}, is_last)
 
     def zero_grad(self) -> None:
         """Drops all gradients, and the step that `forward_backward` has begun. Every rank must call it."""
@@ -231,18 +258,23 @@ class FSDPEngine(EngineState):
                 has images that the model cannot take.
         """
         self._require_optimizer()
-        if self._open is None:
-            self._open = OpenStep()
-            self._open.phase.enter_context(self.train_mode())
+        step = self._opened()
         with self._dropping():
             self._check_couples(loss)
             batch, scale = _with_weights(batch, loss)
             work = self._work(batch)
             metrics, done = self._accumulate_gradients(work.micro_batches, loss, scale, is_last)
-            self._open.add(metrics, is_last)
+            step.add(metrics, is_last)
             if outputs is not None:
-                self._open.outputs.append((outputs, done, work))
+                step.outputs.append((outputs, done, work))
         return metrics
+
+    def _opened(self) -> OpenStep:
+        """The step under way, which opens `train_mode` until it ends."""
+        if self._open is None:
+            self._open = OpenStep()
+            self._open.phase.enter_context(self.train_mode())
+        return self._open
 
     def optimizer_step(self, schedule_step: int | None = None) -> dict[str, float]:
         """Global norm, clipping, AdamW and schedule, with the gradients of all calls of `forward_backward`.
@@ -275,7 +307,7 @@ class FSDPEngine(EngineState):
         metrics = dict(zip(totals, torch.stack([*totals.values()]).tolist(), strict=True))  # the step's only read
         self._count_step(finite=math.isfinite(metrics["grad_norm"]))
         for outputs, done, work in step.outputs:
-            outputs |= {name: self._gather(done, name, work) for name in TRAINED[self.head]}
+            outputs |= {name: self._gather(done, name, work) for name in TRAINED[self.require_head()]}
         return metrics | {"learning_rate": learning_rate, "skipped_steps": self.skipped_steps}
 
     def _check_couples(self, loss: Loss) -> None:
@@ -318,10 +350,10 @@ class FSDPEngine(EngineState):
     ) -> tuple[dict[str, Tensor], MicroBatchOutputs]:
         inputs = self._inputs(micro_batch)
         fields = active_fields(micro_batch, inputs, loss.fields, self.device)
-        names = LOSS_READS[self.head]
+        names = LOSS_READS[self.require_head()]
         whole: dict[str, Any] = {}
         factor = scale * self.world.size  # FSDP averages gradients over ranks; the loss is a sum
-        if self.head != "logprob":
+        if self.require_head() != "logprob":
             outputs = (self.model(inputs),)
             total = factor * loss.per_token(dict(zip(names, outputs, strict=True)) | fields).sum()
         elif loss.needs_sequences or couples(loss):  # a chunk of rows may hold a part of a sequence only
@@ -343,7 +375,7 @@ class FSDPEngine(EngineState):
         results = [x.detach() for x in outputs]
         metrics = loss.metrics(dict(zip(names, results, strict=True)) | fields, **whole)
         metrics["loss"] = total.detach() / self.world.size
-        done: dict[str, Tensor] = dict(zip(TRAINED[self.head], results, strict=True))
+        done: dict[str, Tensor] = dict(zip(TRAINED[self.require_head()], results, strict=True))
         return metrics, MicroBatchOutputs(done, micro_batch, inputs.output_index_A)
 
     def _step_optimizer(self, norm: Tensor, schedule_step: int) -> float:

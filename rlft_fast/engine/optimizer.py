@@ -17,8 +17,10 @@ Optimizer = FusedAdamW | TorchOptimizer
 """Has ``param_groups``, ``state``, ``initialize_state``, ``move_state``, ``zero_grad``, and a ``step`` that clips."""
 
 
-def named_parameters(model: RLModel) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a model, each once, by the names that `transformers` has for them."""
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a model, each once, by the names that `transformers` has for them, or the module itself."""
+    if not isinstance(model, RLModel):
+        return [*model.named_parameters()]
     own = dict(model.pretrained.named_parameters(remove_duplicate=False)) | head_parameters(model)
     names = {id(parameter): name.replace(".base_layer.", ".") for name, parameter in reversed(own.items())}
     return [(names.get(id(parameter), name), parameter) for name, parameter in model.named_parameters()]

@@ -2,13 +2,14 @@
 
 import contextlib
 import warnings
+import zlib
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlft_fast.config import EngineConfig, HeadKind
 from rlft_fast.engine.optimizer import Optimizer, build_optimizer, load_masters, named_parameters
@@ -17,6 +18,7 @@ from rlft_fast.engine.sharding import (
     build_model,
     describe_units,
     move_gradients,
+    prepare_blocks,
     require_own_numbers,
     require_same_model,
     reshard,
@@ -51,7 +53,7 @@ class EngineState:
         path: str,
         config: EngineConfig,
         *,
-        head: HeadKind = "logprob",
+        head: HeadKind | None = "logprob",
         num_training_steps: int | None = None,
         temperature: float = 1.0,
         world: World | None = None,
@@ -88,26 +90,81 @@ class EngineState:
                 "compute_dtype: auto, unless you compare numbers",
                 stacklevel=2,
             )
+        self._check_settings()
+        self.model = build_model(self.path, self.config, self.require_head(), trains=self.trains)
+        self._shard()
+        load(self.path, self.model, self._home, self.device)
+        require_own_numbers(self.model, self.config)
+        self._make_optimizer()
+        return self
+
+    def _check_settings(self) -> None:
+        """What all ranks can find wrong before there is a model."""
         require_same_model(self.path, self.config, self.head, self.num_training_steps, self.world)
         self.sequence_group = self.world.sequence_group(self.config.sequence_parallel)
         if self.trains:
             self.world.together(lambda: self.schedule, ValueError)
-        self.model = build_model(self.path, self.config, self.head, trains=self.trains)
+
+    def _shard(self) -> None:
+        """Shards the model. An optimizer that cannot step shards is refused."""
         units = shard(self.model, self.config, self.world)
         self.units = describe_units(self.model, units) if units else ""
         if self.trains and self.config.optimizer.name != "adamw":
             like = next((p for p in self.model.parameters() if p.requires_grad), None)
             require_trainable(self.config.optimizer, like, self._home)
-        load(self.path, self.model, self._home, self.device)
-        require_own_numbers(self.model, self.config)
+
+    def _make_optimizer(self) -> None:
+        """Builds the optimizer of a model that trains, and moves everything to where it waits."""
         if self.trains:
             named, ends = named_parameters(self.model), end_parameters(self.model)
             self.optimizer = build_optimizer(named, self.config.optimizer, ends)
-            if self.config.param_dtype == "bfloat16":
+            if self.config.param_dtype == "bfloat16" and self.head is not None:
                 load_masters(self.path, self.model, self.optimizer)
         if self.config.offload_between_phases:
             self.to("cpu")
-        return self
+
+    def require_head(self) -> HeadKind:
+        """The kind of the head. Raises ValueError for a module of the caller's, which has none."""
+        if self.head is None:
+            raise ValueError(
+                "this engine has a module of your own, which has no head: run engine.model, and give the loss to "
+                "engine.backward"
+            )
+        return self.head
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, config: EngineConfig, *, num_training_steps: int | None = None,
+        world: World | None = None,
+    ) -> Self:  # fmt: skip
+        """An engine around a module of one's own with its weights, which is sharded in place.
+
+        Units are the members of the module's lists of blocks, or the classes of ``config.wrap``. The engine has no
+        head: the caller runs ``engine.model`` as the module was run, and gives the loss to `FSDPEngine.backward`.
+        Optimizer, schedule, clipping, checkpoints, offloading and activation checkpointing are those of every engine.
+
+        Args:
+            module: with the same weights on all ranks, in ``config.param_dtype``. Its mode (train or eval) stays.
+            config: as for every engine, without ``lora``, ``init_from`` and ``sequence_parallel``.
+            num_training_steps: optimizer steps of the whole run, for the schedule; None: the module is frozen.
+            world: the processes that share the module; None: `World.current()`.
+
+        Raises:
+            ValueError: a setting is for models of transformers alone, ranks have other weights, or see `initialize`.
+            TypeError: weights have another dtype than ``config.param_dtype``.
+        """
+        engine = cls("", config, head=None, num_training_steps=num_training_steps, world=world)
+        _check_module(module, engine.config)
+        if engine.world.size > 1:
+            weights = {name: zlib.crc32(_bytes(tensor)) for name, tensor in module.state_dict().items()}
+            engine.world.require_agreement("checksum of the module's weights", weights)
+        engine._check_settings()
+        prepare_blocks(module, engine.config, trains=engine.trains)
+        engine.model = cast(Any, module)
+        engine._shard()
+        module.to(engine._home)
+        engine._make_optimizer()
+        return engine
 
     @property
     def _home(self) -> torch.device:
@@ -131,6 +188,7 @@ class EngineState:
     @property
     def is_padded(self) -> bool:
         """Whether sequences run padded instead of packed."""
+        self.require_head()
         return bool(self.model.padded_because)
 
     # ---- where it lives -----------------------------------------------------------------------------------------
@@ -199,6 +257,7 @@ class EngineState:
                 is their float32 master where they have one. Buffers keep theirs.
             bucket_bytes: memory of the bucket, through which sharded weights are gathered.
         """
+        self.require_head()
         reshard(self.model)
         sources = partial(weight_sources, self.model, self.optimizer, dtype)
         return WeightStream(sources, self.checkpoint_parts, bucket_bytes, self.device)
@@ -252,3 +311,23 @@ class EngineState:
 
     def load_counters(self, counters: dict[str, int]) -> None:
         self.step, self.skipped_steps = counters["step"], counters["skipped_steps"]
+
+
+def _check_module(module: nn.Module, config: EngineConfig) -> None:
+    """Refuses what `EngineState.from_module` cannot do."""
+    for name, is_set in (
+        ("lora", config.lora is not None), ("init_from", config.init_from is not None),
+        ("sequence_parallel", config.sequence_parallel > 1),
+    ):  # fmt: skip
+        if is_set:
+            raise ValueError(f"{name} is for models of transformers in folders: leave it out for a module of your own")
+    expected = getattr(torch, config.param_dtype)
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != expected:
+            raise TypeError(
+                f"{name} is {parameter.dtype}, and param_dtype is {config.param_dtype}: set it, or cast the module"
+            )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

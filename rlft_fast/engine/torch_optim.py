@@ -185,13 +185,14 @@ def require_trainable(config: OptimizerConfig, like: Tensor | None = None, devic
         raise ValueError(f"optimizer.name {config.name} cannot train {what}: {brief(error)}") from error
 
 
-def end_parameters(model: RLModel) -> list[Tensor]:
-    """The weights of the embedding and the head."""
-    modules = (cast(nn.Module, model.pretrained.get_input_embeddings()), cast(nn.Module, model.head))
-    return [parameter for module in modules for parameter in module.parameters()]
+def end_parameters(model: nn.Module) -> list[Tensor]:
+    """The weights of embeddings, and of the head of a model that has one."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    heads = [model.head] if isinstance(model, RLModel) else []
+    return [parameter for module in (*embeddings, *heads) for parameter in cast(nn.Module, module).parameters()]
 
 
-def moment_bytes(model: RLModel, config: OptimizerConfig, numel: Callable[[nn.Parameter], int]) -> int:
+def moment_bytes(model: nn.Module, config: OptimizerConfig, numel: Callable[[nn.Parameter], int]) -> int:
     """Bytes of the optimizer's state without masters. A step's float32 gradients of bfloat16 weights count, too.
 
     Args:

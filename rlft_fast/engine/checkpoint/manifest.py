@@ -40,9 +40,13 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def describe_model(engine: FSDPEngine) -> dict[str, Any]:
     """Architecture, and the shapes of all tensors that a checkpoint holds of an engine."""
-    architectures = engine.model.pretrained.config.architectures or ["unknown"]
+    if engine.head is None:
+        architecture = f"{type(engine.model).__name__} without a head"
+    else:
+        architectures = engine.model.pretrained.config.architectures or ["unknown"]
+        architecture = f"{architectures[0]} with a {engine.head} head"
     shapes = {name: list(tensor.shape) for name, tensor in engine.state_tensors().items()}
-    return {"architecture": f"{architectures[0]} with a {engine.head} head", "shapes": shapes}
+    return {"architecture": architecture, "shapes": shapes}
 
 
 class _File(BaseModel):

@@ -10,6 +10,7 @@ from rlft_fast.engine.sharding.blocks import checkpoint_activations
 from rlft_fast.engine.sharding.build import (
     build_model,
     is_wrapped,
+    prepare_blocks,
     require_own_numbers,
     require_same_model,
     shard,
@@ -41,6 +42,7 @@ __all__ = [
     "host_memory",
     "is_wrapped",
     "move_gradients",
+    "prepare_blocks",
     "reduce_gradients",
     "require_own_numbers",
     "require_same_model",

@@ -61,17 +61,29 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
     if config.lora is not None:
         add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
+    prepare_blocks(model, config, trains=trains, compiles=not model.padded_because)
+    return model
+
+
+def prepare_blocks(model: nn.Module, config: EngineConfig, *, trains: bool, compiles: bool = True) -> None:
+    """Freezes a model that does not train, and checkpoints and compiles the blocks as configured, in place.
+
+    Args:
+        model: see `decoder_blocks`.
+        config: configuration of the engine.
+        trains: whether weights get gradients.
+        compiles: whether blocks may be compiled: loops over time would be unrolled for every length.
+    """
     if not trains:
         model.requires_grad_(False)
     blocks = decoder_blocks(model, config.wrap)
     if trains and config.activation_checkpointing in ("selective", "full"):
         checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile is True and not model.padded_because:  # loops over time would be unrolled for every length
+    if config.compile is True and compiles:
         compile_blocks(blocks)
-    return model
 
 
-def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str, nn.Module]]:
+def shard(model: nn.Module, config: EngineConfig, world: World) -> list[tuple[str, nn.Module]]:
     """Wraps the model by FSDP2, in place, unless there is nothing to shard or offload; one process needs no more than
     casts (`narrow`).
 
@@ -84,11 +96,11 @@ def shard(model: RLModel, config: EngineConfig, world: World) -> list[tuple[str,
     config = config.for_device(world.device.type)
     memory = device_memory(world.device)
     size = resolve_shard_size(config.shard_size, world.size, state_bytes(model, config), memory)
-    methods = ("deviation", *(_POLICY_METHODS if isinstance(model, PolicyModel) else ()))
+    methods = [name for name in ("deviation", *_POLICY_METHODS) if hasattr(model, name)]
     compute_dtype = getattr(torch, config.compute_dtype)
     if not is_wrapped(config, world.size):
         if config.compute_dtype != "float32":
-            narrow(model, compute_dtype, methods)
+            narrow(model, compute_dtype, tuple(methods))
         return []
     units = shard_model(
         model,
@@ -108,7 +120,7 @@ def is_wrapped(config: EngineConfig, world_size: int) -> bool:
     return world_size > 1 or config.cpu_offload
 
 
-def state_bytes(model: RLModel, config: EngineConfig) -> int:
+def state_bytes(model: nn.Module, config: EngineConfig) -> int:
     """Bytes that one copy of the model keeps on its devices between steps: weights, gradients and optimizer state.
 
     Moments that ``optimizer.cpu_offload`` keeps in the CPU's memory do not count.
@@ -160,7 +172,7 @@ def _deviation(model: RLModel) -> float:
 
 
 def require_same_model(
-    path: str, config: EngineConfig, head: HeadKind, num_training_steps: int | None, world: World
+    path: str, config: EngineConfig, head: HeadKind | None, num_training_steps: int | None, world: World
 ) -> None:
     """Requires that all ranks were given the same model and settings.
 

@@ -186,7 +186,7 @@ class RowsTrainer:
     def _measure(self, rows: Rows) -> dict[str, float]:
         """The loss and its metrics, of all rows at once."""
         batch, actor = rows.batch(range(len(rows))), self.models.actor
-        (name,) = TRAINED[actor.head][:1]
+        (name,) = TRAINED[actor.require_head()][:1]
         asked = batch.active_T
         fields = {f"{name}_T": actor.infer(batch, (name,))[name][asked]}
         fields["entropy_T"] = torch.zeros_like(fields[f"{name}_T"])  # which is not measured

@@ -1,0 +1,176 @@
+"""Modules of one's own: sharded, stepped, offloaded and saved as every engine, with losses of one's own."""
+
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlft_fast.config import EngineConfig, LoraConfig, OptimizerConfig
+from rlft_fast.engine import CheckpointManager, FSDPEngine
+from rlft_fast.world import World
+from tests.engine.reference import policy_loss, random_batch
+from tests.support.distributed import run_distributed
+
+STEPS = 4
+
+
+class Denoiser(nn.Module):
+    """No language model: blocks of convolutions over images, as a diffusion model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(3)
+        )
+        self.end = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        hidden = self.begin(image_BCHW)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.end(hidden)
+
+
+def made() -> tuple[Denoiser, Tensor, Tensor]:
+    """The module, noisy images and their noise."""
+    torch.manual_seed(0)
+    noise = torch.randn(8, 3, 6, 5)
+    return Denoiser(), torch.rand(8, 3, 6, 5) + noise, noise
+
+
+def config(**options) -> EngineConfig:
+    optimizer = {"learning_rate": 1e-2, "max_grad_norm": 0.1, "schedule": "linear"} | options.pop("optimizer", {})
+    return EngineConfig(optimizer=OptimizerConfig(**optimizer), **options)
+
+
+def train(engine: FSDPEngine, noisy: Tensor, noise: Tensor, steps: int = STEPS) -> list[float]:
+    """Two micro-batches per step, each over this rank's share of its images. Returns the norms."""
+    rank, size = engine.world.rank, engine.world.size
+    norms = []
+    for _ in range(steps):
+        with engine.train_mode():
+            for i in range(2):
+                own = slice(4 * i + 4 * rank // size, 4 * i + 4 * (rank + 1) // size)
+                loss = (engine.model(noisy[own]) - noise[own]).square().mean()
+                engine.backward(loss / 2, is_last=i == 1)
+            norms.append(engine.optimizer_step()["grad_norm"])
+    return norms
+
+
+def weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in engine.state_tensors().items()}
+
+
+def plain(steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
+    """The same in plain torch and float64, whole batches at once."""
+    module, noisy, noise = made()
+    module.double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
+    norms = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / STEPS)
+        optimizer.zero_grad()
+        (module(noisy.double()) - noise.double()).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1).item())
+        optimizer.step()
+    return dict(module.named_parameters()), norms
+
+
+def assert_plain(engine: FSDPEngine, norms: list[float]) -> None:
+    expected, expected_norms = plain()
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    found = weights(engine)
+    for name, parameter in expected.items():
+        assert (found[f"model.{name}"] - parameter).abs().max() < 1e-4, name  # of movements of 1e-2
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "full", "offload_between_phases": True}])
+def test_a_module_of_ones_own_learns_as_in_plain_torch(options):
+    module, noisy, noise = made()
+    engine = FSDPEngine.from_module(module, config(**options), num_training_steps=STEPS)
+    assert_plain(engine, train(engine, noisy, noise))
+
+
+def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
+    module, noisy, noise = made()
+    whole = FSDPEngine.from_module(deepcopy(module), config(), num_training_steps=STEPS)
+    train(whole, noisy, noise, 2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(2, {"denoiser": whole}, {})
+        train(whole, noisy, noise, 2)
+        again = FSDPEngine.from_module(module, config(), num_training_steps=STEPS)
+        manager.load({"denoiser": again})
+    train(again, noisy, noise, 2)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
+
+
+def check_two(rank: int, folder: Path) -> None:
+    module, noisy, noise = made()
+    engine = FSDPEngine.from_module(module, config(), num_training_steps=STEPS)
+    assert "Sequential" in engine.units
+    assert_plain(engine, train(engine, noisy, noise))
+    other = Denoiser() if rank else made()[0]
+    with pytest.raises(ValueError, match="checksum of the module's weights"):
+        FSDPEngine.from_module(other, config(), num_training_steps=STEPS)
+
+
+@pytest.mark.dist
+def test_two_processes_shard_a_module_of_ones_own(tmp_path):
+    run_distributed(check_two, 2, tmp_path)
+
+
+def test_bfloat16_weights_have_masters():
+    module, noisy, noise = made()
+    narrow = config(param_dtype="bfloat16", compute_dtype="bfloat16", optimizer={"learning_rate": 1e-5})
+    engine = FSDPEngine.from_module(module.bfloat16(), narrow, num_training_steps=STEPS)
+    before = engine.model.end.weight.clone()
+    train(engine, noisy.bfloat16(), noise)
+    master = engine.optimizer.state[engine.model.end.weight]["master"]
+    assert torch.equal(engine.model.end.weight, master.bfloat16())
+    assert (engine.model.end.weight == before).float().mean() > 0.5  # steps round to nothing there,
+    moved = (master - before).abs()
+    assert 1e-6 < moved.min() < moved.max() < 3e-5  # but not lost: the rates add up to 2.5e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"lora": LoraConfig()}, ValueError, "lora is for models of transformers in folders: leave it out"),
+        ({"sequence_parallel": 2}, ValueError, "sequence_parallel is for models of transformers"),
+        (
+            {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+            TypeError,
+            "begin.weight is torch.float32, and param_dtype is bfloat16: set it, or cast the module",
+        ),
+        (
+            {"wrap": ["Attention"]},
+            ValueError,
+            "wrap names Attention, but this model has no such module; it",
+        ),
+    ],
+)
+def test_settings_that_a_module_cannot_have(options, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        FSDPEngine.from_module(Denoiser(), config(**options), num_training_steps=1)
+
+
+def test_what_needs_a_head_or_a_loss_says_so():
+    engine = FSDPEngine.from_module(Denoiser(), config(), num_training_steps=1, world=World())
+    batch = random_batch()
+    for call in (
+        lambda: engine.infer(batch, ("logprob",)), lambda: engine.train_step(batch, policy_loss()),
+        engine.weight_stream, lambda: engine.is_padded,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="a module of your own, which has no head"):
+            call()
+    with pytest.raises(ValueError, match=r"the loss has shape \(2,\), expected a 0-d tensor"):
+        engine.backward(torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="the loss needs no gradient, expected"):
+        engine.backward(torch.ones(()))
+    with pytest.raises(ValueError, match="optimizer_step needs reduced gradients, but there was no forward_backward"):
+        engine.optimizer_step()
