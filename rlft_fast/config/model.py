@@ -170,6 +170,10 @@ class EngineConfig(ModelConfig):
     auto: where param_dtype is float32 and all gradients do not fit into memory."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained, by patterns of their names: [model.visual.*], for example, is a vision tower.
+
+    * stands for any text. Names are those of the model's files. With lora, frozen layers get no adapter."""
     init_from: LocalPath | None = None
     """Weights to start from in place of the model folder's: a run, a checkpoint in it, an export, or PEFT's adapter.
 

@@ -369,6 +369,6 @@ class Config(RunConfig):
             path = critic.model or self.model
             roles["critic"] = Role(path=path, config=critic, head="value", trains=True, phases=("infer", "update"))
         if reward is not None:  # it runs as the policy does
-            plain = actor.model_copy(update={"lora": None, "init_from": None})
+            plain = actor.model_copy(update={"lora": None, "init_from": None, "freeze": ()})
             roles["reward"] = Role(path=reward, config=plain, head="score", trains=False, phases=("score",))
         return roles

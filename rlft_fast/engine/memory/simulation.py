@@ -259,7 +259,7 @@ def build_plain(path: str, config: EngineConfig, head: HeadKind, trains: bool) -
     Raises:
         ValueError: as `build_model` does.
     """
-    kept = {name: getattr(config, name) for name in ("param_dtype", "workspace_mib", "wrap", "lora")}
+    kept = {name: getattr(config, name) for name in ("param_dtype", "workspace_mib", "wrap", "lora", "freeze")}
     plain = EngineConfig(compute_dtype="bfloat16", compile=False, **kept)
     model = _build_plain(path, plain, head, trains, model_config(path))
     require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)

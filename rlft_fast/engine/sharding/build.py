@@ -6,6 +6,8 @@ finds out what a large run needs.
 
 import json
 import warnings
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +28,7 @@ from rlft_fast.models import (
     build_critic,
     build_policy,
     build_reward_model,
+    name_some,
     require_divisible_heads,
 )
 from rlft_fast.ops.precision import sums_in_float32
@@ -48,8 +51,8 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
         trains: whether weights, or adapters, get gradients.
 
     Raises:
-        ValueError: the folder cannot be used, the adapters do not fit the model, or `sequence_parallel` does not divide
-            the number of attention heads.
+        ValueError: the folder cannot be used, the adapters or a pattern of frozen weights do not fit the model, or
+            `sequence_parallel` does not divide the number of attention heads.
     """
     dtype = getattr(torch, config.param_dtype)
     if head == "logprob":
@@ -59,6 +62,7 @@ def build_model(path: str, config: EngineConfig, head: HeadKind, *, trains: bool
     else:
         model = build_reward_model(path, dtype)
     require_divisible_heads(model.backbone, config.sequence_parallel, model.padded_because)
+    freeze(model.pretrained, config.freeze)
     if config.lora is not None:
         add_lora(model, config.lora.rank, config.lora.alpha, config.lora.target_modules)
     prepare_blocks(model, config, trains=trains, compiles=not model.padded_because)
@@ -81,6 +85,20 @@ def prepare_blocks(model: nn.Module, config: EngineConfig, *, trains: bool, comp
         checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile is True and compiles:
         compile_blocks(blocks)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freezes the weights whose names fit a pattern.
+
+    Raises:
+        ValueError: a pattern fits no name.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not (found := [name for name in names if fnmatchcase(name, pattern)]):
+            raise ValueError(f"freeze has the pattern {pattern!r}, which fits none of {name_some([*names])}")
+        for name in found:
+            names[name].requires_grad_(False)
 
 
 def shard(model: nn.Module, config: EngineConfig, world: World) -> list[tuple[str, nn.Module]]:
