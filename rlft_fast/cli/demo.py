@@ -18,7 +18,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--ray", action="store_true", help="train in two workers on Ray")
     options = parser.parse_args(arguments)
     require_writable(options.output_dir)
-    from rlft_fast import demo
+    from rlft_fast.demo import learn_sums
 
-    demo.main(**vars(options))
+    learn_sums(**vars(options))
     return 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlft_fast import demo
 from rlft_fast.config import Config, load_config
+from rlft_fast.demo import sums
 from rlft_fast.rewards import last_number
 
 
@@ -26,7 +26,7 @@ def numbers(row):
 
 
 def test_held_out_problems_are_never_trained_on_in_either_order(tmp_path):
-    train, held_out = (read(path) for path in demo.write_problems(tmp_path))
+    train, held_out = (read(path) for path in sums.write_problems(tmp_path))
     trained = {frozenset(numbers(row)) for row in train}
     assert len(held_out) >= 100
     assert len(train) + len(held_out) == 400  # every sum of two numbers from 1 to 20, once
@@ -67,7 +67,7 @@ def test_examples_run_what_the_demo_runs_but_for_their_method():
     examples = {path.stem: load_config(path) for path in Path("examples").glob("*.yaml")}
     model, folder = Path(examples["grpo_sums"].model), Path("runs/demo")
     problems = folder / "data" / "train.jsonl", folder / "data" / "held_out.jsonl"
-    run = demo.demo_config(model, folder, *problems, seed=0).model_dump()
+    run = sums.demo_config(model, folder, *problems, seed=0).model_dump()
     found = {
         name: differences(example.model_dump(), run) - WRITING
         for name, example in examples.items()
@@ -80,7 +80,7 @@ def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
     def run(rollout, *steps):
         rows = [{"step": i, "accuracy": 0.5} if step is None else {"step": i, **step} for i, step in enumerate(steps)]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return demo.add_time(tmp_path, rollout)
+        return sums.add_time(tmp_path, rollout)
 
     run("hf", None, {"seconds_generate": 2.0, "seconds": 5.0}, {"seconds_generate": 4.0, "seconds": 6.0})
     # A step without anything to learn has no update.
@@ -92,7 +92,7 @@ def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
     )
     assert times["hf"] == {"seconds_generate": 3.0, "seconds": 5.5}
     assert times["vllm"] == {"seconds_sync": 0.5, "seconds_update": 2.0, "seconds": 4.5}
-    demo.print_time(times)
+    sums.print_time(times)
     rows = {
         line.split()[1]: line.split()[3::2] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
     }
@@ -102,16 +102,16 @@ def test_time_by_part_of_both_rollouts_stands_in_one_table(tmp_path, capsys):
 
 def test_its_last_line_says_where_the_results_are(tiny_model, tmp_path, monkeypatch, capsys):
     """In a demo of one step with a model of a few thousand parameters, which has a token for every letter."""
-    full_config = demo.demo_config
+    full_config = sums.demo_config
 
     def short_config(*args: Any) -> Config:
         config = full_config(*args)
         rollout = config.rollout.model_copy(update={"max_prompt_tokens": 99})
         return config.model_copy(update={"rollout": rollout})
 
-    monkeypatch.setattr(demo, "demo_config", short_config)
-    monkeypatch.setattr(demo, "smollm2_folder", lambda: tiny_model("llama"))
-    demo.main(output_dir=tmp_path / "run", steps=1)
+    monkeypatch.setattr(sums, "demo_config", short_config)
+    monkeypatch.setattr(sums, "smollm2_folder", lambda: tiny_model("llama"))
+    sums.learn_sums(output_dir=tmp_path / "run", steps=1)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert (
         last == f"the model is in {tmp_path / 'run' / 'hf'}, numbers and samples of each step and these times beside it"

@@ -1,0 +1,6 @@
+"""Demos, which teach SmolLM2-135M-Instruct on a CPU."""
+
+from rlft_fast.demo.smollm2 import smollm2_folder
+from rlft_fast.demo.sums import demo_config, learn_sums, write_problems
+
+__all__ = ["demo_config", "learn_sums", "smollm2_folder", "write_problems"]
