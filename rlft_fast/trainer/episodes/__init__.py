@@ -1,5 +1,6 @@
 """Episodes: turns of a policy and an environment, in the tokens that were sampled."""
 
 from rlft_fast.trainer.episodes.player import EpisodePlayer
+from rlft_fast.trainer.episodes.styles import Style, find_styles
 
-__all__ = ["EpisodePlayer"]
+__all__ = ["EpisodePlayer", "Style", "find_styles"]

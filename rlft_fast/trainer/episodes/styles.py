@@ -1,9 +1,9 @@
 """How tools, calls and results stand in a conversation: as the chat template has them, or as plain messages."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Protocol
 
 from rlft_fast.trainer.episodes.calls import Parsed, parse, said_message
@@ -57,6 +57,10 @@ class Style(Protocol):
         """
         ...
 
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of rows, with calls and results of tools, as the policy would write and read them."""
+        ...
+
 
 class TemplateStyle:
     """The chat template has calls and results.
@@ -89,6 +93,9 @@ class TemplateStyle:
     def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
         calls = iter((said or {}).get("tool_calls", ()))
         return [self._of_call(message, calls) if message["role"] == "tool" else message for message in messages]
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        return [*messages]
 
     def _of_call(self, result: Message, calls: Iterator[dict[str, Any]]) -> Message:
         """A result with the call that it belongs to, as some templates require."""
@@ -128,12 +135,34 @@ class PlainStyle:
 
     def results(self, messages: Sequence[Message], said: Message | None = None) -> list[Message]:
         """Results of tools are joined in one message: templates expect that roles alternate."""
-        results = [message["content"] for message in messages if message["role"] == "tool"]
+        results = [_text_of(message["content"]) for message in messages if message["role"] == "tool"]
         others = [message for message in messages if message["role"] != "tool"]
         if not results:
             return others
         joined = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
         return [{"role": "user", "content": joined}, *others]
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        runs = [(is_result, [*run]) for is_result, run in groupby(messages, lambda message: message["role"] == "tool")]
+        return [own for is_result, run in runs for own in (self.results(run) if is_result else map(_with_calls, run))]
+
+
+def _with_calls(message: Message) -> Message:
+    """A message with the calls of tools as words."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    written = [f"<tool_call>{json.dumps(_call_of(call.get('function', call)))}</tool_call>" for call in calls]
+    words = [words_of(message["content"])] if message.get("content") else []
+    return {"role": message["role"], "content": "\n".join([*words, *written])}
+
+
+def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    given = call.get("arguments") or {}
+    return {"name": call.get("name"), "arguments": json.loads(given) if isinstance(given, str) else given}
+
+
+def _text_of(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result)
 
 
 def find_styles(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> Iterator[Style]:

@@ -1,6 +1,15 @@
 """Prompts: rows of data, conversations as the model reads them, and their tokens."""
 
-from rlft_fast.trainer.prompts.chat import MARK, RESULT_MARK, Conversation, Tokenizer, conversation_of, without_nulls
+from rlft_fast.trainer.prompts.chat import (
+    MARK,
+    RESULT_MARK,
+    Conversation,
+    Tokenizer,
+    conversation_of,
+    reads,
+    tools_of,
+    without_nulls,
+)
 from rlft_fast.trainer.prompts.formats import Row, read_data
 from rlft_fast.trainer.prompts.images import ImageError, ImageReader
 from rlft_fast.trainer.prompts.limits import Limits
@@ -30,8 +39,10 @@ __all__ = [
     "overlong_notes",
     "read_data",
     "read_sets",
+    "reads",
     "render",
     "start_of_texts",
+    "tools_of",
     "without_nulls",
     "words_of",
 ]

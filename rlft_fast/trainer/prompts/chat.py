@@ -136,11 +136,21 @@ def conversation_of(
     """
     if config.system_prompt is not None and not any(message["role"] in _SYSTEM for message in messages):
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    tools = _parsed(columns, "tools", list) or None  # templates of Llama 3 write of tools for an empty list, too
+    tools = tools_of(columns)
     variables = config.template_kwargs | (_parsed(columns, "chat_template_kwargs", dict) or {})
     if tools or variables:
         _require_read(tokenizer, tools, variables)
     return Conversation(messages, tools, variables)
+
+
+def tools_of(columns: Mapping[str, Any]) -> list[Any] | None:
+    """JSON schemas of the tools that a row names."""
+    return _parsed(columns, "tools", list) or None  # templates of Llama 3 write of tools for an empty list, too
+
+
+def reads(tokenizer: Tokenizer, name: str, tools: list[Any] | None) -> bool:
+    """Whether the chat template reads a variable."""
+    return re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(tools=tools)) is not None
 
 
 def without_nulls(value: Any) -> Any:
@@ -167,9 +177,8 @@ def _require_read(tokenizer: Tokenizer, tools: list[Any] | None, variables: Mapp
     own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents", "kwargs"}
     if taken := sorted(own & variables.keys()):
         raise ValueError(f"{taken[0]} is no variable for chat_template_kwargs or data.template_kwargs: leave it out")
-    template = tokenizer.get_chat_template(tools=tools)
     names = [*(["tools"] if tools else []), *variables]
-    if unread := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:
+    if unread := [name for name in names if not reads(tokenizer, name, tools)]:
         where = {"tools": "the column tools"}.get(unread[0], "chat_template_kwargs or data.template_kwargs")
         raise ValueError(
             f"it does not read {unread[0]!r}, which {where} gives, and the model would never see it: leave it out, or "

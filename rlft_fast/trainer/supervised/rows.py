@@ -1,5 +1,6 @@
 """Rows of data as tokens, and which of them are taught. Everything is checked before anything runs."""
 
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,19 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import SFTDataConfig, TaughtDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief, without_panics
+from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
+    Conversation,
+    Message,
     Overlong,
     Row,
     RowSet,
     conversation_of,
     find_mistake,
     name_rows,
+    reads,
     start_of_texts,
+    tools_of,
     without_nulls,
 )
 from rlft_fast.trainer.supervised.spans import AssistantSpans, Encode, encode_spans
@@ -135,6 +141,7 @@ class Reader:
         self.encode: Encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self.joins = tokenizer.decode(self.encode("a") + self.encode("b")) == "ab"
         self._spans: AssistantSpans | None = None
+        self._styles: dict[str, Style] = {}  # by the tools, which most rows share
         self.sizes: dict[str, int] = {}
         self.num_left_out = self.num_truncated = 0
 
@@ -205,11 +212,26 @@ class Reader:
             raise ValueError(mistake)
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise ValueError("the assistant says nothing")
-        conversation = conversation_of(messages, row, self.config, self.tokenizer)
-        added = len(conversation.messages) - len(messages)  # the system prompt
-        text, spans = self.spans.find(conversation, first + added)
+        tools = tools_of(row)
+        if tools and not reads(self.tokenizer, "tools", tools):
+            conversation, first = self._as_in_episodes(row, tools, messages, first)
+        else:
+            conversation = conversation_of(messages, row, self.config, self.tokenizer)
+            first += len(conversation.messages) - len(messages)  # the system prompt
+        text, spans = self.spans.find(conversation, first)
         self._require_short(text)
         return self._checked(*encode_spans(text, spans, self.encode, joins=self.joins))
+
+    def _as_in_episodes(
+        self, row: Row, tools: list[Any], messages: list[Message], first: int
+    ) -> tuple[Conversation, int]:
+        """A conversation whose template has no tools, as an environment would show it, and the first taught message."""
+        key = json.dumps(tools, default=str)
+        style = self._styles.get(key) or self._styles.setdefault(key, next(find_styles(self.tokenizer, tools)))
+        before, after = style.written(messages[:first]), style.written(messages[first:])
+        given = conversation_of([*before, *after], {**row, "tools": None}, self.config, self.tokenizer)
+        conversation = style.with_tools(given)
+        return conversation, len(conversation.messages) - len(after)
 
     def told(self, prompt: str, text: str) -> Tokens:
         """A text behind a prompt, which may be empty, and the end token behind it. No template is applied."""

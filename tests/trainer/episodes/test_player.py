@@ -1,5 +1,6 @@
 """Episodes hold the tokens that were sampled, and between them what the chat template has there."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 import torch
 import trl
 
-from rlft_fast.config import DataConfig, EnvironmentConfig
+from rlft_fast.config import DataConfig, EnvironmentConfig, SFTDataConfig
 from rlft_fast.rollout import Answers, Completion, Request, Rollout, SamplingParams, Span
 from rlft_fast.trainer.episodes import EpisodePlayer
-from rlft_fast.trainer.prompts import load_prompts
+from rlft_fast.trainer.prompts import load_prompts, read_sets
+from rlft_fast.trainer.supervised import load_rows
 from rlft_fast.world import World
 from tests.support.tiny_models import chat_tokenizer
 from tests.trainer.toy import write_rows
@@ -145,6 +147,27 @@ def test_a_call_in_a_thought_that_the_prompt_has_opened_is_not_made(play, tokeni
         "egg\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
     assert (samples.counts["tool_calls"].tolist(), samples.parts["environment"].tolist()) == ([1.0], [1.0])
+
+
+def test_a_warm_up_has_the_tokens_of_an_episode(play, tokenizer, tmp_path):
+    """For a template without tools, too: supervised rows and episodes show them in the same plain form."""
+    call = {"name": "add", "arguments": {"item": "egg"}}
+    said = f"<tool_call>{json.dumps(call)}</tool_call>"
+    user = {"role": "user", "content": "Buy an egg."}
+    replies = in_turn(tokenizer, said, "Done.", end=EOT)
+    samples, prompts, player, _ = play([{"prompt": [user]}], "Shop", replies, "llama3", (EOT,))
+    talk = [
+        user,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "egg"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk, "tools": player.pool.tools}])
+    config = SFTDataConfig(path=str(path), max_sequence_tokens=4000)
+    rows = load_rows(config, tokenizer, "the model", read_sets(config))
+    (ids,) = samples.token_ids()
+    assert rows.token_ids[0].tolist() == prompts.token_ids[0] + ids
+    assert rows.is_taught[0].tolist() == [False] * len(prompts.token_ids[0]) + samples.is_sampled_T.tolist()
 
 
 FAMILIES = {

@@ -84,7 +84,6 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
         ({"text": ""}, "its text becomes no token"),
         ({"text": "a" * 99}, "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set data.overl"),
         ({"text": "a" * 64_001}, "it has 64001 characters"),
-        ({"messages": say("a?", "b"), "tools": [{"name": "add"}]}, "does not read 'tools'"),
     ],
 )
 def test_a_row_that_cannot_be_learned_is_named(row, problem, tokenizer, tmp_path):
