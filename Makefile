@@ -54,12 +54,12 @@ SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) 
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-ray install-peers install-oldest demo methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
+.PHONY: help install install-vllm install-ray install-peers install-oldest demo demo-tools methods test test-slow test-vllm test-ray test-peers test-oldest test-newest test-cpus crash-test crash-test-ray nightly lint
 .PHONY: cuda wheel wheels test-wheel test-wheel-peers sanitize emulate gpu-rehearsal bench bench-engine bench-step
 .PHONY: bench-host bench-integrations bench-learning docs clean
 
 help:
-	@echo "make install | install-vllm | demo | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
+	@echo "make install | install-vllm | demo | demo-tools | test | test-slow | test-vllm | test-ray | test-peers | test-oldest | test-newest | test-cpus | crash-test | crash-test-ray | nightly | lint"
 	@echo "     wheel | wheels | test-wheel | test-wheel-peers | cuda | sanitize | emulate | gpu-rehearsal"
 	@echo "     bench | bench-engine | bench-step | bench-host | bench-integrations | bench-learning | methods"
 	@echo "     docs | clean"
@@ -88,6 +88,10 @@ install-vllm: install
 
 demo: install $(if $(filter vllm,$(ROLLOUT)),install-vllm) $(if $(RAY),install-ray)
 	$(BIN)/rlft-fast demo --seed $(SEED) --rollout $(ROLLOUT) $(if $(RAY),--ray)
+
+# The same model learns to use a calculator in several turns.
+demo-tools: install
+	$(BIN)/rlft-fast demo tools --seed $(SEED)
 
 install-ray: install
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(PIP) -c constraints.txt ray

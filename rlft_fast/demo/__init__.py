@@ -2,5 +2,6 @@
 
 from rlft_fast.demo.smollm2 import smollm2_folder
 from rlft_fast.demo.sums import demo_config, learn_sums, write_problems
+from rlft_fast.demo.tools import learn_tools
 
-__all__ = ["demo_config", "learn_sums", "smollm2_folder", "write_problems"]
+__all__ = ["demo_config", "learn_sums", "learn_tools", "smollm2_folder", "write_problems"]
