@@ -81,7 +81,8 @@ class AlgorithmConfig(Section):
     rollout_correction: Literal[
         "none", "token-truncate", "token-mask", "sequence-mask", "sequence-truncate", "bypass"
     ] = "none"
-    """Correction if the sampler's probabilities differ from training: importance weights, or ratios to it (bypass)."""
+    """Correction if the sampler's probabilities differ from training: importance weights, or ratios to it (bypass).
+    With rollout.max_staleness the default is token-truncate."""
     correction_low: NonNegativeFloat | None = None
     """Lowest importance weight that a mask keeps; null: the default of the correction."""
     correction_high: PositiveFloat | None = None

@@ -1,9 +1,9 @@
 """How completions are sampled."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlft_fast.config.base import Section, rule
 from rlft_fast.config.resume import MayChange
@@ -62,6 +62,18 @@ class RolloutConfig(Section):
     """Texts, or names of special tokens, that end a completion as an end token does."""
     batch_size: MayChange[PositiveInt] = 64
     """Most completions generated at once on each process."""
+    max_staleness: Annotated[NonNegativeInt, Field(le=1000)] = 0
+    """Most updates between the weights that sample a step and its own update. Above 0, sampling overlaps training."""
+
+    @rule
+    def _generates_beside_the_training(self) -> Iterator[str]:
+        if not self.max_staleness or self.servers:
+            return
+        if self.backend == "hf" or self.vllm.process == "colocated":
+            yield (
+                f"max_staleness is {self.max_staleness}, but {self.backend} generates in the process that trains: set "
+                "backend to vllm with vllm.process: separate or with servers, or max_staleness to 0"
+            )
 
     @rule
     def _bounded(self) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlft_fast.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from rlft_fast.config.base import Section, rule
@@ -139,6 +139,40 @@ class Config(RunConfig):
         return self.model_copy(
             update={name: None if model is None else model.for_device(device_type) for name, model in models.items()}
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_what_is_stale(cls, values: Any) -> Any:
+        """Where the sampler's weights are older than the policy, importance weights are the default, see `Schedule`."""
+        if not isinstance(values, dict):
+            return values
+        rollout, algorithm = values.get("rollout"), values.get("algorithm")
+        stale = rollout.get("max_staleness") if isinstance(rollout, dict) else getattr(rollout, "max_staleness", 0)
+        given = {} if algorithm is None else algorithm
+        if isinstance(given, AlgorithmConfig):
+            given = given.model_dump(exclude_unset=True)
+        if not stale or not isinstance(given, dict):
+            return values
+        return {**values, "algorithm": {"rollout_correction": "token-truncate", **given}}
+
+    @rule
+    def _overlaps_nothing_that_reads_it(self) -> Iterator[str]:
+        if not (staleness := self.rollout.max_staleness):
+            return
+        refused = {
+            "a cluster section": (self.cluster is not None, "its workers ask the generators and train in turn"),
+            "an environment": (self.environment is not None, "episodes are played in the process that trains"),
+            "a reward.model": (self.reward.model is not None, "it scores in the process that trains"),
+            "algorithm.max_refills": (self.algorithm.max_refills > 0, "the number of prompts of a step is not known "
+                                      "before it is sampled"),
+            "algorithm.curriculum": (self.algorithm.curriculum > 0, "it draws by the rewards of the step before"),
+        }  # fmt: skip
+        for name, (is_set, why) in refused.items():
+            if is_set:
+                yield (
+                    f"rollout.max_staleness is {staleness}, and cannot go with {name}: {why}. Leave it out, or set "
+                    "max_staleness to 0"
+                )
 
     @rule
     def _clusters_fit(self) -> Iterator[str]:

@@ -62,6 +62,8 @@ class Rollout:
 
     Attributes:
         weight_version: version of the weights to sample from; every `sync` adds 1.
+        restarts: whether `answer` may start a failed generator again now, with the policy's weights. Where they are
+            trained meanwhile, the next `sync` starts it again.
         seconds: time in which this rank's generator worked on the last requests [s].
     """
 
@@ -82,6 +84,8 @@ class Rollout:
         self.check_weights = check_weights
         self.group_size = group_size
         self.weight_version = 0
+        self.restarts = True
+        self._failure: Exception | None = None  # of a generator that `sync` has to start again
         self.seconds = 0.0
         self.generator = start()
 
@@ -92,7 +96,9 @@ class Rollout:
             RolloutError: the generator did not take all of them, twice, or (``check_weights``) not as they were sent.
         """
         self.weight_version += 1
-        _, failure = self._together(self._load)
+        failure, self._failure = self._failure, None
+        if failure is None:
+            _, failure = self._together(self._load)
         if failure is None:
             self._check_weights()
         else:
@@ -132,6 +138,9 @@ class Rollout:
         sample = partial(self._answer, requests, params)
         answers, failure = self._together_or_leave(sample)
         if failure is not None and not isinstance(failure, RequestError):
+            if not self.restarts:
+                self._failure = failure
+                raise RolloutError(f"{self.generator.name} failed: {failure}") from failure
             self._restart(failure)
             answers, failure = self._together_or_leave(sample)
             if failure is not None:

@@ -1,9 +1,11 @@
 """The samples of a step: prompts from the stream, answers of the rollout, rewards of the judge."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlft_fast.config import Config
 from rlft_fast.data import Samples, cat_samples
@@ -27,6 +29,10 @@ class Collected(NamedTuple):
     """How many of the prompts come from the stream."""
     samples: Samples
     """By row and number. The penalties on length are not yet in the rewards."""
+    greedy_G: Tensor | None
+    """(prompts,) float64, reward of the most likely answer to each prompt; None where no method reads it."""
+    seconds: Mapping[str, float] = MappingProxyType({})
+    """Time of each phase that was measured in a thread of its own [s]."""
 
 
 class Collector:
@@ -40,14 +46,15 @@ class Collector:
         judge: scores the answers.
         models: their rollout answers.
         phases: are told of generation and scoring.
+        needs_greedy: whether a step has a greedy answer to each prompt, too.
         player: plays an episode per answer; None: an answer is one message.
     """
 
     def __init__(
         self, config: Config, world: World, prompts: Prompts, curriculum: Curriculum, judge: Judge, models: Models,
-        phases: Phases, player: EpisodePlayer | None = None,
+        phases: Phases, player: EpisodePlayer | None = None, needs_greedy: bool = False,
     ) -> None:  # fmt: skip
-        self.player = player
+        self.player, self.needs_greedy = player, needs_greedy
         self.config, self.world, self.prompts, self.judge = config, world, prompts, judge
         self.curriculum = curriculum
         self.models, self.phases = models, phases
@@ -75,7 +82,8 @@ class Collector:
                 break
         assert samples is not None
         self.curriculum.learn(rows, samples)
-        return Collected(self.prompts.select(rows), num_streamed, samples)
+        prompts = self.prompts.select(rows)
+        return Collected(prompts, num_streamed, samples, self.greedy(prompts).reward_B if self.needs_greedy else None)
 
     def rows_with_signal(self, scored: Samples) -> list[int]:
         """The rows of the prompts whose samples differ in what the configuration compares."""

@@ -219,6 +219,17 @@ def rollout_metrics(samples: Samples, batch: Batch, num_with_signal: int) -> dic
     return metrics
 
 
+def staleness_metrics(samples: Samples, version: int) -> dict[str, float]:
+    """How many updates older the weights are that sampled a token than the weights that the update begins with.
+
+    Args:
+        samples: of a step.
+        version: of the weights that the update begins with.
+    """
+    stale_T = version - samples.weight_version_T[samples.is_sampled_T].double()
+    return {"staleness_mean": float(stale_T.mean()), "staleness_max": float(stale_T.max())} if len(stale_T) else {}
+
+
 def early_stop_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     """What was not sampled, because the first samples of a prompt have equal rewards.
 

@@ -61,6 +61,7 @@ def load_inputs(config: Config, world: World) -> Inputs:
     """
     checks = Checks()
     checks.run(lambda: require_equal_shares(config, world.size))
+    checks.run(lambda: require_generator_apart(config, world.size, world.device.type))
     objective = checks.run(lambda: make_objective(config))
     if (cluster := config.cluster) is not None:
         if cluster.address is None:
@@ -255,6 +256,23 @@ def require_equal_shares(config: Config, world_size: int) -> None:
         raise ValueError(
             f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, which {world_size} processes cannot share "
             "evenly: make it a multiple of the number of processes"
+        )
+
+
+def require_generator_apart(config: Config, world_size: int, device_type: str) -> None:
+    """Raises ValueError where ``rollout.max_staleness`` has samples overlap a training that they cannot run beside."""
+    if not (staleness := config.rollout.max_staleness):
+        return
+    if world_size > 1:
+        raise ValueError(
+            f"rollout.max_staleness is {staleness}, but {world_size} processes train together, which sample together, "
+            "too: start one process, or set max_staleness to 0"
+        )
+    is_beside = not config.rollout.servers and config.rollout.vllm.transfer in ("auto", "ipc")
+    if device_type == "cuda" and is_beside:
+        raise ValueError(
+            f"rollout.max_staleness is {staleness}, but a separate vLLM that takes weights by ipc has the GPU of the "
+            "training: set rollout.vllm.transfer to nccl, for a GPU of its own, or max_staleness to 0"
         )
 
 

@@ -1,5 +1,7 @@
 """The training loop of PPO and GRPO. One step is :meth:`PPOTrainer.collect`, then :meth:`PPOTrainer.learn`.
 
+With ``rollout.max_staleness``, samples come from a thread that collects them while earlier steps train, see `Schedule`.
+
 Every sample is drawn from its own seed, a function of (seed, step, row of the prompt, number of the sample), and the
 order of prompts is a function of the seed. So a run that continues from a checkpoint repeats what the uninterrupted run
 would have done: on CPUs bit for bit, on GPUs but for the order of additions, which the backward of attention leaves
@@ -15,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlft_fast.cluster import TotalUsage
 from rlft_fast.config import Config
 from rlft_fast.data import Batch
 from rlft_fast.engine import Output, weighted
 from rlft_fast.rl import AdvantageError
+from rlft_fast.rollout import Rollout
 from rlft_fast.run import Evaluated, Phases, StepResult, dotted, token_columns
-from rlft_fast.trainer.collector import Collector
+from rlft_fast.trainer.collector import Collected, Collector
 from rlft_fast.trainer.curriculum import Curriculum
 from rlft_fast.trainer.evaluation import check_finite, evaluate_sets
 from rlft_fast.trainer.experience import (
@@ -30,6 +34,7 @@ from rlft_fast.trainer.experience import (
     rollout_metrics,
     sample_records,
     scored_samples,
+    staleness_metrics,
 )
 from rlft_fast.trainer.inputs import (
     check_embeddings,
@@ -41,7 +46,9 @@ from rlft_fast.trainer.inputs import (
 )
 from rlft_fast.trainer.learner import Learner
 from rlft_fast.trainer.models import build_models, notes_on
+from rlft_fast.trainer.overlap import Overlap
 from rlft_fast.trainer.prompts import ImageError, overlong_notes
+from rlft_fast.trainer.schedule import Schedule
 from rlft_fast.world import World, init_distributed
 
 _SHOWN_EXAMPLES = 3
@@ -94,10 +101,16 @@ class PPOTrainer:
         self.rollout = models.rollout
         if "reward" in models.engines:
             self.judge.use_model(models.engines["reward"])
-        self.collector = Collector(
-            self.config, self.world, self.prompts, self.curriculum, self.judge, models, self.phases, self.player
-        )
+        self.collector = self._collector(self.phases)
+        self.overlap: Overlap[Collected] | None = None
+        self.num_updates = 0  # of the weights of now
         self.learner = Learner(self.config, models, self.objective)
+
+    def _collector(self, phases: Phases) -> Collector:
+        return Collector(
+            self.config, self.world, self.prompts, self.curriculum, self.judge, self.models, phases, self.player,
+            needs_greedy=self.objective.needs_greedy,
+        )  # fmt: skip
 
     def restart(self) -> None:
         """Starts new workers in place of all workers, after some were lost. Weights are those of the model folders."""
@@ -135,17 +148,16 @@ class PPOTrainer:
             first_prompt = step * self.config.rollout.prompts_per_step
         self.phases.restart()
         torch.manual_seed(self._seed(step))  # for methods of one's own; samples have their own seeds
-        collected = self.collector.collect(step, first_prompt)
-        prompts, scored = collected.prompts, collected.samples
-        greedy = self.collector.greedy(prompts).reward_B if self.objective.needs_greedy else None
-        with self.phases.timed("generate"):
-            self.rollout.sleep()  # not before: only the sync after the update wakes it
+        staleness = self.config.rollout.max_staleness
+        collected = self._take(step, first_prompt) if staleness else self._collect(step, first_prompt)
+        prompts, scored, greedy = collected.prompts, collected.samples, collected.greedy_G
         with_signal = self.collector.rows_with_signal(scored)
         samples = self.collector.penalize_length(scored)
         taught = scored_samples(self.collector.taught(samples, with_signal), greedy)
         images = self.world.together(prompts.load_images, ImageError)
         batch = self._infer(build_batch(taught, prompts.token_ids, greedy, images))
         metrics = rollout_metrics(samples, batch, len(with_signal)) | self.collector.metrics(collected)
+        metrics |= staleness_metrics(samples, step + 1) if staleness else {}
         prepare = partial(self.objective.prepare, batch, self._seed(step))
         batch = self.world.together(prepare, AdvantageError)
         metrics |= self.objective.after_rollout(metrics, batch.num_sequences)
@@ -157,6 +169,47 @@ class PPOTrainer:
             step=step, prompts=prompts, num_streamed=collected.num_streamed, samples=samples, taught=taught,
             batch=batch, metrics=metrics,
         )  # fmt: skip
+
+    def _collect(self, step: int, first_prompt: int) -> Collected:
+        """The samples of a step by the weights of now."""
+        collected = self.collector.collect(step, first_prompt)
+        with self.phases.timed("generate"):
+            self.rollout.sleep()  # not before: only the sync after the update wakes it
+        return collected
+
+    def _take(self, step: int, first_prompt: int) -> Collected:
+        """The samples of a step from the thread, which collects further steps meanwhile."""
+        if self.overlap is None:
+            self.overlap = self._begin_to_overlap(step, first_prompt)
+        assert self.overlap.schedule.trained == step
+        with self.phases.timed("wait"):
+            collected = self.overlap.take()
+        for name, seconds in collected.seconds.items():
+            self.phases.seconds[name] = seconds
+        return collected
+
+    def _begin_to_overlap(self, first_step: int, first_prompt: int) -> Overlap[Collected]:
+        rollout, count = self.rollout, self.config.rollout.prompts_per_step
+        assert isinstance(rollout, Rollout)  # the configuration refuses a cluster
+        collector = self._collector(Phases(self.world, elsewhere=TotalUsage))  # memory is measured here
+
+        def collect(step: int) -> Collected:
+            collector.phases.restart()
+            rollout.restarts = False
+            try:
+                collected = collector.collect(step, first_prompt + (step - first_step) * count)
+            finally:
+                rollout.restarts = True
+            return collected._replace(seconds=collector.phases.seconds)
+
+        schedule = Schedule(self.config.rollout.max_staleness, self.config.steps, first_step)
+        return Overlap(schedule, {}, collect, self._sync, rollout.generator.name)
+
+    def _sync(self) -> None:
+        """Gives the generator the weights of now."""
+        self.rollout.weight_version = self.num_updates
+        with self.phases.timed("sync"):
+            self.rollout.sync()
 
     def _infer(self, batch: Batch) -> Batch:
         """The batch with what the models compute before the update. A teacher with workers of its own works beside."""
@@ -179,8 +232,11 @@ class PPOTrainer:
                 experience = self.learner.with_old_logprob(experience, rows[0])
         with self.phases.timed("update"):
             update = self.learner.update(experience, rows)
-        with self.phases.timed("sync"):
-            self.rollout.sync()
+        self.num_updates = experience.step + 1
+        if self.overlap is None:
+            self._sync()
+        else:
+            self.overlap.train()
         metrics = experience.metrics | update.metrics | {"taught_share": experience.taught_share}
         metrics |= self.phases.metrics()
         metrics |= self.learner.utilisation(experience.batch, self.phases.seconds["update"])
@@ -217,6 +273,9 @@ class PPOTrainer:
     def evaluate(self) -> Evaluated:
         """The numbers of the held-out sets, see `evaluate_sets`."""
         judge = self.evaluation_judge or self.judge
+        if self.overlap is not None:
+            self.overlap.drain()
+            self._sync()
         metrics, samples = evaluate_sets(self.config, self.held_out, judge, self.collector.answer)
         first = next(iter(samples.values()))
         shown = first.select((first.number_B == 0).nonzero().flatten()[:_SHOWN_EXAMPLES])
@@ -238,12 +297,12 @@ class PPOTrainer:
 
     def start(self, step: int) -> None:
         """Gives the generator the weights, as those of this step."""
-        self.rollout.weight_version = step
-        self.rollout.sync()
+        self.num_updates = step
+        self._sync()
 
     def is_after(self, step: int) -> bool:
         """See `Trainer`: an update may have failed, or the generator while it took the weights of a further step."""
-        return self.rollout.weight_version == step + 1 and not self.learner.is_torn
+        return self.num_updates == step and not self.learner.is_torn
 
     def state(self) -> dict[str, Any]:
         """The coefficients of the objective, which adapt, and the estimates of the curriculum."""
@@ -258,5 +317,5 @@ class PPOTrainer:
     def close(self) -> None:
         """Ends the worker processes of reward functions and environments, and the generator."""
         with contextlib.ExitStack() as stack:  # each, also if one of them fails
-            for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player)):
+            for part in filter(None, (self.models, self.evaluation_judge, self.judge, self.player, self.overlap)):
                 stack.callback(part.close)

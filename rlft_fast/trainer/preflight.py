@@ -14,7 +14,15 @@ from rlft_fast.errors import Checks
 from rlft_fast.models import RLModel, build_critic, build_policy, build_reward_model, check_loadable
 from rlft_fast.rewards import weighted_sum
 from rlft_fast.run import require_same, require_trackers, require_usable
-from rlft_fast.trainer.inputs import Inputs, check_support, check_tokens, identity_of, load_inputs, require_equal_shares
+from rlft_fast.trainer.inputs import (
+    Inputs,
+    check_support,
+    check_tokens,
+    identity_of,
+    load_inputs,
+    require_equal_shares,
+    require_generator_apart,
+)
 from rlft_fast.trainer.prompts import Prompts
 from rlft_fast.trainer.supervised import RowsData, check_row_tokens
 from rlft_fast.world import World
@@ -79,7 +87,9 @@ def check_inputs(config: RunConfig, checks: Checks, *, resume: bool | str = Fals
         return _check_rows(config, checks, resume=bool(resume) and not force)
     assert isinstance(config, Config)
     world = World.current()
-    checks.run(lambda: require_equal_shares(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    checks.run(lambda: require_equal_shares(config, world_size))
+    checks.run(lambda: require_generator_apart(config, world_size, world.device.type))
     inputs = checks.run(lambda: load_inputs(config, world))
     lines = []
     for key, path in config.model_folders.items():

@@ -61,7 +61,7 @@ class StopRequest:
             KeyboardInterrupt: Ctrl-C after the first signal.
         """
         self.signal, self.reason, self.can_leave, self._notify = 0, None, False, notify
-        is_main = threading.current_thread() is threading.main_thread()
+        is_main = _is_main_thread()
         heard = [
             number
             for number in _SIGNALS
@@ -99,8 +99,8 @@ class StopRequest:
             raise self.reason
 
     def leave_together(self, world: World) -> None:
-        """`raise_if_asked`, but only if the step can be left. Every rank must call it."""
-        if self.can_leave:
+        """`raise_if_asked`, but only if the step can be left, and in the main thread. Every rank must call it."""
+        if self.can_leave and _is_main_thread():
             self.raise_if_asked(world)
 
     def leave_or_finish(self, world: World) -> None:
@@ -112,9 +112,14 @@ class StopRequest:
     def alone(self) -> Iterator[None]:
         """Work of this rank without a collective. A signal ends the work at once if the step can be left.
 
+        Another thread than the main thread works on: Python handles signals in the main thread alone.
+
         Raises:
             LeftEarlyError: a signal ended the work. All ranks must call `leave_together` next.
         """
+        if not _is_main_thread():
+            yield
+            return
         try:
             self._is_alone = self.can_leave
             if self._is_alone and self.signal:
@@ -124,6 +129,10 @@ class StopRequest:
             raise LeftEarlyError("a signal asked this process to stop") from None
         finally:
             self._is_alone = False
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def write_at_once(stream: TextIO, text: str) -> None:

@@ -1,0 +1,112 @@
+"""Runs whose samples are collected while earlier steps train. The generator is a copy of the policy that takes time."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import rlft_fast.trainer.models
+from rlft_fast.config import Config
+from rlft_fast.rollout import RolloutError
+from rlft_fast.trainer import train
+from rlft_fast.trainer.overlap import Overlap
+from rlft_fast.trainer.schedule import Schedule
+from tests.support.copied_generator import copied_rollout
+from tests.trainer.toy import comparable, read_lines, toy_config, toy_values
+
+APART = {"rollout__backend": "vllm", "rollout__vllm": {"process": "separate"}}
+
+
+@pytest.fixture
+def overlapped(tiny_model, tmp_path, monkeypatch):
+    """Trains a toy with a latency for each call of the generator; returns its folder."""
+
+    def run(name: str, max_staleness: int, seconds=lambda number: 0.0, **changes) -> Path:
+        build = lambda engine, *_: copied_rollout(engine, seconds)  # noqa: E731
+        monkeypatch.setattr(rlft_fast.trainer.models, "build_rollout", build)
+        train(
+            toy_config(
+                tiny_model("llama"), tmp_path / name, rollout__max_staleness=max_staleness, **{**APART, **changes}
+            )
+        )
+        return tmp_path / name / "run"
+
+    return run
+
+
+def test_latencies_change_no_number(overlapped):
+    """Fast and slow generators give the same run, in which the weights of a step are as old as the schedule says."""
+    fast = overlapped("fast", 2, steps=6)
+    slow = overlapped("slow", 2, lambda number: (0.15, 0.0, 0.05)[number % 3], steps=6)
+    assert comparable(slow) == comparable(fast)
+    assert read_lines(slow / "samples.jsonl") == read_lines(fast / "samples.jsonl")
+    assert [row["staleness_max"] for row in read_lines(fast / "metrics.jsonl")] == [0, 1, 2, 1, 2, 1]
+    rows = read_lines(fast / "samples.jsonl")
+    assert [row["weight_version"] for row in rows[::16]] == [1, 1, 1, 3, 3, 5]
+
+
+def test_staleness_0_is_the_loop_in_turn(overlapped, tiny_model, tmp_path):
+    """Its numbers are those of the policy that samples itself."""
+    train(toy_config(tiny_model("llama"), tmp_path / "hf"))
+    assert comparable(overlapped("copied", 0)) == comparable(tmp_path / "hf/run")
+
+
+def failing(*numbers: int):
+    def seconds(number: int) -> float:
+        if number in numbers:
+            raise RuntimeError("out of order")
+        return 0.0
+
+    return seconds
+
+
+def test_a_failed_generator_is_started_again_between_updates(overlapped):
+    """It has the weights of the moment then. No step is left out, and none comes twice."""
+    with pytest.warns(
+        UserWarning, match="the copy failed: out of order. the copy is started again, and samples step 3"
+    ):
+        run = overlapped("failing", 1, failing(2), steps=4)
+    rows = read_lines(run / "samples.jsonl")
+    assert [(row["step"], row["weight_version"]) for row in rows[::16]] == [(1, 1), (2, 1), (3, 3), (4, 3)]
+    assert len(rows) == 4 * 16
+    with pytest.raises(RolloutError, match="failed: out of order"), pytest.warns(UserWarning, match="step 1"):
+        overlapped("broken", 1, failing(0), steps=4)
+
+
+def test_a_wait_is_told():
+    """Of what, and for how long: a generator that is stuck does not stop a run in silence."""
+    release = threading.Event()
+    overlap = Overlap(Schedule(1, 3), {}, lambda step: release.wait(), lambda: None, "vLLM", named_after_s=0.01)
+    threading.Timer(0.1, release.set).start()
+    with pytest.warns(UserWarning, match="has waited 0 s for the samples of step 1: vLLM or a reward function is slow"):
+        assert overlap.take()
+    overlap.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__backend": "hf"}, "hf generates in the process that trains: set backend to vllm"),
+        ({"rollout__vllm": {}}, "vllm generates in the process that trains: set backend to vllm with vllm.process"),
+        ({"algorithm__curriculum": 0.5}, "cannot go with algorithm.curriculum: it draws by the rewards"),
+        ({"algorithm__max_refills": 1, "algorithm__skip_equal_groups": True}, "cannot go with algorithm.max_refills"),
+        ({"environment": {"name": "x:y"}, "data__chat": True}, "cannot go with an environment"),
+        ({"reward__model": "somewhere"}, "cannot go with a reward.model"),
+        ({"cluster": {}}, "cannot go with a cluster section"),
+    ],
+)
+def test_refusals(changes, message, tmp_path):
+    values = toy_values(Path("model"), tmp_path, **{**APART, "rollout__max_staleness": 1, **changes})
+    with pytest.raises(ValueError, match=message):
+        Config.parse(values)
+
+
+def test_importance_weights_are_the_default_of_stale_samples(tmp_path):
+    def correction(**changes) -> str:
+        values = toy_values(Path("model"), tmp_path, **APART, **changes)
+        return Config.parse(values).algorithm.rollout_correction
+
+    assert correction() == correction(rollout__max_staleness=0) == "none"
+    assert correction(rollout__max_staleness=1) == "token-truncate"
+    assert correction(rollout__max_staleness=1, algorithm__epochs=2) == "token-truncate"
+    assert correction(rollout__max_staleness=1, algorithm__rollout_correction="none") == "none"
