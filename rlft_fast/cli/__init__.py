@@ -37,6 +37,7 @@ COMMANDS = {
     "reward": "train a reward model on pairs of answers, as a YAML file says",
     "demo": "fine-tune a small model on sums, in minutes on a CPU",
     "eval": "measure a model on held-out prompts",
+    "data": "show the rows of a configuration as the model will see them",
     "plot": "draw the curves of one or more runs",
     "view": "write a page with the curves and samples of one run, or of two beside each other",
     "serve": "start a vLLM server that generates for a run, on this machine or for another",

@@ -15,9 +15,9 @@ from rlft_fast.config import Config, ConfigError, RunConfig, section_of, section
 
 FLAGS = (
     "-h", "--help", "--resume", "--force", "--dry-run", "--fit", "--ray", "--no-memory-check", "--host", "--port",
-    "--show", "--samples",
+    "--show", "--samples", "--tokens",
 )  # fmt: skip
-"""Options of ``train``, ``serve`` and ``eval`` that are no configuration keys."""
+"""Options of ``train``, ``serve``, ``eval`` and ``data`` that are no configuration keys."""
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlft_fast.trainer.ppo import PPOTrainer
     from rlft_fast.trainer.preflight import check_folder, check_inputs
     from rlft_fast.trainer.prompts import Prompts, load_prompts
+    from rlft_fast.trainer.showing import ShownSequence, ShownSet, show_data
     from rlft_fast.trainer.supervised import RowsTrainer
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "Prompts",
     "RowsTrainer",
     "Run",
+    "ShownSequence",
+    "ShownSet",
     "check_folder",
     "check_inputs",
     "claim",
@@ -46,6 +49,7 @@ __all__ = [
     "require_unlocked",
     "require_usable",
     "settle_compute_dtype",
+    "show_data",
     "train",
 ]
 

@@ -15,7 +15,7 @@ from rlft_fast.trainer.prompts.images import ImageError, ImageReader
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.loading import Prompts, checksum, load_prompts, name_rows, start_of_texts
 from rlft_fast.trainer.prompts.messages import Message, find_mistake, render, words_of
-from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, overlong_notes, read_sets
+from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, overlong_notes, read_sets
 
 __all__ = [
     "MARK",
@@ -23,6 +23,7 @@ __all__ = [
     "Conversation",
     "ImageError",
     "ImageReader",
+    "LeftOut",
     "Limits",
     "Message",
     "Overlong",

@@ -17,7 +17,7 @@ from rlft_fast.trainer.prompts.formats import Row
 from rlft_fast.trainer.prompts.images import COLUMNS, ImageReader, PromptImages, row_images
 from rlft_fast.trainer.prompts.limits import Limits
 from rlft_fast.trainer.prompts.messages import Message, find_mistake
-from rlft_fast.trainer.prompts.rows import Overlong, RowSet, Stream, prompt_column, read_sets
+from rlft_fast.trainer.prompts.rows import LeftOut, Overlong, RowSet, Stream, prompt_column, read_sets
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class Prompts:
         images: by row, the images of the prompt.
         description: what tells the data from other data, see `_describe`. Empty in a selection of rows.
         stream: the order in which a run takes them; None: one set, shuffled.
-        overlong: rows that were left out, and prompts of which a part was.
+        overlong: how many rows were left out, and of how many prompts a part was.
+        left_out: the rows that were left out.
     """
 
     texts: list[str]
@@ -52,6 +53,7 @@ class Prompts:
     description: dict[str, Any] = field(default_factory=dict)
     stream: Stream | None = None
     overlong: Overlong = field(default_factory=Overlong)
+    left_out: list[LeftOut] = field(default_factory=list, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -145,6 +147,7 @@ def load_prompts(
         {i: prompt.images for i, prompt in enumerate(read) if prompt.images is not None},
         stream=Stream.of(config, {name: len(found) for name, found in sets.items()}) if path is None else None,
         overlong=reader.overlong,
+        left_out=reader.left_out,
     )
     uses_template = config.chat or any(isinstance(row[column], list) for row in rows)
     template = json.dumps(getattr(tokenizer, "chat_template", None)) if uses_template else ""
@@ -172,6 +175,7 @@ class _Reader:
         self.start = start_of_texts(tokenizer)
         self.limits = Limits()
         self.overlong = Overlong()
+        self.left_out: list[LeftOut] = []
 
     def read(self, found: RowSet) -> list[_Prompt]:
         """The prompts of a set."""
@@ -191,6 +195,9 @@ class _Reader:
             )
         kept = [self._fitted(prompt) for prompt in prompts]
         num_left_out, num_before = kept.count(None), self.overlong
+        self.left_out += [
+            LeftOut(found.source, i, f"{len(prompts[i].token_ids)} tokens") for i in long if kept[i] is None
+        ]
         self.overlong = Overlong(num_before.left_out + num_left_out, num_before.truncated + len(long) - num_left_out)
         if num_left_out == len(kept):
             raise ValueError(f"{found.source}: all rows are {too_long}or leave this set out")

@@ -90,6 +90,15 @@ class Overlong(NamedTuple):
         return any(self)
 
 
+class LeftOut(NamedTuple):
+    """A row that is left out."""
+
+    source: str
+    row: int
+    """Counts from 0."""
+    why: str
+
+
 def overlong_notes(sets: Mapping[str, Overlong]) -> Iterator[str]:
     """Lines for the start of a run.
 

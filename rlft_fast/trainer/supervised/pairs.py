@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlft_fast.config import PairDataConfig, RewardDataConfig
 from rlft_fast.data import Batch
 from rlft_fast.errors import brief
-from rlft_fast.trainer.prompts import Overlong, Row, RowSet, without_nulls
+from rlft_fast.trainer.prompts import LeftOut, Overlong, Row, RowSet, without_nulls
 from rlft_fast.trainer.supervised.rows import OverlongError, Reader, TaughtRows, Tokens, taught_rows
 
 
@@ -43,6 +43,10 @@ class PairRows:
     @property
     def sizes(self) -> dict[str, int]:
         return self.sequences.sizes
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        return self.sequences.left_out
 
     @property
     def overlong(self) -> Overlong:

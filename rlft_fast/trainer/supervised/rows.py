@@ -16,6 +16,7 @@ from rlft_fast.errors import brief, without_panics
 from rlft_fast.trainer.episodes import Style, find_styles
 from rlft_fast.trainer.prompts import (
     Conversation,
+    LeftOut,
     Message,
     Overlong,
     Row,
@@ -46,13 +47,15 @@ class TaughtRows:
         token_ids: of each row, int32.
         is_taught: of each row, bool, whether the model learns to say the token. The first token is never learned.
         sizes: rows of each set by its name.
-        overlong: rows that were left out, and rows of which a part was.
+        overlong: how many rows were left out, and of how many sequences a part was.
+        left_out: the rows that were left out.
     """
 
     token_ids: list[np.ndarray]
     is_taught: list[np.ndarray]
     sizes: dict[str, int] = field(default_factory=dict)
     overlong: Overlong = field(default_factory=Overlong)
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -115,7 +118,8 @@ def taught_rows(found: Sequence[Tokens], reader: "Reader") -> TaughtRows:
     """The sequences that the reader has made."""
     token_ids = [np.array(ids, np.int32) for ids, _ in found]
     is_taught = [np.array(taught, np.bool_) for _, taught in found]
-    return TaughtRows(token_ids, is_taught, reader.sizes, Overlong(reader.num_left_out, reader.num_truncated))
+    overlong = Overlong(len(reader.left_out), reader.num_truncated)
+    return TaughtRows(token_ids, is_taught, reader.sizes, overlong, reader.left_out)
 
 
 class OverlongError(ValueError):
@@ -131,7 +135,7 @@ class Reader:
 
     Attributes:
         sizes: rows of each set that were kept, by its name.
-        num_left_out: rows that were left out.
+        left_out: rows that were left out.
         num_truncated: sequences of which a part was.
     """
 
@@ -143,7 +147,8 @@ class Reader:
         self._spans: AssistantSpans | None = None
         self._styles: dict[str, Style] = {}  # by the tools, which most rows share
         self.sizes: dict[str, int] = {}
-        self.num_left_out = self.num_truncated = 0
+        self.left_out: list[LeftOut] = []
+        self.num_truncated = 0
 
     def each(self, sets: Sequence[RowSet], read: Callable[[Row], T]) -> list[T]:
         """What each row of the sets becomes.
@@ -169,8 +174,9 @@ class Reader:
             except Exception as error:  # a template is code of the model's, and tokenizers has no error of its own
                 if not isinstance(error, OverlongError) or self.config.overlong == "refuse":
                     mistakes[i] = brief(error)
+                else:
+                    self.left_out.append(LeftOut(given.source, i, brief(error)))
         self.sizes[given.name] = len(found)
-        self.num_left_out += len(given.rows) - len(found) - len(mistakes)
         if mistakes:
             first = min(mistakes)
             rows = f"{given.source}: {name_rows([*mistakes])} cannot be learned"
@@ -253,8 +259,7 @@ class Reader:
             return ids, taught
         if self.config.overlong != "truncate":
             raise OverlongError(
-                f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: raise it, or set data.overlong "
-                "to filter or truncate"
+                f"it has {len(ids)} tokens, more than data.max_sequence_tokens={most}: raise it, or set data.overlong"
             )
         if not any(taught[1:most]):
             raise OverlongError("its first tokens teach nothing")

@@ -82,7 +82,10 @@ def test_a_batch_asks_for_the_taught_tokens(tokenizer, tmp_path):
         ),
         ({"text": 3}, "its 'text' must be a text, got 3"),
         ({"text": ""}, "its text becomes no token"),
-        ({"text": "a" * 99}, "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set data.overl"),
+        (
+            {"text": "a" * 99},
+            "it has 100 tokens, more than data.max_sequence_tokens=64: raise it, or set",
+        ),
         ({"text": "a" * 64_001}, "it has 64001 characters"),
     ],
 )
