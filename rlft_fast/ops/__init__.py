@@ -3,10 +3,12 @@
 from rlft_fast.ops.logprob import (
     LinearLogprob,
     LinearLogprobLoss,
+    TopLogprob,
     linear_logprob,
     linear_logprob_loss,
     support_logprob,
     support_logprob_loss,
+    top_logprob,
 )
 from rlft_fast.ops.optim import ClipCoefficient, FusedAdamW, clip_coefficient, clip_grad_norm_, grad_norm
 from rlft_fast.ops.packing import (
@@ -33,6 +35,7 @@ __all__ = [
     "LinearLogprob",
     "LinearLogprobLoss",
     "MaskedTokens",
+    "TopLogprob",
     "clip_coefficient",
     "clip_grad_norm_",
     "gather_heads_scatter_tokens",
@@ -51,5 +54,6 @@ __all__ = [
     "slice_tokens",
     "support_logprob",
     "support_logprob_loss",
+    "top_logprob",
     "unpad",
 ]

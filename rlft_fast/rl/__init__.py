@@ -12,6 +12,7 @@ from rlft_fast.rl.correction import (
     correction_weights,
     mismatch_metrics,
 )
+from rlft_fast.rl.distillation import top_k_divergence
 from rlft_fast.rl.group_advantages import grpo_advantage
 from rlft_fast.rl.kl import KLEstimator, kl_estimate, reward_with_kl
 from rlft_fast.rl.losses import PolicyLoss, PolicyLossError, ValueLoss, explained_variance
@@ -65,5 +66,6 @@ __all__ = [
     "needs_of",
     "response_lengths",
     "reward_with_kl",
+    "top_k_divergence",
     "whiten",
 ]

@@ -4,12 +4,14 @@ from rlft_fast.ops.logprob.gathered import gathered_bytes
 from rlft_fast.ops.logprob.linear import linear_logprob, linear_logprob_loss
 from rlft_fast.ops.logprob.reference import LinearLogprob, LinearLogprobLoss, LossFunction
 from rlft_fast.ops.logprob.support import support_logprob, support_logprob_loss
+from rlft_fast.ops.logprob.top import TopLogprob, top_logprob
 from rlft_fast.ops.logprob.workspace import default_tile_mib, scratch_bytes
 
 __all__ = [
     "LinearLogprob",
     "LinearLogprobLoss",
     "LossFunction",
+    "TopLogprob",
     "default_tile_mib",
     "gathered_bytes",
     "linear_logprob",
@@ -17,4 +19,5 @@ __all__ = [
     "scratch_bytes",
     "support_logprob",
     "support_logprob_loss",
+    "top_logprob",
 ]

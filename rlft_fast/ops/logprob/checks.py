@@ -139,14 +139,37 @@ def check_number(name: str, value: Any, kind: type = Real) -> None:
 
 
 def check_per_token(per_token: tuple[Any, ...], target_T: Tensor) -> None:
-    """Raises TypeError for what is no tensor, and ValueError for a tensor that is not one value per token."""
+    """Raises TypeError for what is no tensor, and ValueError for a tensor that is not a row per token."""
     for i, values in enumerate(per_token):
-        expected = f"per_token[{i}] must be a {tuple(target_T.shape)} tensor on {target_T.device} like target_T"
+        expected = f"per_token[{i}] must have {len(target_T)} rows, one per token, on {target_T.device} like target_T"
         if not isinstance(values, Tensor):
             raise TypeError(f"{expected}, got {type(values).__name__}")
         check_tensors(**{f"per_token[{i}]": values})
-        if values.shape != target_T.shape or values.device != target_T.device:
+        if values.shape[:1] != target_T.shape or values.device != target_T.device:
             raise ValueError(f"{expected}, got {tuple(values.shape)} on {values.device}")
+
+
+def check_ids(ids_TK: Any, problem: Problem) -> None:
+    """Raises ValueError or TypeError unless there are ids of the vocabulary for each token."""
+    check_tensors(ids_TK=ids_TK)
+    target_T = problem.target_T
+    if problem.group:
+        raise ValueError("ids_TK does not go with vocab_group, whose ranks lack rows of the weight: leave one out")
+    if ids_TK.dtype != torch.int64:
+        raise TypeError(f"ids_TK must hold int64 vocabulary ids, got {ids_TK.dtype}")
+    if ids_TK.dim() != 2 or ids_TK.shape[:1] != target_T.shape or ids_TK.device != target_T.device:
+        raise ValueError(
+            f"expected ids_TK ({len(target_T)}, K) on {target_T.device} like target_T, got {tuple(ids_TK.shape)} on "
+            f"{ids_TK.device}"
+        )
+    if not ids_TK.numel() or not looks_at(ids_TK):
+        return
+    read = ids_TK[target_T != problem.ignore_index]
+    if read.numel() and not (read.min() >= 0 and read.max() < problem.vocab):
+        raise ValueError(
+            f"ids_TK holds ids from {int(read.min())} to {int(read.max())}, outside the vocabulary of {problem.vocab} "
+            "tokens"
+        )
 
 
 def check_losses(loss: Any, logprob: Tensor) -> None:

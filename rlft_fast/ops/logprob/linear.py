@@ -16,6 +16,7 @@ from rlft_fast.ops.backends import resolve_backend
 from rlft_fast.ops.logprob import reference
 from rlft_fast.ops.logprob.checks import (
     check_adapter,
+    check_ids,
     check_no_tangent,
     check_per_token,
     check_problem,
@@ -167,6 +168,7 @@ def linear_logprob_loss(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    ids_TK: Tensor | None = None,
     adapter_VE: Tensor | None = None,
     active_index: Tensor | None = None,
     vocab_group: ProcessGroup | None = None,
@@ -188,17 +190,22 @@ def linear_logprob_loss(
         weight_VD: (V, D) projection.
         target_T: (T,) int64 vocabulary ids; rows equal to ``ignore_index`` add nothing to the loss.
         loss_fn: ``loss_fn(logprob, entropy, *per_token) -> (R,)``, called once per chunk of R rows with the rows'
-            float32 log-probabilities, entropies (None unless ``return_entropy``) and slices of ``per_token``. Plain
-            PyTorch without side effects; gradients flow to ``logprob`` and ``entropy`` only: ``per_token`` and what
+            float32 log-probabilities, entropies (None unless ``return_entropy``) and slices of ``per_token``. With
+            ``ids_TK``, (R, K) log-probabilities of the ids stand between ``entropy`` and ``per_token``. Plain PyTorch
+            without side effects; gradients flow to the log-probabilities and ``entropy`` only: ``per_token`` and what
             ``loss_fn`` closes over get none. Under ``torch.compile`` a function or, from torch 2.13, a callable
             object; another one compiles again, so numbers that change are better in ``per_token``.
-        *per_token: (T,) tensors handed to ``loss_fn`` in slices.
+        *per_token: (T,) or (T, K) tensors handed to ``loss_fn`` in slices of rows.
         bias_V: as in :func:`linear_logprob`, like all options below.
         temperature: see there.
         softcap: see there.
         logit_scale: see there.
         ignore_index: see there.
         return_entropy: hand entropies to ``loss_fn`` and return them.
+        ids_TK: (T, K) int64 further vocabulary ids of each row, whose log-probabilities under the softmax over the
+            whole vocabulary ``loss_fn`` reads, too, as the loss of a distillation does. They cost T K D multiplications
+            with gathered rows of the projection in the forward, and twice as many for the gradients. Not with
+            ``vocab_group``.
         adapter_VE: see there.
         active_index: see there.
         vocab_group: see there.
@@ -208,7 +215,8 @@ def linear_logprob_loss(
             needed) or 1 GiB, whichever is larger.
 
     Returns:
-        ``LinearLogprobLoss(loss, logprob, entropy)``: the 0-d float32 sum over tokens, and detached (T,) statistics.
+        ``LinearLogprobLoss(loss, logprob, entropy, ids_logprob)``: the 0-d float32 sum over tokens, and detached (T,)
+        and (T, K) statistics.
 
     Raises:
         ValueError: shapes, devices or option values that do not fit, or a ``loss_fn`` of the wrong output shape.
@@ -220,22 +228,27 @@ def linear_logprob_loss(
         workspace_mib=workspace_mib, ignore_index=ignore_index,
     )  # fmt: skip
     check_per_token(per_token, target_T)
+    if ids_TK is not None:
+        check_ids(ids_TK, problem)
     problem = _with_backend(problem, "loss")
     if problem.backend == "reference":
         check_targets(target_T, problem.vocab, ignore_index)
         return reference.linear_logprob_loss(
             *reference.rounded_inputs(hidden_TD, weight_VD, adapter_VE, problem.dtype), target_T, loss_fn, *per_token,
             bias_V=bias_V, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-            ignore_index=ignore_index, return_entropy=return_entropy,
+            ignore_index=ignore_index, return_entropy=return_entropy, ids_TK=ids_TK,
         )  # fmt: skip
     problem, shards = _localize(problem, vocab_group)
     handle = hold(loss_fn)
     try:
-        results = LOSS(problem, list(per_token), handle, shards, return_entropy, _needs_grad(problem))
+        results = LOSS(problem, list(per_token), handle, shards, ids_TK, return_entropy, _needs_grad(problem))
     finally:
         release(handle)
-    loss, logprob, entropy = results[:3]
-    return LinearLogprobLoss(loss, logprob.detach(), entropy.detach() if return_entropy else None)
+    loss, logprob, entropy, ids_logprob = results[:4]
+    return LinearLogprobLoss(
+        loss, logprob.detach(), entropy.detach() if return_entropy else None,
+        None if ids_TK is None else ids_logprob.detach(),
+    )  # fmt: skip
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------
@@ -294,6 +307,11 @@ def _with_backend(problem: Problem, kind: str) -> Problem:
     shape = (hidden.shape[0], hidden.shape[1], _SHARDED_VOCAB if problem.group else problem.vocab)
     backend = resolve_backend(problem.backend, hidden.device, problem.dtype, kind, shape, bool(problem.group))
     return replace(problem, backend=backend)
+
+
+def prepared(problem: Problem, kind: str) -> Problem:
+    """The problem with the backend that runs, its active tokens, and an adapter where kernels read it."""
+    return _localize(_with_backend(problem, kind), None)[0]
 
 
 def _localize(problem: Problem, group: ProcessGroup | None) -> tuple[Problem, Tensor | None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlft_fast.ops import library
 from rlft_fast.ops.logprob.checks import check_losses, check_row_fits, check_shards
+from rlft_fast.ops.logprob.ids import IdLogits
 from rlft_fast.ops.logprob.odds import (
     Odds,
     has_odds,
@@ -96,6 +97,8 @@ class _Upstream(NamedTuple):
 
     d_logprob: Tensor
     d_entropy: Tensor | None
+    d_ids: Tensor | None = None
+    """(R, K + 1) in the raw logits of ids and target, beside ``d_logprob``."""
 
 
 class _ThreadTiles:
@@ -122,7 +125,7 @@ class _ThreadTiles:
         return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
-        d_logprob, d_entropy = upstream
+        d_logprob, d_entropy, _ = upstream
         grad_rows = torch.empty_like(rows.hidden_RD) if self.grads.hidden.numel() else None
         unseen = seen_rows(d_logprob, d_entropy).logical_not()
         if unseen.any():  # 0 * nan of a row that the loss does not see must not reach dweight
@@ -181,7 +184,7 @@ class _LargeGemms:
         return sums.finish(self.problem.group, self.problem.vocab)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, stats: Stats, upstream: _Upstream) -> None:
-        d_logprob, d_entropy = upstream
+        d_logprob, d_entropy, _ = upstream
         logits, grad_logits = self._memory(chunk)
         self.problem.kernels.logprob_grad_(
             *self._tile(logits, rows), stats.maximum, stats.log_sum, stats.entropy, d_logprob, d_entropy, grad_logits
@@ -248,7 +251,7 @@ class _FromOdds:
         return write_odds(self.problem, rows, self.weight, return_entropy, memory)
 
     def grad(self, chunk: _Chunk, rows: Rows, index: Tensor, odds: Odds, upstream: _Upstream) -> None:
-        d_logprob, d_entropy = upstream
+        d_logprob, d_entropy, _ = upstream
         factor = d_logprob * odds.factor
         if d_entropy is not None:
             write_entropy_gradients(self.problem, rows, self.weight, odds, d_logprob, d_entropy)
@@ -279,17 +282,20 @@ class Loss(Way):
     The trained columns of an adapter beside a frozen weight take as many columns of the second GEMM.
 
     Options: ``per_token``, tensors for ``loss_fn``; ``loss_fn``, a handle of `hold`; ``shards``, the shapes that
-    `rebase_targets` gathers, or None; ``return_entropy``; ``needs_grad`` of hidden, weight and bias.
-    Results: loss (), logprob (T,), entropy (T,) or empty, and dhidden, dweight, dbias for an upstream gradient of 1.
+    `rebase_targets` gathers, or None; ``ids``, (T, K) or None; ``return_entropy``; ``needs_grad`` of hidden, weight and
+    bias.
+    Results: loss (), logprob (T,), entropy (T,) or empty, log-probabilities of the ids (T, K) or empty, and dhidden,
+    dweight, dbias for an upstream gradient of 1.
     """
 
     name = "linear_logprob_loss"
-    options = "Tensor[] per_token, int loss_fn, Tensor? shards, bool return_entropy, bool[] needs_grad"
-    results = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
+    options = "Tensor[] per_token, int loss_fn, Tensor? shards, Tensor? ids, bool return_entropy, bool[] needs_grad"
+    results = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
 
     def forward(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
-        per_token, loss_fn, shards, return_entropy, needs_grad = options
-        grads = Gradients.allocate(problem, needs_grad)
+        per_token, loss_fn, shards, ids, return_entropy, needs_grad = options
+        # What the ids add cancels most of the rest, so that both are added up in float32.
+        given, grads = problem, Gradients.allocate(problem, needs_grad, in_float=ids is not None)
         problem = replace(
             problem, hidden_TD=problem.hidden_TD.detach(), weight_VD=problem.weight_VD.detach(),
             adapter_VE=None if problem.adapter_VE is None else problem.adapter_VE.detach(),
@@ -297,34 +303,43 @@ class Loss(Way):
         )  # fmt: skip
         work = _divide(problem, grads, _widest(problem.weight_VD, shards))
         logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy)
+        ids_logprob = _ids_logprob(problem, ids).zero_()
         loss = problem.hidden_TD.new_zeros((), dtype=torch.float32)
         for chunks in work.groups:
+            of_ids: list[tuple[Tensor, IdLogits, Tensor]] = []
             for chunk in chunks:
                 index = problem.active[chunk.rows]
                 rows = problem.rows(index)
                 stats: Any = work.stats(chunk, rows, return_entropy)  # of the type that its own `grad` takes
                 values = [x[index] for x in per_token]
-                loss_R, upstream = _differentiate(loss_functions[loss_fn], stats, values)
+                found = None if ids is None else IdLogits.of(problem, rows, ids[index])
+                loss_R, upstream = _differentiate(loss_functions[loss_fn], stats, found, values)
                 loss += loss_R.sum()
                 logprob[index] = stats.logprob
                 if stats.entropy is not None:
                     entropy[index] = stats.entropy
+                if found is not None:
+                    ids_logprob[index] = found.logprob(found.raw, stats.logprob)
+                    if upstream.d_ids is not None:
+                        of_ids.append((index, found, upstream.d_ids))
                 if any(needs_grad):
                     work.grad(chunk, rows, index, stats, upstream)
             if any(needs_grad):
                 work.finish(chunks, problem.active[chunks[0].rows.start : chunks[-1].rows.stop])
+                for index, found, d_ids in of_ids:  # the group has been written, so that these can be added
+                    found.add_gradients(d_ids, index, grads)
         grads.round_from(*work.sums, empty=not work.groups)
-        return loss, logprob, entropy, *grads
+        return loss, logprob, entropy, ids_logprob, *grads.rounded_as(given)
 
     def empty(self, problem: Problem, *options: Any) -> tuple[Tensor, ...]:
-        *_, return_entropy, needs_grad = options
+        *_, ids, return_entropy, needs_grad = options
         scalar = problem.hidden_TD.new_empty((), dtype=torch.float32)
         logprob, entropy, *_ = per_token_results(problem.hidden_TD, return_entropy)
-        return scalar, logprob, entropy, *empty_gradients(problem, needs_grad)
+        return scalar, logprob, entropy, _ids_logprob(problem, ids), *empty_gradients(problem, needs_grad)
 
     def save(self, ctx: Any, problem: Problem, options: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.computed = options[-1]
-        ctx.save_for_backward(*results[3:])
+        ctx.save_for_backward(*results[4:])
         ctx.mark_non_differentiable(*results[1:])
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -378,22 +393,32 @@ def _widest(weight: Tensor, shards: Tensor | None) -> int:
     return max(vocab for vocab, *_ in shapes)
 
 
-def _differentiate(loss_fn: LossFunction, stats: Stats | Odds, per_token: list[Tensor]) -> tuple[Tensor, _Upstream]:
+def _ids_logprob(problem: Problem, ids: Tensor | None) -> Tensor:
+    """Memory for the log-probabilities of the ids."""
+    return problem.hidden_TD.new_empty((0,) if ids is None else ids.shape, dtype=torch.float32)
+
+
+def _differentiate(
+    loss_fn: LossFunction, stats: Stats | Odds, ids: IdLogits | None, per_token: list[Tensor]
+) -> tuple[Tensor, _Upstream]:
     """Per-row losses and their derivatives."""
     # An operator's kernel runs below autograd, which is switched off for this thread; the loss needs it back.
     functionality = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(functionality, False), torch.enable_grad():
         logprob = stats.logprob.detach().requires_grad_()
         entropy = None if stats.entropy is None else stats.entropy.detach().requires_grad_()
-        loss_R = loss_fn(logprob, entropy, *per_token)
+        raw = None if ids is None else ids.raw.detach().requires_grad_()
+        of_ids = () if ids is None or raw is None else (ids.logprob(raw, logprob),)
+        loss_R = loss_fn(logprob, entropy, *of_ids, *per_token)
         check_losses(loss_R, logprob)
-        variables = [logprob] if entropy is None else [logprob, entropy]
         if not loss_R.requires_grad:
             return loss_R, _Upstream(torch.zeros_like(stats.logprob), None)
-        grads = torch.autograd.grad(loss_R.sum(), variables, allow_unused=True)
-    d_logprob = torch.zeros_like(stats.logprob) if grads[0] is None else grads[0].contiguous()
-    d_entropy = grads[1].contiguous() if entropy is not None and grads[1] is not None else None
-    return loss_R.detach(), _Upstream(d_logprob, d_entropy)
+        variables = {"d_logprob": logprob, "d_entropy": entropy, "d_ids": raw}
+        variables = {name: x for name, x in variables.items() if x is not None}
+        grads = torch.autograd.grad(loss_R.sum(), [*variables.values()], allow_unused=True)
+    found = {name: x.contiguous() for name, x in zip(variables, grads, strict=True) if x is not None}
+    d_logprob = found.get("d_logprob", torch.zeros_like(stats.logprob))
+    return loss_R.detach(), _Upstream(d_logprob, found.get("d_entropy"), found.get("d_ids"))
 
 
 LOSS = Loss()

@@ -28,11 +28,13 @@ class LinearLogprob(NamedTuple):
 
 
 class LinearLogprobLoss(NamedTuple):
-    """Sum of a per-token loss, with the detached (T,) float32 statistics it was computed from."""
+    """Sum of a per-token loss, with the detached float32 statistics, (T,), that it was computed from."""
 
     loss: Tensor
     logprob: Tensor
     entropy: Tensor | None
+    ids_logprob: Tensor | None = None
+    """(T, K) detached float32 log-probabilities of the ids that were asked for."""
 
 
 LossFunction = Callable[..., Tensor]
@@ -164,11 +166,30 @@ def linear_logprob_loss(
     target_T: Tensor,
     loss_fn: LossFunction,
     *per_token: Tensor,
+    ids_TK: Tensor | None = None,
     **options,
 ) -> LinearLogprobLoss:
     """:func:`rlft_fast.ops.linear_logprob_loss` by ordinary autograd. ``options`` are those of ``linear_logprob``."""
+    ignore_index = options.get("ignore_index", -100)
     result = linear_logprob(hidden_TD, weight_VD, target_T, **options)
-    return sum_of_losses(result, target_T, loss_fn, per_token, options.get("ignore_index", -100))
+    if ids_TK is None:
+        return sum_of_losses(result, target_T, loss_fn, per_token, ignore_index)
+    ids_logprob = _ids_logprob(hidden_TD, weight_VD, target_T, ids_TK, **options)
+    found = sum_of_losses(result, target_T, loss_fn, (ids_logprob, *per_token), ignore_index)
+    return found._replace(ids_logprob=ids_logprob.detach())
+
+
+def _ids_logprob(
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, ids_TK: Tensor, *, ignore_index: int = -100, **options
+) -> Tensor:  # fmt: skip
+    """(T, K) log-probabilities of ids under the softmax over the whole vocabulary, 0 in rows without a target."""
+    active_T1 = (target_T != ignore_index).unsqueeze(-1)
+    names = ("bias_V", "temperature", "softcap", "logit_scale")
+    transform = {name: options[name] for name in names if name in options}
+    if isinstance(temperature := transform.get("temperature"), Tensor):
+        transform["temperature"] = temperature.where(active_T1.squeeze(-1), 1)
+    z = softmax_logits(hidden_TD.where(active_T1, 0), weight_VD, **transform)
+    return z.log_softmax(-1).gather(-1, ids_TK.where(active_T1, 0)).where(active_T1, 0)
 
 
 def sum_of_losses(

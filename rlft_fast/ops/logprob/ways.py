@@ -146,17 +146,26 @@ def seen_rows(grad_logprob: Tensor, grad_entropy: Tensor | None) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Outputs of a backward pass in the inputs' dtypes, each empty if not needed."""
+    """Outputs of a backward pass, each empty if not needed."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor
 
     @staticmethod
-    def allocate(problem: Problem, needs: list[bool]) -> Gradients:
-        grads = Gradients(*map(in_huge_pages, empty_gradients(problem, needs)))
+    def allocate(problem: Problem, needs: list[bool], in_float: bool = False) -> Gradients:
+        """Memory in the inputs' dtypes, or in float32."""
+        found = empty_gradients(problem, needs)
+        if in_float:
+            found = tuple(x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in found)
+        grads = Gradients(*map(in_huge_pages, found))
         grads.hidden.zero_()
         return grads
+
+    def rounded_as(self, problem: Problem) -> Gradients:
+        """In the inputs' dtypes."""
+        inputs = (problem.hidden_TD, problem.trained, problem.bias_V)
+        return Gradients(*(grad if x is None else grad.to(x.dtype) for grad, x in zip(self, inputs, strict=True)))
 
     def accumulators(self, in_float: bool) -> tuple[Tensor | None, Tensor | None]:
         """Where parts of dweight and dbias are added up: float32, or the outputs themselves; None if not needed."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.problems import make_inputs
-from rlft_fast.ops import linear_logprob, linear_logprob_loss
+from rlft_fast.ops import linear_logprob, linear_logprob_loss, top_logprob
 from tests.ops.logprob.problems import WAYS, each_fast_backend, ppo_clip
 
 H, W, Y = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.int64)
@@ -175,10 +175,42 @@ def test_bad_loss_function(loss, got, backend):
 
 @pytest.mark.parametrize("values", [None, [0.0] * 4])
 def test_bad_values_per_token(values):
-    with pytest.raises(TypeError, match=rf"per_token\[0\] must be a \(4,\) tensor .*got {type(values).__name__}"):
+    with pytest.raises(TypeError, match=rf"per_token\[0\] must have 4 rows.*got {type(values).__name__}"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, values)
     with pytest.raises(ValueError, match=r"per_token\[0\]"):
         linear_logprob_loss(H, W, Y, lambda logprob, _, x: logprob, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(4, 2), TypeError, "ids_TK must hold int64 vocabulary ids, got torch.float32"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, r"expected ids_TK \(4, K\) on cpu like target_T, got \(4,\)"),
+        (torch.full((4, 2), -1), ValueError, "ids_TK holds ids from -1 to -1, outside the vocabulary"),
+    ],
+)
+def test_bad_ids(ids, error, message):
+    with pytest.raises(error, match=message):
+        linear_logprob_loss(H, W, Y, lambda logprob, _, of_ids: logprob, ids_TK=ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((H, W, Y, 0), {}, ValueError, "top_k is 0, expected at least 1 and at most"),
+        (
+            (H, W, Y, len(W) + 1),
+            {},
+            ValueError,
+            f"at most the {len(W)} ids of the vocabulary",
+        ),
+        ((H, W, Y, 2), {"logit_scale": -1.0}, ValueError, "logit_scale is -1.0, expected a positive number"),
+        ((H.double(), W.double(), Y, 2), {}, TypeError, "hidden_TD is float64, which no kernel takes"),
+    ],
+)
+def test_bad_top_k(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        top_logprob(*arguments, **options)
 
 
 def test_a_row_of_logits_must_fit_the_workspace():

@@ -162,12 +162,14 @@ def test_the_loss_multiplies_rows_of_zero_gradient_too():
     assert multiplications(step) == 3 * T * D * V
 
 
-def test_products_of_a_support():
-    """T K D forward, and T K D for dhidden. dweight adds up another T K D products without a GEMM."""
+def test_a_support_and_ids_add_no_gemm():
+    """On a CPU their T K D products are those of sparse matrices."""
     hidden, weight, target = problem("cpu")
-    support = torch.arange(T * 5).view(T, 5)
-    step = lambda: support_logprob(hidden, weight, target, support).logprob.sum().backward()  # noqa: E731
-    assert profiled_multiplications(step) == 2 * T * 5 * D
+    ids = torch.arange(T * 5).view(T, 5)
+    assert multiplications(lambda: support_logprob(hidden, weight, target, ids).logprob.sum().backward()) == 0
+    loss = lambda logprob, _, of_ids: -of_ids.sum(-1)  # noqa: E731
+    step = lambda: linear_logprob_loss(hidden, weight, target, loss, ids_TK=ids).loss.backward()  # noqa: E731
+    assert multiplications(step) == 3 * T * D * V
 
 
 @pytest.fixture
